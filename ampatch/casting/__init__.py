@@ -1,0 +1,1 @@
+"""The operator side: which dtype a patched torch function computes in."""

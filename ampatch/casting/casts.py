@@ -1,0 +1,177 @@
+"""HOT PATH: what a patched call does.
+
+Every rule is a choice of dtype.  `replacement(original, rule, state)` returns
+a plain function (torch.compile sees through plain functions; it silently
+unwraps wrapt's proxies) that asks for the policy in force, casts the arguments
+and calls the original.
+
+Never cast: `out=` calls, float64, complex, integer and bool tensors, tensors
+on devices the policy does not cover.  Lists, tuples and namedtuples are cast
+inside; the caller's containers are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+
+from ..errors import BannedFunctionError
+from .foreign import Recorded, is_internal, proxy_of
+from .policy import CastState, Policy
+from .tables import Rule
+
+_SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
+
+
+def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
+    """`value` with its castable tensors in `to`; the same object where nothing changes."""
+    kind = type(value)
+    if kind is Tensor or kind is Parameter:
+        dtype = value.dtype
+        if dtype is to or not (
+            dtype is torch.float32 or dtype is torch.float16 or dtype is torch.bfloat16
+        ):
+            return value
+        if policy.devices is not None and value.device.type not in policy.devices:
+            return value
+        if kind is Parameter and not is_dynamo_compiling():
+            return policy.cache.cast(value, to)
+        return value.to(to)
+    if kind in _SCALARS:
+        return value
+    return _cast_uncommon(value, to, policy)
+
+
+def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
+    if isinstance(value, (list, tuple)):
+        inside = [cast(item, to, policy) for item in value]
+        if all(new is old for new, old in zip(inside, value, strict=True)):
+            return value
+        return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
+    if isinstance(value, Tensor):
+        if castable(value, policy) and value.dtype is not to and not is_internal(value):
+            return value.to(to)
+        return value
+    proxy = proxy_of(value)
+    if proxy is not None:
+        raise Recorded(proxy)
+    return value
+
+
+def castable(value: Tensor, policy: Policy) -> bool:
+    """Whether the rules may touch this tensor at all."""
+    return value.dtype in (torch.float32, torch.float16, torch.bfloat16) and (
+        policy.devices is None or value.device.type in policy.devices
+    )
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors in an argument list, those in nested lists and tuples included."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(tensors_in(value))
+    return found
+
+
+def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """The dtype PROMOTE casts to: the widest castable one, FP32 for two different half types."""
+    dtypes = {
+        value.dtype for value in tensors_in((*args, *kwargs.values())) if castable(value, policy)
+    }
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32 if dtypes else None
+
+
+def _half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    return policy.half_to
+
+
+def _float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    return policy.float_to
+
+
+def _float_unless_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
+        return None
+    return policy.float_to
+
+
+def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    return policy.float_to if policy.apex_flavour else None
+
+
+CHOOSERS: dict[Rule, Callable[[tuple, dict, Policy], torch.dtype | None]] = {
+    Rule.HALF: _half,
+    Rule.FLOAT: _float,
+    Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
+    Rule.PROMOTE: widest,
+}
+APEX_CHOOSERS = {Rule.FLOAT: _apex_float}
+
+
+def replacement(original: Callable, choose: Callable, state: CastState) -> Callable:
+    """A plain function that stands in for `original` and casts to what `choose` says."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy = state.process
+        if state.overridden:
+            policy = state.current()
+        if (
+            policy is None
+            or "out" in kwargs
+            or (policy.gate is not None and not policy.gate(args, kwargs))
+        ):
+            return original(*args, **kwargs)
+        to = choose(args, kwargs, policy)
+        if policy.special:
+            to = policy.special.get(original, to)
+        if to is None:
+            return original(*args, **kwargs)
+        try:
+            args = [cast(arg, to, policy) for arg in args]
+            if kwargs:
+                kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+        except Recorded as proxy:
+            return proxy.record(patched, args, kwargs)
+        return original(*args, **kwargs)
+
+    return patched
+
+
+def banned(original: Callable, choose: Callable, state: CastState) -> Callable:
+    """FLOAT, or an error where the policy does not allow it, for calls with half arguments."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy = state.current()
+        if policy is None or not _has_half(args, kwargs, policy):
+            return original(*args, **kwargs)
+        choose(policy)
+        return floated(*args, **kwargs)
+
+    floated = replacement(original, _float, state)
+    return patched
+
+
+def refuse(message: str, warn: Callable[[str], None]) -> Callable[[Policy], None]:
+    """What `banned` does with a half call: raise `message`, or `warn` of it once and go on."""
+
+    def decide(policy: Policy) -> None:
+        if not policy.allow_banned:
+            raise BannedFunctionError(message)
+        warn(message)
+
+    return decide
+
+
+def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
+    return any(
+        value.dtype in (torch.float16, torch.bfloat16) and castable(value, policy)
+        for value in tensors_in((*args, *kwargs.values()))
+    )

@@ -1,0 +1,131 @@
+"""What a table of names cannot say: torch's parts that need more than a cast.
+
+Each function here returns `make(original) -> replacement` for one place, or a
+list of `(owner, name, make)` for `install.py` to put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from ..errors import BannedFunctionError
+from .casts import cast, castable
+from .foreign import Recorded
+from .policy import CastState
+
+Make = Callable[[Callable], Callable]
+
+
+def matrix_power(original: Callable, state: CastState) -> Callable:
+    """HALF from the first multiplication on.
+
+    `A**0` and `A**1` multiply nothing and keep their dtype; a negative power
+    starts with an inverse, which has no half kernel and needs the precision.
+    """
+
+    def patched(A: Tensor, n: int, **kwargs: Any) -> Tensor:
+        policy = state.current()
+        if (
+            policy is None
+            or "out" in kwargs
+            or not isinstance(A, Tensor)
+            or not castable(A, policy)
+            or n in (0, 1)
+            or (policy.gate is not None and not policy.gate((A,), kwargs))
+        ):
+            return original(A, n, **kwargs)
+        if n < 0:
+            A, n = torch.linalg.inv(A.float()), -n
+        return A if n == 1 else original(cast(A, policy.half_to, policy), n)
+
+    return patched
+
+
+def module_parts(state: CastState) -> list[tuple[Any, str, Make]]:
+    """Places in torch's modules that ask about dtypes or autocast on their own."""
+    return [
+        (nn.RNNBase, "check_input", lambda original: _rnn_check(original, state)),
+        (torch.backends.mha, "get_fastpath_enabled", lambda original: _fast_path(original, state)),
+        (torch.utils.checkpoint, "checkpoint", lambda original: _checkpoint(original, state)),
+    ]
+
+
+def _rnn_check(original: Callable, state: CastState) -> Callable:
+    """RNNs refuse an input whose dtype is not the weights'; the cast comes after that check."""
+
+    def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        policy = state.current()
+        weights = self._flat_weights[0]
+        if (
+            policy is not None
+            and input.dtype is not weights.dtype
+            and castable(input, policy)
+            and castable(weights, policy)
+        ):
+            input = input.new_empty(input.shape, dtype=weights.dtype)
+        return original(self, input, batch_sizes)
+
+    return check_input
+
+
+def _fast_path(original: Callable, state: CastState) -> Callable:
+    """The fused inference kernels of MultiheadAttention and TransformerEncoder run in FP32."""
+
+    def get_fastpath_enabled() -> bool:
+        return state.current() is None and original()
+
+    return get_fastpath_enabled
+
+
+def _checkpoint(original: Callable, state: CastState) -> Callable:
+    """The recompute runs in backward, perhaps in another thread: it takes its policy along."""
+
+    def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not state.overridden or torch.compiler.is_compiling():
+            return original(function, *args, **kwargs)
+        policy, by_user = state.current(), state.under_user_control()
+        return original(state.under(lambda: policy, by_user)(function), *args, **kwargs)
+
+    return checkpoint
+
+
+def user_function(function: Callable, rule_dtype: Callable, state: CastState) -> Callable:
+    """`function` with its arguments cast to `rule_dtype(args, kwargs, policy)`, casts on inside."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy = state.current()
+        to = None if policy is None else rule_dtype(args, kwargs, policy)
+        if to is None:
+            return function(*args, **kwargs)
+        try:
+            args = tuple(cast(arg, to, policy) for arg in args)
+            kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+        except Recorded as proxy:
+            return proxy.record(patched, args, kwargs)
+        return function(*args, **kwargs)
+
+    return patched
+
+
+def refused(function: Callable, message: str, state: CastState) -> Callable:
+    """apex's flavour: an in-place function that would have to change a half tensor's dtype."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy = state.current()
+        if (
+            policy is not None
+            and policy.apex_flavour
+            and args
+            and isinstance(args[0], Tensor)
+            and args[0].dtype in (torch.float16, torch.bfloat16)
+            and castable(args[0], policy)
+        ):
+            raise BannedFunctionError(message)
+        return function(*args, **kwargs)
+
+    return patched

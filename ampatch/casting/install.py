@@ -1,0 +1,246 @@
+"""Rows x rules -> patches.
+
+Installed once, when the first session that needs it opens, and taken out when
+the last closes; sessions differ in their policies, not in what is patched.
+What this torch lacks is left out and listed in `missing`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional
+import wrapt
+
+from ..log import logger
+from . import composites
+from .casts import APEX_CHOOSERS, CHOOSERS, banned, refuse, replacement
+from .patches import PatchSet
+from .policy import CastState
+from .tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
+
+try:
+    from torch.jit._builtins import _get_builtin_table
+except ImportError:
+
+    def _get_builtin_table() -> dict:
+        """Without torch.jit's table, scripting a patched function fails as for any closure."""
+        return {}
+
+
+_NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.Tensor")
+
+
+def resolve(where: str) -> Any:
+    """The module or class that a dotted place names: `torch.nn.functional`, `torch.Tensor`."""
+    owner: Any = sys.modules[where.partition(".")[0]]
+    for name in where.split(".")[1:]:
+        owner = getattr(owner, name)
+    return owner
+
+
+class Installation:
+    """The patches that are in the process now, and what asked for them."""
+
+    def __init__(self, state: CastState) -> None:
+        self.missing: list[str] = []
+        self._state = state
+        self._patches = PatchSet()
+        self._originals: dict[int, Any] = {}  # id of a replacement -> what it replaced
+        self._by_original: dict[int, Any] = {}  # id of an original -> its replacement
+        self._has_apex_rows = False
+        self._warned: set[str] = set()
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether torch is patched."""
+        return len(self._patches) > 0
+
+    def install(self) -> None:
+        """Patch everything the tables list.  Takes out what it put in if it fails halfway."""
+        try:
+            for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED):
+                if not row.native:
+                    self._put_row(row)
+            for owner, name, make in composites.module_parts(self._state):
+                self._put(owner, name, make)
+            self._rebind_early_names()
+        except BaseException:
+            self.undo()
+            raise
+        if self.missing:
+            logger.info(
+                "This torch (%s) lacks, and ampatch leaves out: %s.",
+                torch.__version__,
+                ", ".join(self.missing),
+            )
+
+    def install_apex_rows(self) -> None:
+        """Add the rows that only apex's flavour has; they heed only policies of that flavour."""
+        if not self._has_apex_rows:
+            self._has_apex_rows = True
+            for row in APEX:
+                self._put_row(row)
+
+    def undo(self) -> None:
+        """Leave torch as it was found."""
+        self._patches.undo()
+        self._originals.clear()
+        self._by_original.clear()
+        self.missing.clear()
+        self._has_apex_rows = False
+
+    def original(self, function: Any) -> Any:
+        """What `function` replaced, if it is one of our replacements; else itself."""
+        while id(function) in self._originals:
+            function = self._originals[id(function)]
+        return function
+
+    def ensure(self, function: Callable) -> None:
+        """Patch `function` where torch keeps it, so that overrides for it can act."""
+        if id(function) not in self._by_original:
+            for owner, name in _places_of(function):
+                self._put(owner, name, self._maker(lambda *call: None))
+
+    def can_patch(self, function: Callable) -> bool:
+        """Whether `function` is one of torch's that we know where to find."""
+        return id(function) in self._by_original or bool(_places_of(function))
+
+    def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
+        """Patch a function that the user registered."""
+        self._put(
+            owner,
+            name,
+            lambda original: composites.user_function(original, CHOOSERS[rule], self._state),
+        )
+
+    def _put_row(self, row: Row) -> None:
+        try:
+            owner = resolve(row.where)
+        except AttributeError:
+            self.missing.extend(f"{row.where}.{name}" for name in row.names)
+            return
+        for name in row.names:
+            if hasattr(owner, name):
+                self._put(owner, name, self._make_for(row, name))
+            else:
+                self.missing.append(f"{row.where}.{name}")
+
+    def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
+        where = f"{row.where}.{name}"
+        if row.rule is Rule.POWER:
+            return lambda original: composites.matrix_power(original, self._state)
+        if row.rule in (Rule.BANNED, Rule.REFUSE_IN_PLACE):
+            message = f"{_public_name(where)} was called with a half precision argument. {row.why}"
+            choose = refuse(message, self._warn_once)
+            if row.rule is Rule.REFUSE_IN_PLACE:
+                return lambda original: composites.refused(original, message, self._state)
+            return lambda original: banned(original, choose, self._state)
+        choosers = APEX_CHOOSERS if row in APEX else CHOOSERS
+        return self._maker(choosers[row.rule])
+
+    def _maker(self, choose: Callable) -> Callable[[Any], Any]:
+        return lambda original: replacement(original, choose, self._state)
+
+    def _put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        def make_and_dress(original: Any) -> Any:
+            made = make(original)
+            _dress(made, original, owner, name)
+            self._originals[id(made)] = original
+            self._by_original.setdefault(id(original), made)
+            self._register_for_script(made, original)
+            return made
+
+        self._patches.replace(owner, name, make_and_dress)
+
+    def _register_for_script(self, made: Any, original: Any) -> None:
+        table = _get_builtin_table()
+        if id(original) in table:
+            table[id(made)] = table[id(original)]
+            self._patches.on_undo(lambda: table.pop(id(made), None))
+
+    def _rebind_early_names(self) -> None:
+        """Rebind module globals bound before we came: `from torch.nn.functional import linear`."""
+        for module, name, original in early_names(self._by_original):
+            made = self._by_original[id(original)]
+            self._patches.replace(module, name, lambda _, made=made: made)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(
+                "%s It runs in FP32; pass allow_banned=False to have it refused.", message
+            )
+
+
+def _places_of(function: Any) -> list[tuple[Any, str]]:
+    return [
+        (owner, name)
+        for owner in map(resolve, _NAMESPACES)
+        for name in dir(owner)
+        if getattr(owner, name, None) is function
+    ]
+
+
+def early_names(originals: Iterable[int]) -> list[tuple[Any, str, Any]]:
+    """`(module, name, function)` of each module global, outside torch, that is an original."""
+    found = []
+    for title, module in list(sys.modules.items()):
+        if title.partition(".")[0] in ("torch", "ampatch") or not inspect.ismodule(module):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in originals and callable(value):
+                found.append((module, name, value))
+    return found
+
+
+def _dress(made: Any, original: Any, owner: Any, name: str) -> None:
+    """Name a replacement after its place, so that pickle stores it by reference to it."""
+    if inspect.isfunction(original):  # jit reads the source behind __wrapped__, so not for builtins
+        functools.update_wrapper(made, original)
+        return
+    is_class = inspect.isclass(owner)
+    made.__name__ = name
+    made.__qualname__ = f"{owner.__name__}.{name}" if is_class else name
+    made.__module__ = owner.__module__ if is_class else owner.__name__
+    made.__doc__ = getattr(original, "__doc__", None)
+
+
+def _public_name(where: str) -> str:
+    return where.replace("torch._C._nn.", "torch.nn.functional.")
+
+
+def parse_place(place: Any, name: str | None) -> tuple[Any, str]:
+    """`(owner, attribute)` from a module and a name, or from one dotted string.
+
+    The owner of a dotted string stays a string: it may not be imported yet.
+    """
+    if name is not None:
+        return place, name
+    owner, _, attribute = str(place).rpartition(".")
+    if not isinstance(place, str) or not owner:
+        raise ValueError(
+            f"{place!r}: expected a module and a name, "
+            'or one dotted string such as "package.module.function".'
+        )
+    return owner, attribute
+
+
+def resolve_user_place(owner: Any) -> Any:
+    """The module or class to patch, or None while the module it names is not imported."""
+    if not isinstance(owner, str):
+        return owner
+    if owner in sys.modules:
+        return sys.modules[owner]
+    parent, _, name = owner.rpartition(".")
+    return getattr(sys.modules[parent], name, None) if parent in sys.modules else None
+
+
+def when_importable(module: str, action: Callable[[Any], None]) -> None:
+    """Run `action(module)` as soon as the module is imported."""
+    wrapt.register_post_import_hook(action, module)

@@ -1,0 +1,78 @@
+"""Put replacements in, take them out again.
+
+A `PatchSet` replaces attributes of modules and classes and remembers what it
+covered, so that `undo` leaves every owner as it was found.  It knows nothing
+of tensors and dtypes: what to replace is decided in `install.py`, what a
+replacement does in `casts.py`.
+
+Three rules keep the restore exact:
+
+* newest first, so a name replaced twice ends at its first original;
+* an inherited name is deleted, not written back: of the 696 callables on
+  `torch.Tensor` only 64 are its own, and a written-back copy would hide any
+  later change to the base;
+* what somebody else put over a replacement afterwards is left alone.  The
+  replacement beneath it is inert by then, since no policy is in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import wrapt
+
+from ..log import logger
+
+_INHERITED = object()
+
+
+class _Covered(NamedTuple):
+    owner: Any
+    name: str
+    found: Any
+    put: Any
+
+
+class PatchSet:
+    """A stack of replaced attributes, and of other things to undo."""
+
+    def __init__(self) -> None:
+        self._covered: list[_Covered | Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._covered)
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+        """Replace `owner.name` by `make(original)` and return the original.
+
+        Raises `AttributeError` when `owner` has no such name: whether that
+        matters is for the caller to say.
+        """
+        _, _, original = wrapt.resolve_path(owner, name)  # raw, not bound to the class
+        found = vars(owner).get(name, _INHERITED)
+        replacement = make(original)
+        setattr(owner, name, replacement)
+        self._covered.append(_Covered(owner, name, found, replacement))
+        return original
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Run `action` when its turn comes in `undo`."""
+        self._covered.append(action)
+
+    def undo(self) -> None:
+        """Restore everything, newest first.  A second call finds nothing left to do."""
+        while self._covered:
+            entry = self._covered.pop()
+            if not isinstance(entry, _Covered):
+                entry()
+            elif vars(entry.owner).get(entry.name) is not entry.put:
+                logger.warning(
+                    "%s.%s was replaced by somebody else after ampatch patched it; left as it is.",
+                    getattr(entry.owner, "__name__", entry.owner),
+                    entry.name,
+                )
+            elif entry.found is _INHERITED:
+                delattr(entry.owner, entry.name)
+            else:
+                setattr(entry.owner, entry.name, entry.found)

@@ -1,0 +1,155 @@
+"""Which casting is in force, and for whom.
+
+A `Policy` says which dtypes the rules stand for.  A `CastState` says which
+policy a call in this thread is under: usually the process's, unless this
+thread is inside a managed model, `disable_casts()` or `precision()`.
+
+Patched functions read the state on every call, so it is plain attributes.
+`torch.compile` guards on what it reads while tracing: on plain attributes and
+on attributes that a `threading.local` subclass sets in `__init__` it guards
+rightly (a class-level default of a `threading.local`, and a `ContextVar`, it
+does not: the first is silently frozen into the graph, the second refused).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .weight_cache import WeightCache
+
+FOLLOW = object()
+"""This thread has nothing of its own: the process's policy counts."""
+
+
+@dataclasses.dataclass(eq=False)
+class Policy:
+    """What the rules mean while this policy is in force.
+
+    `half_to` and `float_to` are the dtypes that HALF and FLOAT rows cast to;
+    `precision("float")` sets both to FP32.  `devices` are the device types whose
+    tensors are cast, None for all.  `gate`, if any, sees a call's arguments and
+    says whether the rules apply to it at all.  `special` maps an original
+    function to the dtype the user's overrides ask for.
+    """
+
+    half_to: torch.dtype
+    float_to: torch.dtype = torch.float32
+    devices: set[str] | None = None
+    gate: Callable[[tuple, dict], bool] | None = None
+    special: dict[Any, torch.dtype] = dataclasses.field(default_factory=dict)
+    allow_banned: bool = True
+    apex_flavour: bool = False
+    cache: WeightCache = dataclasses.field(default_factory=WeightCache)
+
+    def forced(self, dtype: torch.dtype) -> Policy:
+        """This policy with every rule casting to `dtype`; its own (closed) cache."""
+        return dataclasses.replace(
+            self, half_to=dtype, float_to=dtype, gate=None, special={}, cache=WeightCache()
+        )
+
+
+class _ThreadPolicy(threading.local):
+    def __init__(self) -> None:
+        self.policy: Any = FOLLOW
+        self.frames: list[Frame] = []
+
+
+class CastState:
+    """The policy of the process, and each thread's own where it has one."""
+
+    def __init__(self) -> None:
+        self.process: Policy | None = None
+        self.overridden = False  # some thread has a policy of its own
+        self.thread = _ThreadPolicy()
+        self._own = 0
+        self._lock = threading.Lock()
+
+    def current(self) -> Policy | None:
+        """The policy of a call made here and now; None: no casting."""
+        if self.overridden and self.thread.policy is not FOLLOW:
+            return self.thread.policy
+        return self.process
+
+    def push(self, policy: Policy | None, owner: Any = None) -> None:
+        """Give this thread a policy of its own, until `pop`."""
+        thread = self.thread
+        differs = policy is not self.current()
+        thread.frames.append(Frame(owner, thread.policy, differs))
+        if differs:
+            thread.policy = policy
+            self._count(+1)
+
+    def pop(self, owner: Any = None) -> None:
+        """Back to what `push` found; nothing, if the last push here was not `owner`'s."""
+        frames = self.thread.frames
+        if not frames or frames[-1].owner is not owner:
+            return
+        frame = frames.pop()
+        if frame.differs:
+            self.thread.policy = frame.found
+            self._count(-1)
+
+    def under_user_control(self) -> bool:
+        """Whether the innermost policy here is from a `with` block of the user's."""
+        frames = self.thread.frames
+        return bool(frames) and isinstance(frames[-1].owner, Under) and frames[-1].owner.by_user
+
+    def covered(self) -> Policy | None:
+        """The policy that the innermost push here covers."""
+        frame = self.thread.frames[-1]
+        found = frame.found if frame.differs else self.thread.policy
+        return self.process if found is FOLLOW else found
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._own += change
+            self.overridden = self._own > 0
+
+    def under(self, choose: Callable[[], Policy | None], by_user: bool = False) -> Under:
+        """A context manager and decorator: the policy is `choose()`, asked at each entry.
+
+        What is `by_user` holds inside managed models too.
+        """
+        return Under(self, choose, by_user)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """Who pushed a policy, what it covered, and whether it changed anything."""
+
+    owner: Any
+    found: Any
+    differs: bool
+
+
+class Under:
+    """`with` block or decorator under a policy; nests, and restores what it found."""
+
+    __slots__ = ("_state", "_choose", "by_user")
+
+    def __init__(
+        self, state: CastState, choose: Callable[[], Policy | None], by_user: bool
+    ) -> None:
+        self._state = state
+        self._choose = choose
+        self.by_user = by_user
+
+    def __enter__(self) -> None:
+        self._state.push(self._choose(), self)
+
+    def __exit__(self, *exception: object) -> None:
+        self._state.pop(self)
+
+    def __call__(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def under(*args: Any, **kwargs: Any) -> Any:
+            with Under(self._state, self._choose, self.by_user):
+                return function(*args, **kwargs)
+
+        return under

@@ -1,0 +1,249 @@
+"""Which function follows which rule.  Data only: no torch import, no logic.
+
+A row reads "these names, in this namespace, follow this rule, because ...".
+`why` is shown to users, in errors and by `ampatch tables`, so write it for
+them.  The order of rows does not matter, and within the four tables no
+(where, name) appears twice: a test checks.
+
+`where` is the place of the patch, not of the documentation: where a function
+of `torch.nn.functional` is written in Python, the row names the builtin below
+it (`torch._C._nn`, `torch._VF`, `torch`).  In-place functions and calls with
+`out=` follow no rule; PyTorch decides about them.
+
+The numbers in the reasons are those of FP16.  Bfloat16 has the range of FP32
+but only eight significant bits, and gets the same rules.
+
+Apex called the first two tables whitelist and blacklist, and so do we.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Rule(Enum):
+    """The dtype that the floating inputs of a call get."""
+
+    HALF = "half"  # the half type
+    FLOAT = "float"  # half inputs up to FP32
+    FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
+    PROMOTE = "promote"  # the widest floating dtype among the inputs
+    POWER = "matrix power"  # HALF from the first multiplication on
+    BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
+    REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; apex's flavour only
+
+
+class Row(NamedTuple):
+    """The functions `names` of the namespace `where` follow `rule`, for the reason `why`.
+
+    A `native` row is there for the reader: PyTorch itself does what the rule
+    asks, and nothing is installed.
+    """
+
+    where: str
+    names: tuple[str, ...]
+    rule: Rule
+    why: str
+    native: bool = False
+
+
+# Reasons that several namespaces share.
+
+_MATRIX = "Matrix products are what tensor cores are built for: many times faster in half."
+_VECTOR = "Spends its time reading the matrix, and in half there are half as many bytes to read."
+_CONVOLUTION = "Convolutions run as matrix products on tensor cores, many times faster in half."
+_RECURRENT = "Recurrent layers are chains of matrix products, which tensor cores run in half."
+_ATTENTION = "The flash kernels of GPUs take nothing but half, and their softmax is in FP32 inside."
+_INSIDE = "Its products happen inside PyTorch's C++, so the inputs have to be in half before."
+_PRELU = "Input and slope need one dtype, and the input mostly comes in half from a convolution."
+_COVARIANCE = "One matrix product inside; autocast for CUDA runs it in half, and ampatch follows."
+_POWER = (
+    "Powers are repeated matrix products and run in half; exponents 0 and 1 multiply nothing,"
+    " and an inverse needs FP32."
+)
+
+_EXPONENTIAL = "Grows exponentially: FP16 ends at 65504, which inputs of 11 to 12 reach."
+_LOGARITHM = "Inputs below 3e-8 are zero in FP16, and their logarithm is minus infinity."
+_NEAR_ZERO = "Made for inputs near zero, but below 6e-5 FP16 has fewer and fewer digits."
+_STEEP = "Its slope is unbounded, and magnifies the rounding of a half input."
+_INVERSE = "Magnifies what FP16 lost of a small input, and 1/x overflows below 1.5e-5."
+_SQUARE = "Powers leave the range of FP16 soon: squares overflow from 256 on, vanish below 1.7e-4."
+_NORM = "Adds up squares or other powers, and a square overflows FP16 from 256 on."
+_SINGULAR = "Needs singular values, which PyTorch computes in no half type."
+_NORMALIZE = "Divides by the root of a mean of squares, which overflow FP16 from 256 on."
+_SOFTMAX = "Adds up exponentials; FP16 loses the small ones, and the loss then sees zeros."
+_TOTAL = "Totals of many values leave the range of FP16, or need more digits than it has."
+_LOSS = "The gradients of the whole network start here, and its FP32 costs next to nothing."
+_LOG_LOSS = "Takes exponentials or logarithms of probabilities, of which FP16 loses the small ones."
+_RESIZE = "Its backward pass adds many output gradients into one input pixel, a sum half rounds."
+
+_ZERO_DIM = "PyTorch promotes these inputs itself, except for tensors of no dimension (scalars)."
+_ONE_DTYPE = "PyTorch refuses inputs of two dtypes here, so the widest one decides."
+_WRITES = "Writes one tensor into another, which PyTorch refuses for two dtypes; the widest wins."
+_NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
+
+# Names that two namespaces share.
+
+_CONVOLUTIONS = (
+    "conv1d", "conv2d", "conv3d", "conv_tbc",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+)
+_RECURRENTS = (
+    "gru", "gru_cell", "lstm", "lstm_cell",
+    "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell",
+)
+_NATIVES = (
+    "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "hypot",
+    "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "equal", "where", "outer", "kron",
+)
+
+# To the half type.
+
+WHITELIST: tuple[Row, ...] = (
+    Row("torch", ("addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm"), Rule.HALF, _MATRIX),
+    Row("torch", ("dsmm", "spmm"), Rule.HALF, "Another name of torch.mm: a matrix product."),
+    Row("torch", ("addmv", "addr", "mv"), Rule.HALF, _VECTOR),
+    Row("torch", _CONVOLUTIONS, Rule.HALF, _CONVOLUTION),
+    Row("torch", ("_convolution", "convolution", "cudnn_convolution",
+                  "cudnn_convolution_transpose"), Rule.HALF, _CONVOLUTION),
+    Row("torch", _RECURRENTS, Rule.HALF, _RECURRENT),
+    Row("torch", ("_scaled_dot_product_flash_attention",), Rule.HALF, _ATTENTION),
+    Row("torch", ("prelu",), Rule.HALF, _PRELU),
+    Row("torch", ("corrcoef", "cov"), Rule.HALF, _COVARIANCE),
+    Row("torch", ("matrix_power",), Rule.POWER, _POWER),
+    Row("torch.Tensor", ("__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm"),
+        Rule.HALF, _MATRIX),
+    Row("torch.Tensor", ("addmv", "addr", "mv"), Rule.HALF, _VECTOR),
+    Row("torch.Tensor", ("prelu",), Rule.HALF, _PRELU),
+    Row("torch.Tensor", ("corrcoef", "cov"), Rule.HALF, _COVARIANCE),
+    Row("torch.Tensor", ("matrix_power",), Rule.POWER, _POWER),
+    Row("torch.nn.functional", ("linear",), Rule.HALF, _MATRIX),
+    Row("torch.nn.functional", _CONVOLUTIONS, Rule.HALF, _CONVOLUTION),
+    Row("torch.nn.functional", ("scaled_dot_product_attention",), Rule.HALF, _ATTENTION),
+    Row("torch.nn.functional", ("prelu",), Rule.HALF, _PRELU),
+    Row("torch._VF", ("chain_matmul", "einsum"), Rule.HALF, _INSIDE),
+    Row("torch._VF", _RECURRENTS, Rule.HALF, _RECURRENT),
+    Row("torch.linalg", ("matmul",), Rule.HALF, _MATRIX),
+    Row("torch.linalg", ("multi_dot", "vecdot"), Rule.HALF, _INSIDE),
+    Row("torch.linalg", ("matrix_power",), Rule.POWER, _POWER),
+)
+
+# To FP32.
+
+BLACKLIST: tuple[Row, ...] = (
+    Row("torch", ("cosh", "exp", "sinh"), Rule.FLOAT, _EXPONENTIAL),
+    Row("torch", ("log", "log10", "log2"), Rule.FLOAT, _LOGARITHM),
+    Row("torch", ("expm1", "log1p"), Rule.FLOAT, _NEAR_ZERO),
+    Row("torch", ("acos", "arccos", "arcsin", "asin", "erfinv", "tan"), Rule.FLOAT, _STEEP),
+    Row("torch", ("reciprocal", "rsqrt"), Rule.FLOAT, _INVERSE),
+    Row("torch", ("pow", "square"), Rule.FLOAT, _SQUARE),
+    Row("torch", ("cosine_similarity", "dist", "frobenius_norm", "pairwise_distance", "pdist",
+                  "renorm"), Rule.FLOAT, _NORM),
+    Row("torch", ("nuclear_norm",), Rule.FLOAT, _SINGULAR),
+    Row("torch", ("group_norm", "layer_norm", "native_layer_norm", "rms_norm"),
+        Rule.FLOAT, _NORMALIZE),
+    Row("torch", ("logsumexp",), Rule.FLOAT, _SOFTMAX),
+    Row("torch", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
+    Row("torch", ("cumulative_trapezoid", "trapezoid", "trapz"), Rule.FLOAT, _TOTAL),
+    Row("torch", ("cumprod", "cumsum", "prod", "sum"), Rule.FLOAT_UNLESS_DTYPE, _TOTAL),
+    Row("torch", ("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss",
+                  "triplet_margin_loss"), Rule.FLOAT, _LOSS),
+    Row("torch", ("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),
+        Rule.FLOAT, _LOG_LOSS),
+    Row("torch.Tensor", ("cosh", "exp", "sinh"), Rule.FLOAT, _EXPONENTIAL),
+    Row("torch.Tensor", ("log", "log10", "log2"), Rule.FLOAT, _LOGARITHM),
+    Row("torch.Tensor", ("expm1", "log1p"), Rule.FLOAT, _NEAR_ZERO),
+    Row("torch.Tensor", ("acos", "arccos", "arcsin", "asin", "erfinv", "tan"), Rule.FLOAT, _STEEP),
+    Row("torch.Tensor", ("reciprocal", "rsqrt"), Rule.FLOAT, _INVERSE),
+    Row("torch.Tensor", ("__pow__", "pow", "square"), Rule.FLOAT, _SQUARE),
+    Row("torch.Tensor", ("dist", "renorm"), Rule.FLOAT, _NORM),
+    Row("torch.Tensor", ("logsumexp",), Rule.FLOAT, _SOFTMAX),
+    Row("torch.Tensor", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
+    Row("torch.Tensor", ("sum_to_size",), Rule.FLOAT, _TOTAL),
+    Row("torch.Tensor", ("cumprod", "cumsum", "prod", "sum"), Rule.FLOAT_UNLESS_DTYPE, _TOTAL),
+    Row("torch.nn.functional", ("cosine_similarity", "pairwise_distance", "pdist"),
+        Rule.FLOAT, _NORM),
+    Row("torch.nn.functional", ("softplus",), Rule.FLOAT,
+        "The logarithm of 1 + exp(x): in FP16 a small exponential disappears beside the 1."),
+    Row("torch._C._nn", ("huber_loss", "l1_loss", "mse_loss", "multi_margin_loss",
+                         "multilabel_margin_loss", "smooth_l1_loss"), Rule.FLOAT, _LOSS),
+    Row("torch._C._nn", ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd",
+                         "soft_margin_loss"), Rule.FLOAT, _LOG_LOSS),
+    Row("torch._C._nn", ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+                         "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+                         "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+                         "_upsample_bilinear2d_aa", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+                         "upsample_trilinear3d"), Rule.FLOAT, _RESIZE),
+    Row("torch._VF", ("cdist",), Rule.FLOAT, _NORM),
+    Row("torch._VF", ("norm",), Rule.FLOAT_UNLESS_DTYPE, _NORM),
+    Row("torch.linalg", ("matrix_norm", "norm", "vector_norm"), Rule.FLOAT_UNLESS_DTYPE, _NORM),
+    Row("torch.special", ("expm1", "log1p"), Rule.FLOAT, _NEAR_ZERO),
+    Row("torch.special", ("erfinv",), Rule.FLOAT, _STEEP),
+    Row("torch.special", ("logsumexp",), Rule.FLOAT, _SOFTMAX),
+    Row("torch.special", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
+)
+
+# To the widest floating dtype among the inputs.
+
+PROMOTE: tuple[Row, ...] = (
+    Row("torch", ("addcdiv", "addcmul", "atan2"), Rule.PROMOTE, _ZERO_DIM),
+    Row("torch", ("bilinear", "cross", "dot", "grid_sampler", "inner", "vdot"),
+        Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
+    Row("torch.Tensor", ("addcdiv", "addcmul", "atan2"), Rule.PROMOTE, _ZERO_DIM),
+    Row("torch.Tensor", ("cross", "dot", "inner", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch.Tensor", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
+    Row("torch.nn.functional", ("bilinear",), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch._VF", ("tensordot",), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", _NATIVES, Rule.PROMOTE, _NATIVE, native=True),
+    Row("torch.Tensor", _NATIVES, Rule.PROMOTE, _NATIVE, native=True),
+    Row("torch", ("cat", "dstack", "hstack", "stack", "vstack"),
+        Rule.PROMOTE, _NATIVE, native=True),
+    Row("torch.Tensor", ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__",
+                         "__div__", "__truediv__", "__floordiv__", "__mod__", "__eq__", "__ne__",
+                         "__lt__", "__le__", "__gt__", "__ge__"),
+        Rule.PROMOTE, _NATIVE, native=True),
+)
+
+# Refused in half.
+
+BANNED: tuple[Row, ...] = (
+    Row(
+        "torch._C._nn",
+        ("binary_cross_entropy",),
+        Rule.BANNED,
+        "Half rounds probabilities close to 0 or 1 to exactly that, and the loss then takes the"
+        " logarithm of zero; leave out the sigmoid and use binary_cross_entropy_with_logits"
+        " (BCEWithLogitsLoss), which takes half logits safely.",
+    ),
+)
+
+# Apex's flavour: these rows come on top, and win over a row above for the same place.
+
+_SPREAD = "Adds up squares of differences, and a square overflows FP16 from 256 on."
+_IN_PLACE = (
+    "Belongs in FP32, but its result would be written into the half tensor;"
+    " use the function without the underscore, x = x.exp() for x.exp_()."
+)
+
+APEX: tuple[Row, ...] = (
+    Row("torch", ("std", "var"), Rule.FLOAT, _SPREAD),
+    Row("torch.Tensor", ("std", "var"), Rule.FLOAT, _SPREAD),
+    Row("torch.Tensor", ("cpu",), Rule.FLOAT,
+        "What moves to the CPU is mostly for metrics, whose code expects FP32."),
+    Row("torch.Tensor", ("__ipow__",), Rule.FLOAT,
+        "Rebinds the name, so x **= 2 can give an FP32 result where a square overflows FP16."),
+    Row("torch.nn.functional", ("gelu",), Rule.FLOAT,
+        "Its tanh form cubes the input, which overflows FP16 from 41 on."),
+    Row("torch", ("grid_sampler",), Rule.FLOAT,
+        "Half coordinates have eleven bits, too few to point between the pixels of a large image."),
+    Row("torch", ("ctc_loss",), Rule.FLOAT,
+        "Adds up probabilities of whole sequences, and PyTorch has no half kernel for it."),
+    Row("torch.nn.functional", ("interpolate",), Rule.FLOAT, _RESIZE),
+    Row("torch", ("acos_", "arccos_", "arcsin_", "asin_", "cosh_", "exp_", "expm1_", "log_",
+                  "log10_", "log2_", "reciprocal_", "rsqrt_", "sinh_", "tan_"),
+        Rule.REFUSE_IN_PLACE, _IN_PLACE),
+    Row("torch.Tensor", ("acos_", "arccos_", "arcsin_", "asin_", "cosh_", "cumprod_", "cumsum_",
+                         "erfinv_", "exp_", "expm1_", "log_", "log10_", "log2_", "pow_",
+                         "reciprocal_", "renorm_", "rsqrt_", "sinh_", "tan_"),
+        Rule.REFUSE_IN_PLACE, _IN_PLACE),
+)

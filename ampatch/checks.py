@@ -1,0 +1,159 @@
+"""What `initialize` refuses before it changes anything."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import AmpatchError, did_you_mean, type_name
+from .opt_levels import Properties
+
+
+def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
+    """Raise `TypeError` for keywords `function` does not have."""
+    for name in unknown:
+        known = [
+            key
+            for key, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        raise TypeError(
+            f"ampatch.initialize() got an unknown keyword argument {name!r}."
+            + (did_you_mean(name, known) or f" Known are: {', '.join(known)}.")
+        )
+
+
+def as_models(models: Any) -> list[nn.Module]:
+    """The models as a list.  Raises `TypeError` for anything that is no module."""
+    listed = list(models) if isinstance(models, (list, tuple)) else [models]
+    for index, model in enumerate(listed):
+        if not isinstance(model, nn.Module):
+            where = f"models[{index}]" if isinstance(models, (list, tuple)) else "models"
+            hint = (
+                " The first argument is the model, the second the optimizer."
+                if hasattr(model, "param_groups")
+                else ""
+            )
+            raise TypeError(
+                f"ampatch.initialize({where}=...): expected a torch.nn.Module, or a "
+                f"list or tuple of them, got {type_name(model)}.{hint}"
+            )
+    _no_repeats("models", listed)
+    return listed
+
+
+def as_optimizers(optimizers: Any) -> list[Any]:
+    """The optimizers as a list.  What has `param_groups` and `step` counts as one (LARC)."""
+    if optimizers is None:
+        return []
+    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for index, optimizer in enumerate(listed):
+        if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+            where = (
+                f"optimizers[{index}]" if isinstance(optimizers, (list, tuple)) else "optimizers"
+            )
+            raise TypeError(
+                f"ampatch.initialize({where}=...): expected a torch.optim.Optimizer "
+                f"(or an object with param_groups and step), or a list or tuple of "
+                f"them, got {type_name(optimizer)}."
+            )
+    return list({id(optimizer): optimizer for optimizer in listed}.values())
+
+
+def _no_repeats(argument: str, listed: list[Any]) -> None:
+    if len({id(item) for item in listed}) != len(listed):
+        raise ValueError(
+            f"ampatch.initialize({argument}=[...]): the same object is listed twice. "
+            "List each once."
+        )
+
+
+def optimizers_own_parameters(
+    models: list[nn.Module], optimizers: list[Any], masters: Callable[[Any], Any]
+) -> None:
+    """Raise `ValueError` for an optimizer none of whose parameters is in the models.
+
+    `masters(parameter)` gives the half parameter of a master from an earlier
+    `initialize`, or None.
+    """
+    owned = {id(parameter) for model in models for parameter in model.parameters()}
+    if not owned:
+        return
+    for index, optimizer in enumerate(optimizers):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [masters(param) if masters(param) is not None else param for param in params]
+        if params and not any(id(param) in owned for param in params):
+            raise ValueError(
+                f"ampatch.initialize(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
+                "holds none of the model's parameters. Expected an optimizer built from "
+                "model.parameters(), after model.to(device) and not from a copy of the model."
+            )
+
+
+def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` for DDP around parameters that are about to change dtype.
+
+    New data gives a parameter a new AccumulateGrad node; DDP's hooks hang on
+    the old one, and the ranks would drift apart silently.
+    """
+    if not properties.casts_model:
+        return
+    for index, model in enumerate(models):
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.parallel.DistributedDataParallel):
+                continue
+            target = properties.cast_model_type
+            if any(
+                parameter.dtype is not target and parameter.is_floating_point()
+                for parameter in module.parameters()
+            ):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}]"
+                    f"{'.' + name if name else ''} is already wrapped in DistributedDataParallel, "
+                    f"which would miss the gradients of parameters cast to {target}. "
+                    "Call initialize first and wrap the model it returns."
+                )
+
+
+def a_loss(loss: Any) -> None:
+    """Raise `TypeError` for a loss that is no tensor, `ValueError` for one without a graph."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"ampatch.scale_loss(loss=...): expected a tensor, got {type_name(loss)}."
+            " Pass the loss itself, not loss.item()."
+        )
+    if not loss.is_floating_point():
+        raise TypeError(
+            f"ampatch.scale_loss(loss=...): expected a floating tensor, got {loss.dtype}."
+        )
+
+
+def loss_number(loss_id: Any, count: int, call: str) -> None:
+    """Raise for a `loss_id` outside `0 <= loss_id < num_losses`."""
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise TypeError(
+            f"{call}(loss_id={loss_id!r}): expected a whole number, got {type_name(loss_id)}."
+        )
+    if not 0 <= loss_id < count:
+        raise ValueError(
+            f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), "
+            f"numbered from 0. Call initialize(..., num_losses={max(loss_id, 0) + 1})."
+        )
+
+
+def slow_half_note(models: list[nn.Module], properties: Properties) -> str | None:
+    """What to say of float16 on a CPU, or None."""
+    if properties.dtype is not torch.float16 or properties.opt_level == "O0":
+        return None
+    for model in models:
+        parameter = next(model.parameters(), None)
+        if parameter is not None and parameter.device.type == "cpu":
+            return (
+                "The model is on the CPU, where float16 products are often many times slower "
+                "than float32. For speed pass dtype=torch.bfloat16."
+            )
+    return None

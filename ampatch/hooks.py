@@ -1,0 +1,70 @@
+"""Hooks that vanish from copies: a deep-copied or unpickled model is a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class Hook:
+    """A hook of ours.  In a copy or a pickle it is nothing: copies are plain."""
+
+    def __init__(self, call: Callable, module: nn.Module | None = None) -> None:
+        self._call = call
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module is not None:
+            return self._call(self._module, *args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return plain_hook
+
+    def __reduce__(self) -> str:
+        return "plain_hook"
+
+
+def plain_hook(*args: Any, **kwargs: Any) -> None:
+    """What is left of a hook in a copied or unpickled part of a managed model: nothing."""
+
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
+_HOOK_FLAGS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def drop_plain_hooks(module: nn.Module) -> None:
+    """Take what is left of our hooks out of a copied module."""
+    for table in _HOOK_TABLES:
+        hooks = getattr(module, table)
+        for key in [key for key, hook in hooks.items() if _is_plain(hook)]:
+            del hooks[key]
+            for flags in _HOOK_FLAGS:
+                getattr(module, flags).pop(key, None)
+
+
+def _is_plain(hook: Any) -> bool:
+    return hook is plain_hook or getattr(hook, "hook", None) is plain_hook
+
+
+def add_state_dict_hook(module: nn.Module, hook: Callable) -> Any:
+    """Have `hook(module, state_dict, prefix, metadata)` run after `state_dict()`."""
+    if hasattr(module, "register_state_dict_post_hook"):
+        return module.register_state_dict_post_hook(hook)
+    return module._register_state_dict_hook(hook)
+
+
+def add_load_hook(module: nn.Module, hook: Callable) -> Any:
+    """Have `hook(state_dict, prefix, ...)` run before the module loads its own tensors."""
+    return module._register_load_state_dict_pre_hook(hook)

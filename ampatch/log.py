@@ -1,0 +1,49 @@
+"""The logger "ampatch": rank 0 only, silent at verbosity 0, no message more than a few times.
+
+A leaf.  Nothing in ampatch prints; applications decide what they show.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+
+import torch.distributed
+
+_REPEATS = 3  # of one and the same message
+
+
+class _Noise(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.verbosity = 1
+        self._said: collections.Counter[str] = collections.Counter()
+
+    def reset(self, verbosity: int) -> None:
+        self.verbosity = verbosity
+        self._said.clear()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self.verbosity == 0 or _rank() != 0:
+            return False
+        message = record.getMessage()
+        self._said[message] += 1
+        return self._said[message] <= _REPEATS
+
+
+logger = logging.getLogger("ampatch")
+_noise = _Noise()
+logger.addFilter(_noise)
+
+
+def set_verbosity(verbosity: int) -> None:
+    """0: say nothing; anything else: log.  What was said before may be said again."""
+    _noise.reset(verbosity)
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))

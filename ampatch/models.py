@@ -1,0 +1,128 @@
+"""O0, O2, O3: models whose weights, inputs and outputs are converted.
+
+The parameters stay the same objects, only their `.data` changes, because
+optimizers, schedulers and scripts hold references to them.  Hooks, not a
+replaced `forward`, do the work around a call: they survive deepcopy, pickle
+and DataParallel replicas.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `convert` applied to each tensor in it; container types are kept.
+
+    Looks into mappings (`ModelOutput`-like ones too), lists, tuples,
+    namedtuples and dataclasses; anything else is returned as it is, and so is
+    a container in which nothing changed.
+    """
+    if isinstance(value, Tensor):
+        return convert(value)
+    if isinstance(value, Mapping):
+        return _map_mapping(value, convert)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, convert) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(value, convert)
+    return value
+
+
+def _map_mapping(value: Mapping, convert: Callable) -> Any:
+    items = {key: map_tensors(item, convert) for key, item in value.items()}
+    if all(items[key] is value[key] for key in items):
+        return value
+    if type(value) in (dict, OrderedDict):
+        return type(value)(items)
+    mapped = copy.copy(value)  # its constructor may ask for more
+    for key, item in items.items():
+        mapped[key] = item
+    return mapped
+
+
+def _map_dataclass(value: Any, convert: Callable) -> Any:
+    mapped = copy.copy(value)
+    for field in dataclasses.fields(value):
+        object.__setattr__(mapped, field.name, map_tensors(getattr(value, field.name), convert))
+    return mapped
+
+
+def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Converts floating tensors to `dtype` and leaves the others alone."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return convert
+
+
+class Converted(NamedTuple):
+    """A parameter or buffer whose dtype was changed, and the values it had."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    original: Tensor
+
+
+def stays_float(module: nn.Module) -> bool:
+    """Whether `keep_batchnorm_fp32` is about this module (BatchNorm, SyncBatchNorm)."""
+    return isinstance(module, _BatchNorm)
+
+
+def convert_weights(
+    model: nn.Module,
+    dtype: torch.dtype,
+    skip: Callable[[nn.Module], bool],
+    skipped_dtype: torch.dtype = torch.float32,
+) -> list[Converted]:
+    """Convert floating parameters and buffers in place; returns what was changed, and from what.
+
+    Modules for which `skip` is true go to `skipped_dtype` instead.  Tensors
+    shared between modules are converted once.
+    """
+    converted: dict[int, Converted] = {}
+    for module in model.modules():
+        target = skipped_dtype if skip(module) else dtype
+        for tensor in _own_tensors(module):
+            if (
+                tensor.is_floating_point()
+                and tensor.dtype is not target
+                and id(tensor) not in converted
+            ):
+                converted[id(tensor)] = Converted(tensor, tensor.dtype, tensor.data)
+                set_data(tensor, tensor.data.to(target))
+    flatten_rnns(model)
+    return list(converted.values())
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a tensor other data of perhaps another dtype; its gradient goes along."""
+    grad, tensor.grad = tensor.grad, None
+    tensor.data = data
+    if grad is not None:
+        tensor.grad = grad.to(data.dtype)
+
+
+def flatten_rnns(model: nn.Module) -> None:
+    """cuDNN wants the weights of an RNN in one piece; new data is not."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

@@ -1,0 +1,1 @@
+"""The optimizer side: loss scale, master weights, step.  Knows nothing of patching and casts."""

@@ -1,0 +1,134 @@
+"""FP32 master copies of half weights: gradients down to them, weights up from them.
+
+The model keeps the half parameter, the optimizer gets the master.  Optimizers
+without half parameters have an empty mapping here; there is no second code
+path for "no master weights".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Pair(NamedTuple):
+    """A half parameter of the model and its FP32 master."""
+
+    half: Tensor
+    master: Parameter
+
+
+class MasterWeights:
+    """The pairs of one optimizer."""
+
+    def __init__(self) -> None:
+        self._by_half: dict[int, Pair] = {}
+        self._by_master: dict[int, Pair] = {}
+        self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
+        self._settled = True
+
+    def __len__(self) -> int:
+        return len(self._by_half)
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(list(self._by_half.values()))
+
+    def add(self, half: Tensor, original: Tensor | None) -> Parameter:
+        """Make the master of `half` and return it.
+
+        It holds `original`, the FP32 values `half` was rounded from, where they
+        are known, so that converting a model loses nothing.
+        """
+        values = half.detach().float() if original is None else original
+        master = Parameter(values, requires_grad=half.requires_grad)
+        pair = Pair(half, master)
+        self._by_half[id(half)] = self._by_master[id(master)] = pair
+        self._versions[id(half)] = half._version
+        self._settled = False
+        return master
+
+    def remove(self, half: Tensor) -> None:
+        """Forget a pair; the tensors stay as they are."""
+        pair = self._by_half.pop(id(half))
+        del self._by_master[id(pair.master)], self._versions[id(half)]
+
+    def of(self, half: Tensor) -> Parameter | None:
+        """The master of a half parameter, or None."""
+        pair = self._by_half.get(id(half))
+        return None if pair is None else pair.master
+
+    def half_of(self, master: Tensor) -> Tensor | None:
+        """The half parameter of a master, or None."""
+        pair = self._by_master.get(id(master))
+        return None if pair is None else pair.half
+
+    def settle(self) -> None:
+        """Take over what was written into half weights from outside.
+
+        Before the first use every pair is compared, since a DDP broadcast or a
+        `.data` write may have come after `initialize`; later only weights whose
+        version has moved.  Elements that still equal their master's rounding
+        keep the master's precision.  With several ranks the first settling takes
+        all values from the half weights, which DDP made equal.
+        """
+        if not self._settled and _world_size() > 1:
+            changed = list(self)
+            torch._foreach_copy_([p.master.detach() for p in changed], [p.half for p in changed])
+        elif not self._settled:
+            self._adopt(list(self))
+        else:
+            self._adopt(
+                [
+                    pair
+                    for pair in self._by_half.values()
+                    if pair.half._version != self._versions[id(pair.half)]
+                ]
+            )
+        self._settled = True
+
+    def _adopt(self, pairs: list[Pair]) -> None:
+        with torch.no_grad():
+            for half, master in pairs:
+                same = half == master.to(half.dtype)
+                if not bool(same.all()):
+                    master.copy_(torch.where(same, master, half.to(master.dtype)))
+                self._versions[id(half)] = half._version
+
+    def has_grads(self) -> bool:
+        """Whether a backward pass has left gradients in half weights."""
+        return any(pair.half.grad is not None for pair in self._by_half.values())
+
+    def take_grads(self) -> dict[int, Tensor]:
+        """Move the gradients out of the half weights: FP32 copies by id of the master."""
+        pairs = [pair for pair in self._by_half.values() if pair.half.grad is not None]
+        dense = [pair for pair in pairs if not pair.half.grad.is_sparse]
+        taken = {id(pair.master): torch.empty_like(pair.master) for pair in dense}
+        if dense:
+            torch._foreach_copy_(list(taken.values()), [pair.half.grad for pair in dense])
+        for pair in pairs:
+            if pair.half.grad.is_sparse:
+                taken[id(pair.master)] = pair.half.grad.float()
+            pair.half.grad = None
+        return taken
+
+    def push(self) -> None:
+        """Round the masters into the half weights."""
+        pairs = self._by_half.values()
+        if not pairs:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_([p.half for p in pairs], [p.master for p in pairs])
+        for pair in pairs:
+            self._versions[id(pair.half)] = pair.half._version
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size()

@@ -1,0 +1,373 @@
+"""A session: one `initialize`, with all it changed and how to take it out.
+
+The only module that knows both the operator side and the optimizer side, and
+the only one with a module-level variable that changes: `registry`, which holds
+the open sessions and what they share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import gradients, overrides
+from .casting.casts import tensors_in
+from .casting.policy import Policy
+from .casting.weight_cache import CacheInfo
+from .log import logger
+from .managed_model import ManagedModel
+from .models import stays_float
+from .opt_levels import HALF_TYPES, NULLABLE, Properties, resolve
+from .registry import Registry
+from .scaling.backward import ScaledBackward
+from .scaling.loss_scaler import make_scaler
+from .scaling.optimizer import ManagedOptimizer
+
+
+class Session:
+    """Models and optimizers under one set of `Properties`.
+
+    Complete when constructed, in force after `open`.  Models and optimizers own
+    their managed counterparts; the session holds them weakly, so that a model
+    nobody uses any more can go.
+    """
+
+    def __init__(
+        self,
+        properties: Properties,
+        *,
+        rules: tuple[list, dict] = ([], {}),
+        process_group: Any = None,
+        apex_flavour: bool = False,
+    ) -> None:
+        self.properties = properties
+        self._process_group = process_group
+        self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
+        self.is_open = False
+        self._was_given = False
+        self._policy = Policy(
+            half_to=properties.dtype,
+            allow_banned=properties.allow_banned,
+            apex_flavour=apex_flavour,
+            devices=_device_limit(),
+        )
+        self._module_rules, self.function_rules = rules
+        self._models: list[weakref.ref[ManagedModel]] = []
+        self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
+        self._bystanders: list[weakref.ref] = []  # optimizers of a disabled session
+
+    # Put in, take out
+
+    def open(self, models: list[nn.Module], optimizers: list[Any]) -> None:
+        """Change models, optimizers and torch; all of it or, on an exception, nothing."""
+        self._was_given = bool(models or optimizers)
+        if not self.properties.enabled:
+            self._bystanders = [weakref.ref(optimizer) for optimizer in optimizers]
+            self.is_open = True
+            registry.add(self)
+            return
+        try:
+            for model in models:
+                self._manage_model(model, self.properties)
+            for optimizer in optimizers:
+                self.manage_optimizer(optimizer)
+            for managed in self.models():
+                managed.forget_originals()
+            self.is_open = True
+            registry.add(self)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take everything out again.  Harmless when closed."""
+        for managed in list(self.models()):
+            managed.uninstall()
+        for optimizer in list(self.optimizers()):
+            optimizer.uninstall()
+        self._models, self._optimizers, self._bystanders = [], [], []
+        self.is_open = False
+        registry.remove(self)
+
+    def _manage_model(self, model: nn.Module, properties: Properties) -> None:
+        found = overrides.matching(model, self._module_rules)
+        policy = self._policy if properties.patch_torch_functions else None
+        managed = ManagedModel(
+            model,
+            properties,
+            state=registry.state,
+            policy=policy,
+            master_of=self.master_of,
+            overrides=[
+                self._module_override(module, precision, properties)
+                for module, precision in found.items()
+            ],
+        )
+        self._models.append(weakref.ref(managed))
+        if properties.casts_model:
+            managed.convert(_stays_float(properties, found))
+        managed.install()
+
+    def _module_override(
+        self, module: nn.Module, precision: str, properties: Properties
+    ) -> overrides.ModuleOverride:
+        dtype = torch.float32 if precision == "float" else properties.dtype
+        policy = self._policy.forced(dtype) if properties.patch_torch_functions else None
+        return overrides.ModuleOverride(
+            module, dtype, registry.state, policy, properties.cast_model_type
+        )
+
+    def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
+        """Take an optimizer into care: masters for its half parameters, its step and zero_grad."""
+        managed = ManagedOptimizer(
+            optimizer,
+            casts_off=lambda: registry.state.under(lambda: None),
+            casts_on=lambda: registry.state.under(registry.outside_step),
+            after_step=self._after_step,
+        )
+        self._optimizers.append(weakref.ref(managed))
+        managed.install(self._originals(), self._halves())
+        return managed
+
+    def _originals(self) -> dict[int, Tensor]:
+        return {key: value for model in self.models() for key, value in model.originals().items()}
+
+    def _halves(self) -> set[int]:
+        """Ids of the half parameters that get masters."""
+        return {
+            id(parameter)
+            for managed in self.models()
+            if managed.properties.master_weights
+            for parameter in managed.model.parameters()
+            if parameter.dtype in HALF_TYPES and parameter.requires_grad
+        }
+
+    # Questions
+
+    @property
+    def policy(self) -> Policy | None:
+        """The rules this session has in force for the process; None: it casts no calls."""
+        models = list(self.models())
+        casts = (
+            any(managed.policy is not None for managed in models)
+            if self._models
+            else self.properties.patch_torch_functions
+        )
+        if not (casts and self.properties.enabled):
+            return None
+        if self.properties.patch_scope == "model":
+            return self._outside_models()
+        return self._policy
+
+    def _outside_models(self) -> Policy:
+        """`patch_scope="model"`, outside a forward: only calls that touch a model's own things."""
+        parameters = {
+            id(parameter) for managed in self.models() for parameter in managed.model.parameters()
+        }
+
+        def touches(args: tuple, kwargs: dict) -> bool:
+            return any(
+                tensor.dtype in HALF_TYPES or id(tensor) in parameters
+                for tensor in tensors_in((*args, *kwargs.values()))
+            )
+
+        return dataclasses.replace(self._policy, gate=touches)
+
+    def plain_copy(self, model: nn.Module) -> nn.Module:
+        """A plain FP32 copy of one of the models."""
+        return next(managed for managed in self.models() if managed.model is model).plain_copy()
+
+    def override_function(self, original: Any, dtype: torch.dtype) -> None:
+        """Have one function cast to `dtype` whatever the tables say."""
+        self._policy.special[original] = dtype
+
+    def cache_info(self) -> CacheInfo:
+        """Counts of the weight cache."""
+        return self._policy.cache.info()
+
+    def models(self) -> Iterator[ManagedModel]:
+        """The managed models that are still there."""
+        return _alive(self._models)
+
+    def optimizers(self) -> Iterator[ManagedOptimizer]:
+        """The managed optimizers that are still there."""
+        return _alive(self._optimizers)
+
+    def master_of(self, half: Tensor) -> Tensor | None:
+        """The FP32 master of a half parameter, or None."""
+        for optimizer in self.optimizers():
+            master = optimizer.masters.of(half)
+            if master is not None:
+                return master
+        return None
+
+    def managed(self, optimizer: Any) -> ManagedOptimizer | None:
+        """Our side of an optimizer, or None if it is not in this session."""
+        for managed in self.optimizers():
+            if managed.optimizer is optimizer:
+                return managed
+        return None
+
+    def knows(self, optimizer: Any) -> bool:
+        """Whether `initialize` was given this optimizer, enabled or not."""
+        return self.managed(optimizer) is not None or any(
+            bystander() is optimizer for bystander in self._bystanders
+        )
+
+    def is_alive(self) -> bool:
+        """Whether any of its models and optimizers is still in use."""
+        references = (*self._models, *self._optimizers, *self._bystanders)
+        return not references or any(reference() is not None for reference in references)
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left of what it was given."""
+        return self._was_given and not (self._models or self._optimizers or self._bystanders)
+
+    # Training
+
+    def scaled_backward(
+        self,
+        loss: Tensor,
+        managed: list[ManagedOptimizer],
+        loss_id: int,
+        *,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> ScaledBackward:
+        """The context manager behind `scale_loss`."""
+        for optimizer in managed:
+            optimizer.adopt_parameters({}, self._halves())
+        registry.tell("on_loss", loss, loss_id)
+        return ScaledBackward(
+            loss,
+            managed,
+            self.scalers[loss_id],
+            delay_unscale=delay_unscale,
+            delay_overflow_check=delay_overflow_check,
+            done=self._drop_cache,
+        )
+
+    def _drop_cache(self) -> None:
+        self._policy.cache.close()
+
+    def _after_step(self, managed: ManagedOptimizer) -> None:
+        self._drop_cache()
+        limit = self.properties.max_consecutive_skips
+        if managed.consecutive_skips and managed.consecutive_skips % limit == 0:
+            self._report_skips(managed)
+        registry.tell("on_step", managed.optimizer, managed.skipped)
+
+    def _report_skips(self, managed: ManagedOptimizer) -> None:
+        names = {
+            id(parameter): name
+            for model in self.models()
+            for name, parameter in model.model.named_parameters()
+        }
+        for pair in managed.masters:
+            names[id(pair.master)] = names.get(id(pair.half), "?")
+        bad = [
+            names.get(id(parameter), "(unnamed)")
+            for parameter in managed.parameters()
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        ]
+        scales = ", ".join(f"{scaler.get():g}" for scaler in self.scalers)
+        logger.error(
+            "%d steps in a row were skipped because gradients held inf or NaN; the loss scale is "
+            "now %s. First such gradients: %s. At a small scale this is no overflow of float16 any "
+            "more: look for a NaN in the data or the loss, try dtype=torch.bfloat16 or "
+            'opt_level="O0", or a lower learning rate.',
+            managed.consecutive_skips,
+            scales,
+            ", ".join(bad[:5]) or "(zeroed since)",
+        )
+
+    # Changes at run time
+
+    def relevel(self, model: nn.Module, opt_level: Any) -> None:
+        """Put one of the models under another opt level; FP32 values carry over exactly.
+
+        What the level decides is decided anew, a loss scale among it; the rest
+        (dtype, limits, scope, ...) stays.
+        """
+        kept = {
+            field.name: getattr(self.properties, field.name)
+            for field in dataclasses.fields(self.properties)
+            if field.name not in ("opt_level", *NULLABLE) or field.name == "min_loss_scale"
+        }
+        properties = resolve(opt_level, **kept)
+        self.release_model(model)
+        if self.properties.loss_scale != properties.loss_scale:
+            self.scalers = [_scaler(properties) for _ in self.scalers]
+        self.properties = properties
+        self._policy.half_to = properties.dtype
+        self._manage_model(model, properties)
+        for optimizer in self.optimizers():
+            optimizer.adopt_parameters(self._originals(), self._halves())
+        for managed in self.models():
+            managed.forget_originals()
+        registry.refresh()
+
+    def release_model(self, model: nn.Module) -> None:
+        """Take one model out of care; its parameters go back into the optimizers."""
+        for managed in list(self.models()):
+            if managed.model is model:
+                managed.uninstall()
+                ids = {id(parameter) for parameter in model.parameters()}
+                for optimizer in self.optimizers():
+                    optimizer.release_parameters(ids)
+                self._models = [ref for ref in self._models if ref() is not managed]
+
+    def release_optimizer(self, optimizer: Any) -> None:
+        """Take one optimizer out of care."""
+        managed = self.managed(optimizer)
+        if managed is not None:
+            managed.uninstall()
+            self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
+
+
+def _alive(references: Iterable[weakref.ref]) -> Iterator[Any]:
+    for reference in references:
+        target = reference()
+        if target is not None:
+            yield target
+
+
+def _stays_float(properties: Properties, found: dict[nn.Module, str]) -> Any:
+    """Says of a module whether its weights stay in FP32 when the model goes to half."""
+    keep = properties.cast_model_type in HALF_TYPES and bool(properties.keep_batchnorm_fp32)
+    floats = {
+        child
+        for module, precision in found.items()
+        if precision == "float"
+        for child in module.modules()
+    }
+    halves = {module for module, precision in found.items() if precision == "half"}
+    return lambda module: (
+        module in floats or (keep and stays_float(module) and module not in halves)
+    )
+
+
+def _device_limit() -> set[str] | None:
+    """Where there is only one kind of device nothing needs asking; else start from "meta"."""
+    accelerator = getattr(torch, "accelerator", torch.cuda)
+    return {"meta"} if accelerator.is_available() else None
+
+
+def _scaler(properties: Properties) -> Any:
+    return make_scaler(
+        properties.loss_scale,
+        init_scale=properties.init_scale,
+        growth_interval=properties.growth_interval,
+        growth_factor=properties.growth_factor,
+        backoff_factor=properties.backoff_factor,
+        min_loss_scale=properties.min_loss_scale,
+        max_loss_scale=properties.max_loss_scale,
+    )
+
+
+registry = Registry(gradients.replacements)

@@ -1,0 +1,64 @@
+"""The examples train, at every opt level and in both half types."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampatch.sweep import DTYPES, sweep
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_everywhere(example, arguments, out):
+    pytest.importorskip("sklearn")
+    return sweep(str(EXAMPLES / example), arguments, dtypes=DTYPES, out=out, timeout=120)
+
+
+def test_digits_learns_everywhere(tmp_path):
+    rows = run_everywhere("digits.py", ["--epochs", "2", "--device", "cpu"], tmp_path)
+    assert [row.status for row in rows] == ["ok"] * 7
+    assert [row.steps for row in rows] == [46] * 7
+    assert all(row.last_loss < 0.5 < 2 < row.first_loss for row in rows)
+    assert all(row.metrics["test_accuracy"] > 0.85 for row in rows)
+
+
+def test_char_lm_learns_everywhere(tmp_path):
+    """Below 3.5 nats: the held-out loss of always giving the characters' frequencies."""
+    arguments = ["--steps", "60", "--epochs", "1", "--device", "cpu"]
+    rows = run_everywhere("char_lm.py", arguments, tmp_path)
+    assert [row.status for row in rows] == ["ok"] * 7
+    assert [row.steps for row in rows] == [60] * 7
+    assert all(row.metrics["heldout_loss"] < 3.5 for row in rows)
+    assert all(math.log(128) == pytest.approx(row.first_loss, rel=0.25) for row in rows)
+
+
+def test_digits_reaches_its_accuracy(tmp_path):
+    """The whole run, at O0: what the README's table is compared with."""
+    script = str(EXAMPLES / "digits.py")
+    [row] = sweep(script, ["--device", "cpu"], levels=["O0"], out=tmp_path)
+    assert row.metrics["test_accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])
+def test_an_example_explains_itself(example):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), "--help"],
+        env={"PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True, check=True,
+    )
+    assert "--opt-level" in done.stdout and "--loss-scale" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])
+def test_an_example_on_cuda(example, tmp_path):
+    rows = sweep(
+        str(EXAMPLES / example), ["--device", "cuda", "--epochs", "2"], dtypes=DTYPES, out=tmp_path
+    )
+    assert [row.status for row in rows] == ["ok"] * 7
+    assert {row.memory_kind for row in rows} == {"device"}
+    assert all(0 < row.memory_bytes < torch.cuda.mem_get_info()[1] for row in rows)
+    assert all(row.last_loss < row.first_loss and row.step_ms > 0 for row in rows)

@@ -1,0 +1,311 @@
+"""The sweep, with real scripts in real processes."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import ampatch
+from ampatch.sweep import Sweep, cases, sweep
+from ampatch.sweep.record import Case, Run, read_json
+
+TRAINING = """
+    import json, os, sys, time
+    import torch
+    import ampatch as amp
+
+    level = os.environ["AMPATCH_OPT_LEVEL"]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(factor=1.0):
+        loss = model(torch.ones(8, 4)).pow(2).mean() * factor
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        return loss.item()
+"""
+INITIALIZE = """
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=1.0)
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("sweep")
+
+
+def write_script(directory, name, *parts):
+    path = directory / f"{name}.py"
+    path.write_text("".join(textwrap.dedent(part) for part in parts))
+    return str(path)
+
+
+def environment():
+    """Ours, with ampatch found from any directory."""
+    root = str(Path(ampatch.__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+# A sweep in which all goes well
+
+
+@pytest.fixture(scope="module")
+def good(directory):
+    """O0, O1 and O2 of a script that writes down for itself what a sweep should find."""
+    script = write_script(directory, "good", TRAINING, INITIALIZE, """
+        losses = [step() for _ in range(40)]
+        amp.log_metrics(answer=len(losses) + 0.5)
+        print("the script says", sys.argv[1:], file=sys.stderr)
+        with open(f"{sys.argv[1]}/{level}.oracle", "w") as file:
+            json.dump(losses, file)
+    """)
+    plan = Sweep(
+        script, [str(directory), "--x"], levels=["O0", "O1", "O2"], dtypes=["bfloat16"],
+        out=directory / "out",
+    )
+    return plan.run()
+
+
+def test_every_level_is_a_row(good):
+    found = [(row.opt_level, row.dtype, row.status) for row in good.rows]
+    assert found == [
+        ("O0", "float32", "ok"), ("O1", "bfloat16", "ok"), ("O2", "bfloat16", "ok"),
+    ]
+
+
+def test_losses_are_those_the_script_saw(good, directory):
+    for run, row in zip(good.runs, good.rows):
+        oracle = json.loads((directory / f"{row.opt_level}.oracle").read_text())
+        assert run.measured.losses["0"].values == oracle
+        assert run.measured.losses["0"].steps == list(range(40))
+        assert (row.first_loss, row.last_loss) == (
+            pytest.approx(sum(oracle[:2]) / 2), pytest.approx(sum(oracle[-2:]) / 2)
+        )
+        assert row.last_loss < row.first_loss
+
+
+def test_the_other_figures_are_there(good):
+    for run, row in zip(good.runs, good.rows):
+        assert (row.steps, row.skipped, row.loss_scale) == (40, 0, 1.0)
+        assert row.metrics == {"answer": 40.5}
+        assert 0 < row.step_ms < 1000
+        assert 50 * 2**20 < row.memory_bytes < 5000 * 2**20
+        assert (run.measured.device, row.memory_kind) == ("cpu", "resident")
+    base = good.rows[0].step_ms
+    assert [row.speed for row in good.rows] == [base / row.step_ms for row in good.rows]
+
+
+def test_the_script_ran_at_the_level_asked_for_and_not_its_own(good):
+    assert [run.measured.opt_level for run in good.runs] == ["O0", "O1", "O2"]
+    assert [run.measured.properties["dtype"] for run in good.runs[1:]] == ["torch.bfloat16"] * 2
+
+
+def test_the_json_says_what_the_rows_say(good):
+    data = json.loads(good.table_file.read_text())
+    assert data["complete"] is True
+    assert data["arguments"][1] == "--x"
+    assert [row["status"] for row in data["rows"]] == ["ok"] * 3
+    assert data["rows"][1]["last_loss"] == good.rows[1].last_loss
+    assert Run.from_json(read_json(good.directory / "O1-bfloat16.json")) == good.runs[1]
+
+
+def test_the_log_holds_what_the_script_printed(good):
+    log = (good.directory / "O2-bfloat16.log").read_text()
+    assert "the script says" in log and "--x" in log
+
+
+def test_a_second_sweep_in_the_directory_replaces_the_first(good, directory):
+    out = directory / "reused"
+    out.mkdir()
+    (out / "O3-float16.json").write_text("{}")
+    (out / "mine.txt").write_text("not the sweep's")
+
+    Sweep(good.script, out=out)
+
+    assert sorted(path.name for path in out.iterdir()) == ["mine.txt", "sweep.json"]
+
+
+# Runs that end otherwise
+
+
+def test_each_way_to_fail_is_a_row(directory):
+    """Four kinds of trouble, one per level, and none of them ends the sweep."""
+    script = write_script(directory, "troubles", TRAINING, INITIALIZE, """
+        step(); step()
+        if level == "O0":
+            raise RuntimeError("the tensor is\\nnot what it was")
+        if level == "O1":
+            sys.exit(3)
+        if level == "O2":
+            step(float("nan"))
+        if level == "O3":
+            os.kill(os.getpid(), 9)
+    """)
+    out = directory / "troubles"
+    rows = sweep(script, dtypes=["bfloat16"], out=out)
+
+    assert [row.status for row in rows] == [
+        "crashed: RuntimeError: the tensor is",
+        "exited with code 3",
+        "diverged: loss nan at step 3",
+        "killed by SIGKILL (out of memory?)",
+    ]
+    assert [row.steps for row in rows] == [2, 2, 3, 0]
+    assert math.isnan(rows[2].last_loss)
+    log = (out / "O0.log").read_text()
+    assert log.startswith("Traceback (most recent call last):\n  File \"" + script)
+    text = (out / "sweep.json").read_text()
+    assert "NaN" not in text and json.loads(text)["rows"][2]["last_loss"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("print('nothing to see')", "never calls ampatch.initialize"),
+        (TRAINING + INITIALIZE, "never steps an optimizer given to ampatch.initialize"),
+        ("def broken(:", "crashed: SyntaxError: "),
+        ("import os; os._exit(0)", "ended with code 0 before anything was recorded"),
+        ("import sys; sys.exit('no data')", "crashed: no data"),
+    ],
+)
+def test_a_script_that_does_not_train(directory, body, expected):
+    script = write_script(directory, "idle", body)
+    [row] = sweep(script, levels=["O0"], out=directory / "idle")
+    assert row.status.startswith(expected)
+    assert (row.step_ms, row.speed, row.first_loss, row.steps) == (None, None, None, 0)
+
+
+def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(directory):
+    script = write_script(directory, "hang", TRAINING, INITIALIZE, """
+        for _ in range(5):
+            step()
+        time.sleep(600)
+    """)
+    [row] = sweep(script, levels=["O0"], timeout=8, out=directory / "hang")
+    assert (row.status, row.steps) == ("timed out after 8 s", 5)
+    assert row.seconds < 30
+
+
+def test_step_time_leaves_evaluation_out(directory):
+    """Every second step is followed by an evaluation five times as long as a step."""
+    script = write_script(directory, "slow", TRAINING, INITIALIZE, """
+        for _ in range(10):
+            for _ in range(2):
+                time.sleep(0.02)
+                step()
+            time.sleep(0.1)
+            amp.log_metrics(epochs=1)
+    """)
+    [row] = sweep(script, levels=["O0"], out=directory / "slow")
+    assert row.step_ms == pytest.approx(20, rel=0.5)
+
+
+def test_the_script_finds_itself_as_python_would_run_it(directory):
+    """Modules beside it, `__main__` for pickling, workers that import it again."""
+    (directory / "beside.py").write_text("word = 'found'")
+    script = write_script(directory, "itself", """
+        import multiprocessing, os, pickle, sys
+        import beside
+
+        class Thing:
+            pass
+
+        def work(x):
+            return x + 1
+
+        if __name__ == "__main__":
+            assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path
+            assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(beside.word, sys.argv[1:], pool.map(work, [1]))
+    """)
+    sweep(script, ["--", "-x"], levels=["O0"], out=directory / "itself")
+    assert (directory / "itself" / "O0.log").read_text() == "found ['--', '-x'] [2]\n"
+
+
+# The sweep's own end
+
+
+@pytest.fixture
+def hanging(directory, tmp_path):
+    """A sweep in a process of its own; yields it and the pid of its running child."""
+    pid_file = tmp_path / "pid"
+    script = write_script(tmp_path, "wait", f"""
+        import os, time
+        open({str(pid_file)!r} + ".part", "w").write(str(os.getpid()))
+        os.rename({str(pid_file)!r} + ".part", {str(pid_file)!r})
+        time.sleep(600)
+    """)
+    command = [sys.executable, "-m", "ampatch", "sweep", script, "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(pid_file.exists)
+    yield process, int(pid_file.read_text())
+    process.kill()
+    process.communicate()
+
+
+def test_interrupting_a_sweep_ends_the_child_and_keeps_the_file(hanging, tmp_path):
+    process, child = hanging
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Interrupted; 4 of 4 runs are missing." in err
+    assert "Traceback" not in err
+    assert not is_alive(child)
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text())["complete"] is False
+
+
+def test_killing_a_sweep_ends_the_child(hanging):
+    process, child = hanging
+    process.kill()
+    wait_until(lambda: not is_alive(child))
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# What to run
+
+
+def test_o0_runs_once():
+    assert cases(["O0", "O1", "O0"], ["float16", "bfloat16"]) == [
+        Case("O0"), Case("O1", "float16"), Case("O1", "bfloat16")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"levels": ["O0", "O7"]}, "unknown level 'O7'.\nExpected some of O0, O1, O2, O3."),
+        ({"dtypes": ["bfloat"]}, 'unknown dtype \'bfloat\'.*Did you mean "bfloat16"?'),
+        ({"levels": []}, "nothing to run"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_runs(good, wrong, message):
+    with pytest.raises(ValueError, match="(?s)" + message.replace("?", r"\?")):
+        Sweep(good.script, **wrong)

@@ -1,0 +1,88 @@
+"""The figures and the table that a sweep makes of its records, from records made by hand."""
+
+import math
+import sys
+
+from ampatch.sweep.record import Case, Measured, Run, Series, read_json, write_json
+from ampatch.sweep.summary import first_and_last, status, step_ms, summarize
+from ampatch.sweep.table import plain_table, write_table
+
+
+def run_of(level="O1", exit_code=0, **fields):
+    return Run(Case(level, "float16"), exit_code, 1.0, Measured(opt_level=level, **fields))
+
+
+def losses(*values):
+    return {"0": Series(list(range(len(values))), list(values))}
+
+
+def test_an_overflow_that_was_skipped_is_no_divergence():
+    inf = math.inf
+    assert status(run_of(skipped=[False, True, False], losses=losses(1.0, inf, 0.5))) == "ok"
+    taken = run_of(skipped=[False, False, False], losses=losses(1.0, inf, 0.5))
+    assert status(taken) == "diverged: loss inf at step 2"
+    to_the_end = run_of(skipped=[False, True], losses=losses(1.0, math.nan))
+    assert status(to_the_end) == "diverged: loss nan at step 2"
+
+
+def test_a_script_that_overrules_the_sweep_is_found_out():
+    run = run_of(skipped=[False], losses=losses(1.0))
+    run.case = Case("O2", "float16")
+    assert status(run) == "ran at O1, not at O2"
+
+
+def test_first_and_last_loss_are_means_of_a_twentieth():
+    values = [float(i) for i in range(100)]
+    assert first_and_last(Measured(losses=losses(*values))) == (2.0, 97.0)
+    assert first_and_last(Measured(losses=losses(3.0))) == (3.0, 3.0)
+
+
+def test_warm_up_and_pauses_do_not_count():
+    slow_start = [None, *[9.0] * 10, *[1.0, 2.0, None, 3.0] * 10]
+    assert step_ms(Measured(step_seconds=slow_start)) == 2000.0
+    assert step_ms(Measured(step_seconds=[None])) is None
+
+
+def test_speed_needs_o0():
+    timed = {"skipped": [False] * 3, "step_seconds": [None, 0.5, 0.5]}
+    fast = {"skipped": [False] * 3, "step_seconds": [None, 0.25, 0.25]}
+    with_base = summarize([run_of("O1", **fast), run_of("O0", **timed)])
+    assert [row.speed for row in with_base] == [2.0, 1.0]
+    assert summarize([run_of("O1", **fast)])[0].speed is None
+
+
+def test_json_keeps_every_value(tmp_path):
+    """Also those that JSON has no word for."""
+    measured = Measured(
+        opt_level="O1", properties={"dtype": "torch.float16"}, skipped=[True, False],
+        step_seconds=[None, 0.25], losses=losses(math.inf, -math.inf, 0.1),
+        metrics={"accuracy": Series([2], [0.75])}, loss_scale=32768.0, device="cpu",
+        memory_bytes=123, memory_kind="device", error="ValueError: no",
+    )
+    run = Run(Case("O1", "float16"), 1, 2.5, measured, ended_by="timed out after 2 s")
+    write_json(tmp_path / "run.json", run.to_json())
+    assert Run.from_json(read_json(tmp_path / "run.json")) == run
+
+
+# The table
+
+
+def test_the_plain_table_is_aligned_and_has_the_metrics(capsys):
+    ok = run_of("O0", skipped=[False, False], losses=losses(1.0, 0.5),
+                metrics={"test_accuracy": Series([2], [0.975])}, loss_scale=65536.0)
+    crashed = run_of("O3", exit_code=1, error="RuntimeError: no")
+    text = plain_table(summarize([ok, crashed]))
+    head, line, first, second = text.splitlines()
+    assert "test accuracy" in head
+    end = head.index("test accuracy") + len("test accuracy")
+    assert first[:end].endswith(" 0.9750") and second[:end].endswith("  -")
+    assert (first.split()[-2:], second[head.index("status"):]) == (
+        ["65536", "ok"], "crashed: RuntimeError: no"
+    )
+
+
+def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    write_table(summarize([run_of(skipped=[False])]), sys.stdout)
+    assert capsys.readouterr().out.startswith("level  dtype")

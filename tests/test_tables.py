@@ -1,0 +1,295 @@
+"""The tables against what PyTorch itself says.
+
+Three oracles that do not come from us: `data/ops_places.json` (function by
+function, where autocast for CUDA acts and by which policy), the lists of
+PyTorch's own autocast tests, and the dispatcher's registrations for autocast.
+"""
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampatch.casting import tables
+from ampatch.casting.tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
+
+TABLES = {"WHITELIST": WHITELIST, "BLACKLIST": BLACKLIST, "PROMOTE": PROMOTE, "BANNED": BANNED}
+ROWS = [row for table in TABLES.values() for row in table]
+OWNERS = {
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.functional": torch.nn.functional,
+    "torch._C._nn": torch._C._nn,
+    "torch._VF": torch._VF,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+}
+RULE_OF = {(row.where, name): row.rule for row in ROWS for name in row.names if not row.native}
+NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.native]
+TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE}
+
+ABSENT_ON_CPU = set()
+"""Rows that a CPU build of torch 2.13 cannot resolve: none, even cudnn_convolution is there."""
+
+UNREACHABLE = {"_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "_cudnn_rnn"}
+"""In autocast, not in our tables: only gru, lstm, ... call them, and those have rows."""
+
+
+def places(names, *wheres):
+    return {(where, name) for where in wheres for name in names}
+
+
+def test_no_op_has_two_rules():
+    count = Counter((row.where, name) for row in ROWS for name in row.names)
+    assert [op for op, rows in count.items() if rows > 1] == []
+
+
+def test_no_op_has_two_rules_in_apex_flavour():
+    count = Counter((row.where, name) for row in APEX for name in row.names)
+    assert [op for op, rows in count.items() if rows > 1] == []
+
+
+@pytest.mark.parametrize("row", ROWS + list(APEX), ids=lambda row: f"{row.where}-{row.names[0]}")
+def test_every_row_names_functions_and_says_why(row):
+    assert row.where in OWNERS
+    assert row.names and all(name.isidentifier() for name in row.names)
+    assert row.why[0].isupper() and row.why.endswith(".") and ". " not in row.why
+    assert len(row.why.split()) >= 6
+
+
+@pytest.mark.parametrize("table, rules", [
+    ("WHITELIST", {Rule.HALF, Rule.POWER}),
+    ("BLACKLIST", TO_FP32),
+    ("PROMOTE", {Rule.PROMOTE}),
+    ("BANNED", {Rule.BANNED}),
+])
+def test_each_table_holds_its_own_rules(table, rules):
+    assert {row.rule for row in TABLES[table]} == rules
+
+
+def test_only_promoters_are_native():
+    assert {row.rule for row in ROWS + list(APEX) if row.native} == {Rule.PROMOTE}
+
+
+def test_tables_load_without_torch():
+    load = (
+        "import importlib.util, sys;"
+        f"spec = importlib.util.spec_from_file_location('tables', {tables.__file__!r});"
+        "module = importlib.util.module_from_spec(spec);"
+        "spec.loader.exec_module(module);"
+        "print(len(module.WHITELIST), 'torch' in sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-I", "-c", load], check=True, capture_output=True, text=True
+    )
+    assert shown.stdout.split() == [str(len(WHITELIST)), "False"]
+
+
+def test_every_function_stands_where_autocast_acts():
+    text = (Path(__file__).parent / "data" / "ops_places.json").read_text(encoding="utf-8")
+    expected = {
+        (where, name): Rule(rule)
+        for where, rules in json.loads(text).items()
+        for rule, names in rules.items()
+        for name in names
+    }
+    assert RULE_OF == expected
+
+
+def autocast_test_lists():
+    """(list, function) pairs of PyTorch's CUDA autocast tests.
+
+    Read from the source: importing it needs packages that only PyTorch's own
+    test suite installs.
+    """
+    spec = importlib.util.find_spec("torch.testing._internal")
+    source = Path(spec.submodule_search_locations[0], "autocast_test_lists.py")
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == "AutocastTestLists":
+            for assign in ast.walk(node):
+                if isinstance(assign, ast.Assign) and isinstance(assign.targets[0], ast.Attribute):
+                    for entry in assign.value.elts:
+                        yield assign.targets[0].attr, entry.elts[0].value
+
+
+LISTED = sorted(set(autocast_test_lists()))
+LISTS = {  # list of PyTorch's tests -> where its functions may have their rows, and the rules
+    "torch_fp16": ({"torch", "torch._VF"}, {Rule.HALF}),
+    "torch_fp32": ({"torch", "torch._VF"}, TO_FP32),
+    "torch_need_autocast_promote": ({"torch", "torch._VF"}, {Rule.PROMOTE}),
+    "nn_fp16": ({"torch._C._nn", "torch.nn.functional"}, {Rule.HALF}),
+    "nn_fp32": ({"torch._C._nn", "torch.nn.functional"}, TO_FP32),
+    "linalg_fp16": ({"torch.linalg"}, {Rule.HALF}),
+    "methods_fp16": ({"torch.Tensor"}, {Rule.HALF}),
+    "methods_fp32": ({"torch.Tensor"}, TO_FP32),
+    "banned": ({"torch._C._nn"}, {Rule.BANNED}),
+}
+
+
+def test_the_lists_of_torch_were_found():
+    assert len(LISTED) > 100
+    assert {name for name, _ in LISTED} == {
+        *LISTS, "torch_expect_builtin_promote", "methods_expect_builtin_promote"
+    }
+
+
+@pytest.mark.parametrize("list_name, function", LISTED)
+def test_what_torch_tests_for_autocast_has_its_row(list_name, function):
+    if list_name.endswith("expect_builtin_promote"):
+        where = "torch.Tensor" if list_name.startswith("methods") else "torch"
+        assert (where, function) in NATIVE
+        return
+    wheres, rules = LISTS[list_name]
+    function = function.removeprefix("linalg_")
+    found = {RULE_OF[where, function] for where in wheres if (where, function) in RULE_OF}
+    assert found and found <= rules
+
+
+def test_methods_follow_their_functions():
+    """`x.exp()` and `torch.exp(x)` have one rule.  In-place methods have none."""
+    for (where, name), rule in RULE_OF.items():
+        if where == "torch" and hasattr(torch.Tensor, name):
+            assert RULE_OF.get(("torch.Tensor", name)) is rule or name in {"dsmm"}, name
+
+
+def test_whatever_the_dispatcher_registers_for_autocast_has_its_row():
+    registered = {
+        name.removeprefix("aten::").split(".")[0].removeprefix("linalg_")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        if name.startswith("aten::")
+    }
+    assert len(registered) > 100
+    assert registered - {name for _, name in RULE_OF} <= UNREACHABLE
+
+
+def test_unreachable_functions_are_no_builtins_of_ours():
+    assert UNREACHABLE.isdisjoint(name for _, name in RULE_OF)
+    assert {"gru", "gru_cell", "lstm", "lstm_cell"} <= {name for _, name in RULE_OF}
+
+
+def test_every_row_resolves_in_this_torch():
+    absent = {
+        (row.where, name)
+        for row in ROWS + list(APEX)
+        for name in row.names
+        if not hasattr(OWNERS[row.where], name)
+    }
+    assert absent == ABSENT_ON_CPU
+
+
+def test_spmm_and_dsmm_are_mm_under_other_names():
+    with torch.profiler.profile() as profile:
+        torch.spmm(torch.ones(2, 2), torch.ones(2, 2))
+        torch.dsmm(torch.ones(2, 2), torch.ones(2, 2))
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::mm"] == 2
+
+
+def test_in_place_functions_follow_no_rule():
+    in_place = [name for _, name in RULE_OF if name.endswith("_") and not name.endswith("__")]
+    assert in_place == []
+
+
+# Native promotion: why the commonest functions are not patched.
+
+HALF = torch.tensor([[0.7, 1.3], [2.1, 0.4]], dtype=torch.float16)
+FULL = torch.tensor([[0.3, 1.9], [1.1, 2.3]]) + 1e-5  # needs more digits than FP16 has
+JOINERS = {"cat", "dstack", "hstack", "stack", "vstack"}
+
+
+def call(where, name, left, right):
+    """One call of a promoter that takes two tensors, with the shapes that it wants."""
+    function = getattr(OWNERS[where], name)
+    mask = torch.eye(2, dtype=torch.bool)
+    if name in JOINERS:
+        return function((left, right))
+    if name == "outer":
+        return function(left[0], right[0])
+    if name == "where":
+        return function(mask, left, right) if where == "torch" else function(left, mask, right)
+    return function(left, right)
+
+
+@pytest.mark.parametrize("half_first", [True, False], ids=["half-float", "float-half"])
+@pytest.mark.parametrize("where, name", NATIVE)
+def test_native_rows_promote_without_us(where, name, half_first):
+    left, right = (HALF, FULL) if half_first else (FULL, HALF)
+    result = call(where, name, left, right)
+    by_hand = call(where, name, left.float(), right.float())
+    if isinstance(result, bool):
+        assert result is by_hand
+    else:
+        assert result.dtype in (torch.float32, torch.bool)
+        assert torch.equal(result, by_hand)
+
+
+def test_the_check_of_native_rows_can_fail():
+    assert not torch.equal(FULL, FULL.half().float())
+    with pytest.raises(RuntimeError):
+        call("torch", "inner", HALF, FULL)
+
+
+INDEX = torch.zeros(2, 2, dtype=torch.long)
+REFUSED = {
+    "bilinear": lambda f: f(HALF, HALF, FULL[None]),
+    "cross": lambda f: f(HALF.new_ones(3), FULL.new_ones(3)),
+    "dot": lambda f: f(HALF[0], FULL[0]),
+    "grid_sampler": lambda f: f(HALF[None, None], FULL[None, None], 0, 0, False),
+    "index_put": lambda f: f(HALF, (INDEX[0],), FULL),
+    "inner": lambda f: f(HALF, FULL),
+    "scatter_add": lambda f: f(HALF, 0, INDEX, FULL),
+    "tensordot": lambda f: f(HALF, FULL, [1], [0]),
+    "vdot": lambda f: f(HALF[0], FULL[0]),
+}
+BY_NUMBER = {
+    "addcdiv": lambda f: f(HALF, HALF, FULL[0, 0]),
+    "addcmul": lambda f: f(HALF, HALF, FULL[0, 0]),
+    "atan2": lambda f: f(HALF, FULL[0, 0]),
+}
+
+
+@pytest.mark.parametrize("where, name", [op for op, rule in RULE_OF.items()
+                                         if rule is Rule.PROMOTE])
+def test_the_other_promoters_need_us(where, name):
+    function = getattr(OWNERS[where], name)
+    if name in BY_NUMBER:
+        assert BY_NUMBER[name](function).dtype is torch.float16
+    else:
+        with pytest.raises(RuntimeError, match="type|Half|dot|same"):
+            REFUSED[name](function)
+
+
+# Apex's flavour.
+
+NEVER_REFUSED_BY_APEX = {"log1p_", "square_"}
+
+
+def test_apex_flavour_adds_what_apex_ran_in_fp32():
+    assert {(row.where, name) for row in APEX if row.rule is Rule.FLOAT for name in row.names} == {
+        *places(["std", "var"], "torch", "torch.Tensor"),
+        *places(["__ipow__", "cpu"], "torch.Tensor"),
+        *places(["ctc_loss", "grid_sampler"], "torch"),
+        *places(["gelu", "interpolate"], "torch.nn.functional"),
+    }
+
+
+def test_apex_flavour_refuses_the_in_place_forms_of_blacklisted_functions():
+    refused = {(row.where, name) for row in APEX if row.rule is Rule.REFUSE_IN_PLACE
+               for name in row.names}
+    assert refused == {
+        (where, f"{name}_")
+        for (where, name), rule in RULE_OF.items()
+        if rule in TO_FP32 and hasattr(OWNERS[where], f"{name}_")
+        and f"{name}_" not in NEVER_REFUSED_BY_APEX
+    }
+    assert ("torch.Tensor", "exp_") in refused and ("torch", "exp_") in refused
+
+
+def test_apex_flavour_has_no_other_rules():
+    assert {row.rule for row in APEX} == {Rule.FLOAT, Rule.REFUSE_IN_PLACE}
