@@ -174,6 +174,8 @@ def test_each_way_to_fail_is_a_row(directory):
     [
         ("print('nothing to see')", "never calls ampatch.initialize"),
         (TRAINING + INITIALIZE, "never steps an optimizer given to ampatch.initialize"),
+        (TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
+         "calls ampatch.initialize with enabled=False"),
         ("def broken(:", "crashed: SyntaxError: "),
         ("import os; os._exit(0)", "ended with code 0 before anything was recorded"),
         ("import sys; sys.exit('no data')", "crashed: no data"),

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import torch
@@ -55,15 +54,10 @@ class Recorder:
             self._loss_scale = ampatch.loss_scale()
         self._show_progress()
 
-    def on_metrics(self, values: dict[str, Any]) -> None:
+    def on_metrics(self, values: dict[str, float]) -> None:
         """A script that reports metrics has just evaluated: a pause in its training."""
         self._pauses += 1
         for name, value in values.items():
-            if not isinstance(value, (Real, torch.Tensor)) and not hasattr(value, "__float__"):
-                raise TypeError(
-                    f"ampatch.log_metrics({name}={value!r}): got a {type(value).__name__}.\n"
-                    "Expected a number or a tensor with one; leave the rest to your own logs."
-                )
             self._metrics[name].add(self._count, value)
 
     def measured(self) -> Measured:

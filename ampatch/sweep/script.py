@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 import types
@@ -43,7 +44,7 @@ def run_script(script: str, arguments: Sequence[str]) -> Ending:
     install_apex()
     main = _become_main(script, arguments)
     try:
-        exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+        exec(compile(Path(script).read_bytes(), main.__file__, "exec"), main.__dict__)
     except SystemExit as stop:
         return _exited(stop.code)
     except BaseException as error:  # whatever ends a script is reported, then it has ended
@@ -73,7 +74,7 @@ def describe(error: BaseException) -> str:
 def _become_main(script: str, arguments: Sequence[str]) -> types.ModuleType:
     """Set `__main__`, `sys.argv` and `sys.path` as they are for a script."""
     main = types.ModuleType("__main__")
-    main.__file__ = script
+    main.__file__ = os.path.abspath(script)  # as Python has it
     main.__builtins__ = __builtins__
     main.__cached__ = None
     sys.modules["__main__"] = main

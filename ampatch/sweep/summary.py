@@ -108,6 +108,8 @@ def status(run: Run) -> str:
         return f"exited with code {run.exit_code}"
     if measured.opt_level is None:
         return "never calls ampatch.initialize"
+    if measured.properties.get("enabled") == "False":
+        return "calls ampatch.initialize with enabled=False"
     if not measured.skipped:
         return "never steps an optimizer given to ampatch.initialize"
     if measured.opt_level != run.case.opt_level:

@@ -1,0 +1,85 @@
+"""Every test leaves torch as it found it; what is checked is identity, attribute by attribute."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.backends.mha
+import torch.linalg
+import torch.nn.utils.clip_grad
+import torch.special
+import torch.utils.checkpoint
+
+import ampatch
+
+_OWNERS = {
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.functional": torch.nn.functional,
+    "torch._C._nn": torch._C._nn,
+    "torch._VF": torch._VF,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+    "torch.nn.RNNBase": torch.nn.RNNBase,
+    "torch.nn.Module": torch.nn.Module,
+    "torch.nn.utils": torch.nn.utils,
+    "torch.nn.utils.clip_grad": torch.nn.utils.clip_grad,
+    "torch.utils.checkpoint": torch.utils.checkpoint,
+    "torch.backends.mha": torch.backends.mha,
+    "torch.optim.Optimizer": torch.optim.Optimizer,
+}
+
+# torch rewraps these at the first instance of each optimizer class; let it, once.
+for _optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.LBFGS):
+    _optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+_VOLATILE = {"_dynamo", "_inductor", "_higher_order_ops", "export", "compiler", "_functorch", "fx"}
+
+
+def snapshot() -> dict[tuple[str, str], object]:
+    """Each owner's own attributes (not the inherited: a left-over copy must show)."""
+    return {
+        (title, name): value
+        for title, owner in _OWNERS.items()
+        for name, value in vars(owner).items()
+        if not name.startswith("__") and name not in _VOLATILE
+    }
+
+
+def changes(before: dict, after: dict) -> list[str]:
+    """What differs, leaving out submodules that were merely imported meanwhile."""
+    found = []
+    for key in before.keys() | after.keys():
+        old, new = before.get(key, "absent"), after.get(key, "absent")
+        imported = old == "absent" and isinstance(new, type(sys))
+        if old is not new and not imported and (old == "absent" or callable(old)):
+            found.append(f"{'.'.join(key)}: {old!r} -> {new!r}")
+    return sorted(found)
+
+
+@pytest.fixture(autouse=True)
+def torch_is_as_we_found_it():
+    """After `deactivate` nothing of ours is left in torch; without it, nothing leaks either."""
+    assert not ampatch.session.registry.sessions, "an earlier test left a session open"
+    before = snapshot()
+    functions = len(torch.jit._builtins._get_builtin_table())
+    yield
+    ampatch.deactivate()
+    assert changes(before, snapshot()) == []
+    assert len(torch.jit._builtins._get_builtin_table()) == functions
+    state = ampatch.session.registry.state
+    assert state.process is None and not state.overridden and not state.thread.frames
+
+
+@pytest.fixture(params=["O0", "O1", "O2", "O3"])
+def opt_level(request) -> str:
+    """Each of the opt levels."""
+    return request.param
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def half(request) -> torch.dtype:
+    """Each of the half types."""
+    return request.param
