@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
-import platform
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ampatch._version import __version__
 
-VARIABLES = ("AMPATCH_OPT_LEVEL", "AMPATCH_DTYPE", "AMPATCH_ENABLED")
 TABLES = ("WHITELIST", "BLACKLIST", "PROMOTE", "BANNED")
-MEASURE_FOR = 0.15  # seconds for each operator and dtype in `ampatch doctor`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.arguments = script_arguments
-    return options.command(options)
+    try:
+        code = options.command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read our output has seen enough: `ampatch tables | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -173,9 +174,8 @@ def run_command(options: argparse.Namespace) -> int:
         check_script(options.script)
     except (OSError, ValueError) as error:
         options.parser.error(str(error))
-    for name, value in zip(VARIABLES, (options.opt_level, options.dtype)):
-        if value is not None:
-            os.environ[name] = value
+    given = {"AMPATCH_OPT_LEVEL": options.opt_level, "AMPATCH_DTYPE": options.dtype}
+    os.environ.update({name: value for name, value in given.items() if value is not None})
     return run_script(options.script, options.arguments).exit_code
 
 
@@ -208,7 +208,8 @@ def tables_command(options: argparse.Namespace) -> int:
             print(_row_text(row))
             missing += [f"{row.where}.{name}" for name in row.names if not _exists(row.where, name)]
     lacks = ", ".join(missing) if missing else "nothing of these"
-    print(textwrap.fill(f"This torch ({_version('torch')}) lacks {lacks}.", 88))
+    version = importlib.metadata.version("torch")
+    print(textwrap.fill(f"This torch ({version}) lacks {lacks}.", 88))
     return 0
 
 
@@ -242,95 +243,7 @@ def _exists(where: str, name: str) -> bool:
 
 
 def doctor_command(options: argparse.Namespace) -> int:
-    for name, value in _facts():
-        print(f"{name:<22}{value}")
-    print("\nSpeed relative to FP32, measured just now; below 1 is slower:")
-    for device in _devices():
-        for line in _speeds(device):
-            print(f"  {line}")
+    from ampatch.diagnose.doctor import write_report
+
+    write_report(sys.stdout)
     return 0
-
-
-def _facts() -> Iterator[tuple[str, str]]:
-    """What a report about a problem should begin with."""
-    import torch
-
-    yield "python", f"{platform.python_version()} on {platform.platform()}"
-    yield "ampatch", __version__
-    for package in ("torch", "wrapt", "rich", "matplotlib"):
-        yield package, _version(package)
-    yield "cpu threads", str(torch.get_num_threads())
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield "cuda devices", ", ".join(gpus) or "none"
-    yield "apex", _apex()
-    for name in VARIABLES:
-        yield name, os.environ.get(name, "not set")
-
-
-def _apex() -> str:
-    """Whether NVIDIA's apex, or something by its name, would be imported."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return "not installed"
-    return f"importable, from {spec.origin or 'a directory without __init__.py'}"
-
-
-def _devices() -> list[str]:
-    import torch
-
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
-def _speeds(device: str) -> Iterator[str]:
-    """A line for each half type: how fast a matmul and a convolution are in it."""
-    import torch
-
-    single = [_time(run, device) for run in _operators(device, torch.float32)]
-    for dtype in (torch.float16, torch.bfloat16):
-        half = [_time(run, device) for run in _operators(device, dtype)]
-        matmul, conv = (base / time for base, time in zip(single, half))
-        yield (
-            f"{device:<6}{str(dtype).removeprefix('torch.'):<10}"
-            f"matmul {matmul:.2g}x   conv2d {conv:.2g}x"
-        )
-
-
-def _operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
-    import torch
-
-    side = 256 if device == "cpu" else 4096
-    square = torch.randn(side, side, device=device).to(dtype)
-    batch = 4 if device == "cpu" else 128
-    images = torch.randn(batch, 32, 28, 28, device=device).to(dtype)
-    kernel = torch.randn(32, 32, 3, 3, device=device).to(dtype)
-    return [
-        lambda: square @ square,
-        lambda: torch.nn.functional.conv2d(images, kernel, padding=1),
-    ]
-
-
-def _time(run: Callable[[], Any], device: str) -> float:
-    """The shortest of the times that `run` takes within `MEASURE_FOR` seconds."""
-    import torch
-
-    def once() -> float:
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    once()
-    end = time.perf_counter() + MEASURE_FOR
-    best = once()
-    while time.perf_counter() < end:
-        best = min(best, once())
-    return best
-
-
-def _version(package: str) -> str:
-    """The installed version of `package`, which need not have been imported."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

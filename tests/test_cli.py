@@ -9,11 +9,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import ampatch
 from ampatch import cli
 from ampatch._version import __version__
 from ampatch.casting import tables
+from ampatch.diagnose import doctor
 
 TRAINING = """
     import sys
@@ -212,13 +214,11 @@ def test_what_this_torch_lacks_is_found(monkeypatch, capsys):
 
 
 def test_doctor_measures_and_reports(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "MEASURE_FOR", 0.01)
+    monkeypatch.setattr(doctor, "MEASURE_FOR", 0.01)
     monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     facts = dict(line.split(maxsplit=1) for line in lines if line.startswith(("torch", "AMPATCH")))
-    import torch
-
     assert facts["torch"].startswith(torch.__version__.partition("+")[0])
     assert facts["AMPATCH_DTYPE"] == "bfloat16"
     assert facts["AMPATCH_OPT_LEVEL"] == "not set"

@@ -3,6 +3,9 @@
 import math
 import sys
 
+import torch
+
+from ampatch.sweep.probes import BATCH, Readings, Timeline
 from ampatch.sweep.record import Case, Measured, Run, Series, read_json, write_json
 from ampatch.sweep.summary import first_and_last, status, step_ms, summarize
 from ampatch.sweep.table import plain_table, write_table
@@ -86,3 +89,56 @@ def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     write_table(summarize([run_of(skipped=[False])]), sys.stdout)
     assert capsys.readouterr().out.startswith("level  dtype")
+
+
+# Reading a device
+
+
+class FakeEvent:
+    """A CUDA event whose stream is at `clock` milliseconds."""
+
+    clock = 0.0
+    waits = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        assert stream == "the stream"
+        self.time = FakeEvent.clock
+
+    def synchronize(self):
+        FakeEvent.waits += 1
+
+    def elapsed_time(self, later):
+        return later.time - self.time
+
+
+def test_on_cuda_steps_are_timed_by_events_and_read_in_batches(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    timeline = Timeline(torch.device("cuda", 0))
+    for step in range(2 * BATCH):
+        FakeEvent.clock += 2.0 if step % 2 else 4.0
+        timeline.mark(pauses=step // 100)
+    assert FakeEvent.waits == 1
+
+    seconds = timeline.seconds()
+
+    assert len(seconds) == 2 * BATCH
+    paused = [step for step, value in enumerate(seconds) if value is None]
+    assert paused == list(range(0, 2 * BATCH, 100))
+    assert seconds[1:100] == [0.002, *[0.004, 0.002] * 49]
+
+
+def test_readings_keep_order_and_survive_changes_in_place():
+    readings = Readings()
+    loss = torch.tensor(1.5, requires_grad=True)
+    readings.add(loss * 1)
+    readings.add(torch.tensor([1.0, 2.0]))
+    flag = torch.zeros((), dtype=torch.bool)
+    readings.add(flag)
+    flag.fill_(True)
+    readings.add(True)
+    assert readings.all() == [1.5, 1.5, 0.0, 1.0]
+    assert readings.latest == 1.0

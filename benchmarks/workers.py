@@ -1,0 +1,75 @@
+"""Interleaved measuring: one process per system, a round of each in turn.
+
+Patches are global to a process, so every system gets its own; the machine is
+noisy, so the systems take turns and only ratios within a round count.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+
+
+def _serve(connection: Connection, make: Callable, system: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    step = make(system)
+    while (steps := connection.recv()) is not None:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        connection.send((time.perf_counter() - begin) / steps)
+
+
+def measure(make: Callable[[str], Callable], systems: list[str], *, rounds: int, steps: int,
+            warm_up: int, threads: int) -> dict[str, list[float]]:
+    """Seconds per step of each system, one figure per round.
+
+    `make(system)` builds, in the system's own process, the function that does one step.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    for system in systems:
+        pipes[system], theirs = context.Pipe()
+        processes.append(context.Process(target=_serve, args=(theirs, make, system, threads),
+                                         daemon=True))
+        processes[-1].start()
+    times: dict[str, list[float]] = {system: [] for system in systems}
+    for system in systems:
+        _ask(pipes[system], warm_up)
+    for number in range(rounds):
+        turn = number % len(systems)
+        for system in systems[turn:] + systems[:turn]:
+            times[system].append(_ask(pipes[system], steps))
+    for system, process in zip(systems, processes, strict=True):
+        pipes[system].send(None)
+        process.join()
+    return times
+
+
+def _ask(pipe: Connection, steps: int) -> float:
+    pipe.send(steps)
+    return pipe.recv()
+
+
+def ratios(times: dict[str, list[float]], reference: str) -> dict[str, tuple[float, float, float]]:
+    """`(lower quartile, median, upper quartile)` of each system's time over the reference's."""
+    found = {}
+    for system, values in times.items():
+        each = [value / base for value, base in zip(values, times[reference], strict=True)]
+        low, middle, high = statistics.quantiles(each, n=4)
+        found[system] = (low, middle, high)
+    return found
+
+
+def machine() -> str:
+    """Date, machine and versions, for the head of a result."""
+    today = datetime.date.today().isoformat()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return f"{today}, {device}, Python {platform.python_version()}, torch {torch.__version__}"

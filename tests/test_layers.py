@@ -1,0 +1,108 @@
+"""Who may import whom.  The operator side and the optimizer side never meet."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "ampatch"
+
+LEAVES = {"errors", "log", "_version"}
+ALLOWED = {
+    "errors": set(),
+    "log": set(),
+    "_version": set(),
+    "opt_levels": LEAVES,
+    "checks": LEAVES | {"opt_levels"},
+    "hooks": set(),
+    "models": set(),
+    "gradients": set(),
+    "casting": LEAVES | {"casting"},
+    "scaling": LEAVES | {"scaling"},
+    "overrides": LEAVES | {"casting", "hooks", "models"},
+    "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
+    "registry": LEAVES | {"casting", "scaling", "session"},  # the last two for type checking only
+    "session": LEAVES
+    | {"casting", "scaling", "gradients", "managed_model", "models", "opt_levels", "overrides"}
+    | {"registry"},
+    "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
+    "control": LEAVES | {"casting", "session"},
+    "handle": LEAVES | {"opt_levels", "session"},
+    "__init__": LEAVES | {"frontend", "control", "handle", "diagnose", "session"},
+    # the rooms around the engine use its public API (and the tables)
+    "diagnose": LEAVES | {"__init__", "diagnose"},
+    "compat": LEAVES | {"__init__", "compat", "session"},
+    "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
+    "cli": LEAVES | {"__init__", "sweep", "compat", "casting", "diagnose", "opt_levels"},
+    "__main__": {"cli"},
+}
+
+
+def room(path: Path) -> str:
+    """The part of the house a file is in: a package of ours, or a module at the top."""
+    inside = path.relative_to(ROOT)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms a file imports from, absolutely or relatively."""
+    package = ["ampatch", *path.relative_to(ROOT).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{stem}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "ampatch":
+                found.add(first_room(parts))
+    return found
+
+
+def first_room(parts: list[str]) -> str:
+    """`ampatch.x.y` is in room x, if there is such a room; else it is a public name."""
+    known = {room(path) for path in ROOT.rglob("*.py")}
+    return parts[1] if len(parts) > 1 and parts[1] in known else "__init__"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_downwards_only(path):
+    here = room(path)
+    assert here in ALLOWED, f"{path.name}: a new room needs its line in this table"
+    assert imported_rooms(path) - ALLOWED[here] - {here} == set()
+
+
+def test_the_check_can_see_a_forbidden_import(tmp_path, monkeypatch):
+    bad = ROOT / "scaling" / "loss_scaler.py"
+    monkeypatch.setattr(Path, "read_text", lambda self: "from ..casting.casts import cast")
+    assert imported_rooms(bad) == {"casting"}
+
+
+def test_tables_import_no_torch():
+    tree = ast.parse((ROOT / "casting" / "tables.py").read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    assert modules <= {"enum", "typing", "__future__"}
+
+
+def test_ampatch_imports_without_extras():
+    """The core needs torch and wrapt; the extras may be missing."""
+    code = (
+        "import sys\n"
+        "for name in ('rich', 'matplotlib', 'sklearn', 'pytest', 'hypothesis'):\n"
+        "    sys.modules[name] = None\n"
+        "import ampatch\n"
+        "assert callable(ampatch.initialize)\n"
+        "assert 'ampatch.sweep' not in sys.modules\n"
+        "assert 'apex' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
