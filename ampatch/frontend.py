@@ -77,7 +77,8 @@ def initialize(
         init_scale, growth_interval, growth_factor, backoff_factor: of the dynamic loss
             scale, with `torch.amp.GradScaler`'s meaning.
         max_consecutive_skips: after so many skipped steps in a row, and each multiple,
-            one error is logged that names parameters and what to try.
+            one error is logged that names parameters and what to try.  Fused optimizers
+            skip on the device, where nobody counts.
         allow_banned: whether a function unsafe in half (binary_cross_entropy) runs in FP32
             with a warning (True) or is refused (False).
         process_group: ranks that share their gradients' overflow flag.

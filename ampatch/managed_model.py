@@ -72,6 +72,8 @@ class ManagedModel:
     def install(self) -> None:
         """Hang the hooks on the model."""
         model = self.model
+        if self.policy is not None and self.policy.devices is not None:
+            self.policy.devices.update(param.device.type for param in model.parameters())
         self._handles = [
             model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
             model.register_forward_hook(Hook(self._leave), always_call=True),

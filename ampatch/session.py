@@ -241,7 +241,8 @@ class Session:
     ) -> ScaledBackward:
         """The context manager behind `scale_loss`."""
         for optimizer in managed:
-            optimizer.adopt_parameters({}, self._halves())
+            if any(param.dtype in HALF_TYPES for param in optimizer.parameters()):
+                optimizer.adopt_parameters({}, self._halves())  # added, or unfrozen, since
         registry.tell("on_loss", loss, loss_id)
         return ScaledBackward(
             loss,

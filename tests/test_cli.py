@@ -64,9 +64,10 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
 
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
-    head, line, first, second, note, written = done.stdout.splitlines()
-    assert head.split() == ["level", "dtype", "step", "ms", "speed", "resident", "MiB", "first",
-                            "loss", "last", "loss", "accuracy", "skipped", "scale", "status"]
+    head, line, first, second, *notes, written = done.stdout.splitlines()
+    assert head.split() == ["level", "dtype", "step", "ms", "speed", "memory", "MiB", "first",
+                            "loss", "last", "loss", "accuracy", "skips", "scale", "status"]
+    assert "resident set" in notes[-1]
     assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
     assert first.split()[3] == "1.00x" and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
     assert written.startswith("Written to ampatch-sweep/train/sweep.json")

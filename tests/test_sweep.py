@@ -157,9 +157,9 @@ def test_each_way_to_fail_is_a_row(directory):
 
     assert [row.status for row in rows] == [
         "crashed: RuntimeError: the tensor is",
-        "exited with code 3",
+        "exited: code 3",
         "diverged: loss nan at step 3",
-        "killed by SIGKILL (out of memory?)",
+        "killed: by SIGKILL (out of memory?)",
     ]
     assert [row.steps for row in rows] == [2, 2, 3, 0]
     assert math.isnan(rows[2].last_loss)
@@ -172,12 +172,12 @@ def test_each_way_to_fail_is_a_row(directory):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("print('nothing to see')", "never calls ampatch.initialize"),
-        (TRAINING + INITIALIZE, "never steps an optimizer given to ampatch.initialize"),
+        ("print('nothing to see')", "no training: never calls ampatch.initialize"),
+        (TRAINING + INITIALIZE, "no training: never steps an optimizer given to ampatch.initialize"),
         (TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
-         "calls ampatch.initialize with enabled=False"),
+         "no training: calls ampatch.initialize with enabled=False"),
         ("def broken(:", "crashed: SyntaxError: "),
-        ("import os; os._exit(0)", "ended with code 0 before anything was recorded"),
+        ("import os; os._exit(0)", "no record: ended with code 0 before anything was recorded"),
         ("import sys; sys.exit('no data')", "crashed: no data"),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(directory):
         time.sleep(600)
     """)
     [row] = sweep(script, levels=["O0"], timeout=8, out=directory / "hang")
-    assert (row.status, row.steps) == ("timed out after 8 s", 5)
+    assert (row.status, row.steps) == ("timed out: after 8 s", 5)
     assert row.seconds < 30
 
 

@@ -1,8 +1,9 @@
 """The figures and the table that a sweep makes of its records, from records made by hand."""
 
+import io
 import math
-import sys
 
+import pytest
 import torch
 
 from ampatch.sweep.probes import BATCH, Readings, Timeline
@@ -31,7 +32,7 @@ def test_an_overflow_that_was_skipped_is_no_divergence():
 def test_a_script_that_overrules_the_sweep_is_found_out():
     run = run_of(skipped=[False], losses=losses(1.0))
     run.case = Case("O2", "float16")
-    assert status(run) == "ran at O1, not at O2"
+    assert status(run) == "other level: ran at O1, not at O2"
 
 
 def test_first_and_last_loss_are_means_of_a_twentieth():
@@ -62,7 +63,7 @@ def test_json_keeps_every_value(tmp_path):
         metrics={"accuracy": Series([2], [0.75])}, loss_scale=32768.0, device="cpu",
         memory_bytes=123, memory_kind="device", error="ValueError: no",
     )
-    run = Run(Case("O1", "float16"), 1, 2.5, measured, ended_by="timed out after 2 s")
+    run = Run(Case("O1", "float16"), 1, 2.5, measured, ended_by="timed out: after 2 s")
     write_json(tmp_path / "run.json", run.to_json())
     assert Run.from_json(read_json(tmp_path / "run.json")) == run
 
@@ -70,7 +71,7 @@ def test_json_keeps_every_value(tmp_path):
 # The table
 
 
-def test_the_plain_table_is_aligned_and_has_the_metrics(capsys):
+def test_the_plain_table_is_aligned_and_has_the_metrics():
     ok = run_of("O0", skipped=[False, False], losses=losses(1.0, 0.5),
                 metrics={"test_accuracy": Series([2], [0.975])}, loss_scale=65536.0)
     crashed = run_of("O3", exit_code=1, error="RuntimeError: no")
@@ -84,11 +85,34 @@ def test_the_plain_table_is_aligned_and_has_the_metrics(capsys):
     )
 
 
-def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch, capsys):
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_on_a_terminal_of_any_width_nothing_is_cut_off(width, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")
+    ok = run_of("O0", skipped=[False] * 300, losses=losses(1.0, 0.5), loss_scale=65536.0,
+                metrics={"test_accuracy": Series([2], [0.975])}, memory_bytes=400 * 2**20)
+    lost = run_of("O3", skipped=[False], losses=losses(math.nan), step_seconds=[None, 0.01234])
+    terminal = Terminal()
+    write_table(summarize([ok, lost]), terminal)
+    text = terminal.getvalue()
+    words = ("float16", "0/300", "65536", "0.9750", "400", "12.34", "diverged: loss nan at step 1")
+    for word in words:
+        assert word in text
+    table = text.partition("Step time")[0].splitlines()
+    assert width == 60 or max(map(len, table)) <= width
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    write_table(summarize([run_of(skipped=[False])]), sys.stdout)
-    assert capsys.readouterr().out.startswith("level  dtype")
+    terminal = Terminal()
+    write_table(summarize([run_of(skipped=[False])]), terminal)
+    assert terminal.getvalue().startswith("level  dtype")
 
 
 # Reading a device

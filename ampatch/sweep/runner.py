@@ -63,7 +63,7 @@ def run_case(
         child.returncode,
         time.monotonic() - started,
         None if measured is None else Measured.from_json(measured),
-        ended_by="" if in_time else f"timed out after {timeout:g} s",
+        ended_by="" if in_time else f"timed out: after {timeout:g} s",
     )
     files.progress.unlink(missing_ok=True)
     write_json(files.record, run.to_json())

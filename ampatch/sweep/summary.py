@@ -96,7 +96,7 @@ def first_and_last(measured: Measured) -> tuple[float | None, float | None]:
 
 
 def status(run: Run) -> str:
-    """How the run went, for a reader of the table: "ok", or what is wrong."""
+    """How the run went: "ok", or a word or two on what is wrong, a colon, and the details."""
     if run.ended_by:
         return run.ended_by
     measured = run.measured
@@ -105,15 +105,15 @@ def status(run: Run) -> str:
     if measured.error:
         return f"crashed: {measured.error}"
     if run.exit_code:
-        return f"exited with code {run.exit_code}"
+        return f"exited: code {run.exit_code}"
     if measured.opt_level is None:
-        return "never calls ampatch.initialize"
+        return "no training: never calls ampatch.initialize"
     if measured.properties.get("enabled") == "False":
-        return "calls ampatch.initialize with enabled=False"
+        return "no training: calls ampatch.initialize with enabled=False"
     if not measured.skipped:
-        return "never steps an optimizer given to ampatch.initialize"
+        return "no training: never steps an optimizer given to ampatch.initialize"
     if measured.opt_level != run.case.opt_level:
-        return f"ran at {measured.opt_level}, not at {run.case.opt_level}"
+        return f"other level: ran at {measured.opt_level}, not at {run.case.opt_level}"
     return divergence(measured) or OK
 
 
@@ -151,6 +151,6 @@ def _main_losses(measured: Measured) -> Series:
 
 def _without_record(exit_code: int) -> str:
     if exit_code >= 0:
-        return f"ended with code {exit_code} before anything was recorded"
+        return f"no record: ended with code {exit_code} before anything was recorded"
     name = signal.Signals(-exit_code).name
-    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"killed: by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -6,15 +6,19 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from ampatch.sweep.summary import OK, Summary
 
 MISSING = "-"
-NOTE = (
-    "Step time is the median, first steps and evaluations left out; first and last loss are "
-    "means over the first and last twentieth."
+NOTES = (
+    "Step time is the median, without the first steps and evaluations;",
+    "first and last loss are means over the first and last twentieth;",
 )
+MEMORY_NOTES = {
+    "device": "memory is the most that PyTorch allocated on the device.",
+    "resident": "memory is the largest resident set, PyTorch itself included.",
+}
 
 
 @dataclass(frozen=True)
@@ -26,18 +30,17 @@ class Column:
 
 def columns(rows: Sequence[Summary]) -> list[Column]:
     """The columns that a table of `rows` has: the fixed ones and the scripts' metrics."""
-    memory = {row.memory_kind for row in rows if row.memory_bytes is not None}
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     return [
         Column("level", lambda row: row.opt_level, right=False),
         Column("dtype", lambda row: row.dtype, right=False),
         Column("step ms", lambda row: _number(row.step_ms, "{:.2f}")),
         Column("speed", lambda row: _number(row.speed, "{:.2f}x")),
-        Column("/".join(sorted(memory)) + " MiB", _mebibytes),
+        Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: _number(row.first_loss, "{:.4f}")),
         Column("last loss", lambda row: _number(row.last_loss, "{:.4f}")),
         *(Column(name.replace("_", " "), _metric(name)) for name in names),
-        Column("skipped", lambda row: f"{row.skipped}/{row.steps}" if row.steps else MISSING),
+        Column("skips", lambda row: f"{row.skipped}/{row.steps}" if row.steps else MISSING),
         Column("scale", lambda row: _number(row.loss_scale, "{:.6g}")),
         Column("status", lambda row: row.status, right=False),
     ]
@@ -45,11 +48,11 @@ def columns(rows: Sequence[Summary]) -> list[Column]:
 
 def write_table(rows: Sequence[Summary], stream: TextIO) -> None:
     """Write the table to `stream`, in colour if that is a terminal and rich is there."""
-    if stream.isatty() and importlib.util.find_spec("rich"):
-        _write_rich(rows, stream)
-    else:
+    if not (stream.isatty() and importlib.util.find_spec("rich") and _write_rich(rows, stream)):
         stream.write(plain_table(rows))
-    stream.write(NOTE + "\n")
+    kinds = sorted({row.memory_kind for row in rows})
+    for note in (*NOTES, *(MEMORY_NOTES[kind] for kind in kinds)):
+        stream.write(note + "\n")
 
 
 def plain_table(rows: Sequence[Summary]) -> str:
@@ -69,22 +72,40 @@ def plain_table(rows: Sequence[Summary]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write_rich(rows: Sequence[Summary], stream: TextIO) -> None:
-    from rich import box
+def _write_rich(rows: Sequence[Summary], stream: TextIO) -> bool:
+    """Write the table as wide as it fits; False when the terminal is too narrow for it."""
     from rich.console import Console
+
+    console = Console(file=stream, highlight=False)
+    for whole, gap in ((True, 1), (False, 1), (False, 0)):
+        table = _rich_table(rows, whole, gap)
+        wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
+        if wanted <= console.width:
+            console.print(table)
+            for row in rows:
+                if not whole and row.status != OK:
+                    console.print(f"{row.opt_level} {row.dtype} {row.status}", markup=False)
+            return True
+    return False
+
+
+def _rich_table(rows: Sequence[Summary], whole: bool, gap: int) -> Any:
+    """With statuses `whole`, or only what is before their colon."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     shown = columns(rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), show_edge=False)
     for column in shown:
-        kind = {"justify": "right", "no_wrap": True} if column.right else {"overflow": "fold"}
-        table.add_column(column.title.replace(" ", "\n", 1), **kind)
+        title = column.title.replace(" ", "\n", 1)
+        table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
     for row in rows:
+        *cells, status = (column.text(row) for column in shown)
+        status = status if whole else status.partition(":")[0]
         style = "green" if row.status == OK else "red"
-        *cells, last = (Text(column.text(row)) for column in shown)
-        table.add_row(*cells, Text(last.plain, style=style))
-    Console(file=stream).print(table)
+        table.add_row(*map(Text, cells), Text(status, style=style))
+    return table
 
 
 def _metric(name: str) -> Callable[[Summary], str]:
