@@ -16,15 +16,17 @@ from .frontend import (
     cache_info,
     deactivate,
     initialize,
-    load_state_dict,
     log_metrics,
+    observe,
+    set_opt_level,
+    unwrap,
+)
+from .training import (
+    load_state_dict,
     loss_scale,
     master_params,
-    observe,
     scale_loss,
     set_loss_scale,
-    set_opt_level,
     state_dict,
     step_was_skipped,
-    unwrap,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from .errors import AmpatchError, did_you_mean, type_name
-from .opt_levels import Properties
+from .opt_levels import HALF_TYPES, Properties
 
 
 def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
@@ -117,6 +118,39 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
                     f"which would miss the gradients of parameters cast to {target}. "
                     "Call initialize first and wrap the model it returns."
                 )
+
+
+def fused_steps_work(
+    models: list[nn.Module], optimizers: list[Any], properties: Properties
+) -> None:
+    """Raise `ValueError` for a fused optimizer that would leave half parameters as they are.
+
+    Fused SGD on the CPU does, in torch 2.13: no error, no update.
+    """
+    if properties.cast_model_type not in HALF_TYPES or properties.master_weights:
+        return
+    on_cpu = any(parameter.device.type == "cpu" for m in models for parameter in m.parameters())
+    for optimizer in optimizers:
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if (
+            on_cpu
+            and fused
+            and isinstance(optimizer, torch.optim.SGD)
+            and not _fused_sgd_moves(properties.cast_model_type)
+        ):
+            raise ValueError(
+                f"ampatch.initialize(opt_level={properties.opt_level!r}): in this torch "
+                f"({torch.__version__}) SGD(fused=True) on the CPU leaves parameters in "
+                f'{properties.cast_model_type} unchanged. Use fused=False, or opt_level="O2".'
+            )
+
+
+@functools.cache
+def _fused_sgd_moves(dtype: torch.dtype) -> bool:
+    parameter = nn.Parameter(torch.ones(256, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    return bool((parameter < 1).all())
 
 
 def a_loss(loss: Any) -> None:

@@ -27,6 +27,7 @@ from .registry import Registry
 from .scaling.backward import ScaledBackward
 from .scaling.loss_scaler import make_scaler
 from .scaling.optimizer import ManagedOptimizer
+from .scaling.skips import skip_report
 
 
 class Session:
@@ -86,6 +87,8 @@ class Session:
 
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""
+        for optimizer in self.optimizers():
+            optimizer.settle()
         for managed in list(self.models()):
             managed.uninstall()
         for optimizer in list(self.optimizers()):
@@ -129,6 +132,8 @@ class Session:
             casts_off=lambda: registry.state.under(lambda: None),
             casts_on=lambda: registry.state.under(registry.outside_step),
             after_step=self._after_step,
+            halves=self._halves,
+            process_group=self._process_group,
         )
         self._optimizers.append(weakref.ref(managed))
         managed.install(self._originals(), self._halves())
@@ -241,8 +246,7 @@ class Session:
     ) -> ScaledBackward:
         """The context manager behind `scale_loss`."""
         for optimizer in managed:
-            if any(param.dtype in HALF_TYPES for param in optimizer.parameters()):
-                optimizer.adopt_parameters({}, self._halves())  # added, or unfrozen, since
+            optimizer.adopt_new()
         registry.tell("on_loss", loss, loss_id)
         return ScaledBackward(
             loss,
@@ -269,23 +273,8 @@ class Session:
             for model in self.models()
             for name, parameter in model.model.named_parameters()
         }
-        for pair in managed.masters:
-            names[id(pair.master)] = names.get(id(pair.half), "?")
-        bad = [
-            names.get(id(parameter), "(unnamed)")
-            for parameter in managed.parameters()
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-        ]
-        scales = ", ".join(f"{scaler.get():g}" for scaler in self.scalers)
-        logger.error(
-            "%d steps in a row were skipped because gradients held inf or NaN; the loss scale is "
-            "now %s. First such gradients: %s. At a small scale this is no overflow of float16 any "
-            "more: look for a NaN in the data or the loss, try dtype=torch.bfloat16 or "
-            'opt_level="O0", or a lower learning rate.',
-            managed.consecutive_skips,
-            scales,
-            ", ".join(bad[:5]) or "(zeroed since)",
-        )
+        scales = [scaler.get() for scaler in self.scalers]
+        logger.error(skip_report(managed, names, scales))
 
     # Changes at run time
 
@@ -317,6 +306,8 @@ class Session:
         """Take one model out of care; its parameters go back into the optimizers."""
         for managed in list(self.models()):
             if managed.model is model:
+                for optimizer in self.optimizers():
+                    optimizer.settle()
                 managed.uninstall()
                 ids = {id(parameter) for parameter in model.parameters()}
                 for optimizer in self.optimizers():
@@ -327,6 +318,7 @@ class Session:
         """Take one optimizer out of care."""
         managed = self.managed(optimizer)
         if managed is not None:
+            managed.settle()
             managed.uninstall()
             self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
 

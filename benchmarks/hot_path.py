@@ -19,8 +19,10 @@ import ampatch
 
 def nanoseconds(call: Callable[[], object], number: int = 20000) -> float:
     """The least time of seven repeats, less that of an empty call."""
+
     def best(function: Callable[[], object]) -> float:
         return min(timeit.repeat(function, number=number, repeat=7)) / number * 1e9
+
     return best(call) - best(lambda: None)
 
 
@@ -28,8 +30,10 @@ def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
     full, half = torch.randn(4, 4), torch.randn(4, 4, dtype=torch.bfloat16)
-    plain = {"mm": nanoseconds(lambda: torch.mm(half, half)),
-             "relu": nanoseconds(lambda: torch.relu(full))}
+    plain = {
+        "mm": nanoseconds(lambda: torch.mm(half, half)),
+        "relu": nanoseconds(lambda: torch.relu(full)),
+    }
     model = nn.Linear(4, 4)
     ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
     with ampatch.disable_casts():

@@ -26,17 +26,25 @@ SYSTEMS = ["O0", "O0 again", "O1", "O2", "O3", "torch.autocast"]
 
 def mlp() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Three wide layers; input (256, 1024)."""
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
-                          nn.Linear(1024, 10))
+    model = nn.Sequential(
+        nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
     return model, torch.randn(256, 1024), torch.randint(0, 10, (256,))
 
 
 def conv_net() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Convolutions with BatchNorm; input (32, 16, 32, 32)."""
     model = nn.Sequential(
-        nn.Conv2d(16, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
-        nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+        nn.Conv2d(16, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
     return model, torch.randn(32, 16, 32, 32), torch.randint(0, 10, (32,))
 
 
@@ -64,8 +72,14 @@ def make_step(name: str, dtype: str, device: str, system: str) -> Callable[[], N
     return step
 
 
-def _autocast_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor,
-                   targets: torch.Tensor, dtype: torch.dtype, device: str) -> Callable[[], None]:
+def _autocast_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    dtype: torch.dtype,
+    device: str,
+) -> Callable[[], None]:
     scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
 
     def step() -> None:
@@ -87,16 +101,29 @@ def _wait(device: str) -> None:
 
 def report(options: argparse.Namespace) -> str:
     """The table, in Markdown."""
-    lines = [f"Time per step relative to O0, {options.dtype} on {options.device}: median and "
-             f"quartiles of {options.rounds} interleaved rounds of {options.steps} steps, "
-             f"{options.threads} thread(s).", f"{machine()}.", "",
-             "| | " + " | ".join(SYSTEMS) + " |", "|---" * (len(SYSTEMS) + 1) + "|"]
+    lines = [
+        f"Time per step relative to O0, {options.dtype} on {options.device}: median and "
+        f"quartiles of {options.rounds} interleaved rounds of {options.steps} steps, "
+        f"{options.threads} thread(s).",
+        f"{machine()}.",
+        "",
+        "| | " + " | ".join(SYSTEMS) + " |",
+        "|---" * (len(SYSTEMS) + 1) + "|",
+    ]
     for name in MODELS:
         make = functools.partial(make_step, name, options.dtype, options.device)
-        times = measure(make, SYSTEMS, rounds=options.rounds, steps=options.steps,
-                        warm_up=options.warm_up, threads=options.threads)
-        cells = [f"{middle:.2f} ({low:.2f} to {high:.2f})"
-                 for low, middle, high in ratios(times, "O0").values()]
+        times = measure(
+            make,
+            SYSTEMS,
+            rounds=options.rounds,
+            steps=options.steps,
+            warm_up=options.warm_up,
+            threads=options.threads,
+        )
+        cells = [
+            f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            for low, middle, high in ratios(times, "O0").values()
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -27,8 +27,15 @@ def _serve(connection: Connection, make: Callable, system: str, threads: int) ->
         connection.send((time.perf_counter() - begin) / steps)
 
 
-def measure(make: Callable[[str], Callable], systems: list[str], *, rounds: int, steps: int,
-            warm_up: int, threads: int) -> dict[str, list[float]]:
+def measure(
+    make: Callable[[str], Callable],
+    systems: list[str],
+    *,
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    threads: int,
+) -> dict[str, list[float]]:
     """Seconds per step of each system, one figure per round.
 
     `make(system)` builds, in the system's own process, the function that does one step.
@@ -37,8 +44,9 @@ def measure(make: Callable[[str], Callable], systems: list[str], *, rounds: int,
     pipes, processes = {}, []
     for system in systems:
         pipes[system], theirs = context.Pipe()
-        processes.append(context.Process(target=_serve, args=(theirs, make, system, threads),
-                                         daemon=True))
+        processes.append(
+            context.Process(target=_serve, args=(theirs, make, system, threads), daemon=True)
+        )
         processes[-1].start()
     times: dict[str, list[float]] = {system: [] for system in systems}
     for system in systems:

@@ -59,7 +59,7 @@ def _call(*make: Any, **kwargs: Any) -> Callable[[], Sample]:
 
 _UNARY = (
     "cosh exp sinh log log10 log2 expm1 log1p acos arccos arcsin asin erfinv tan reciprocal rsqrt"
-    " square nuclear_norm prod sum frobenius_norm trapz trapezoid cumulative_trapezoid pdist"
+    " square nuclear_norm prod sum trapz trapezoid cumulative_trapezoid pdist"
     " softplus vector_norm matrix_norm cov corrcoef"
 )
 
@@ -68,19 +68,21 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     **{name: _call((3, 4), [1]) for name in
        ("cumprod", "cumsum", "softmax", "log_softmax", "logsumexp")},
     **{name: _call((3, 3), (3, 3)) for name in
-       ("mm", "matmul", "__matmul__", "dsmm", "spmm", "atan2", "dist", "cross", "inner", "vecdot",
+       ("mm", "matmul", "__matmul__", "dsmm", "spmm", "atan2", "dist", "inner", "vecdot",
         "cosine_similarity", "pairwise_distance", "mse_loss", "l1_loss", "smooth_l1_loss",
         "huber_loss", "kl_div", "binary_cross_entropy_with_logits", "binary_cross_entropy")},
     **{name: _call((3, 3), (3, 3), (3, 3)) for name in
        ("addmm", "addcdiv", "addcmul", "triplet_margin_loss")},
     **{name: _call((3, 4), [2.0]) for name in ("pow", "__pow__")},
     "norm": _call((3, 4)),
+    "frobenius_norm": _call((3, 4), [[0, 1]]),
     "torch._VF.norm": _call((3, 4), [2], [[1]], keepdim=True),
     "bmm": _call((2, 3, 4), (2, 4, 3)),
     "addbmm": _call((3, 3), (2, 3, 4), (2, 4, 3)),
     "baddbmm": _call((2, 3, 3), (2, 3, 4), (2, 4, 3)),
     "addmv": _call((3,), (3, 4), (4,)),
     "addr": _call((3, 4), (3,), (4,)),
+    "cross": _call((3, 3), (3, 3), dim=1),
     "mv": _call((3, 4), (4,)),
     "dot": _call((4,), (4,)),
     "vdot": _call((4,), (4,)),

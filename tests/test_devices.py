@@ -58,8 +58,9 @@ def test_training_on_cuda(opt_level, half, fused):
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
-                          nn.Linear(8 * 36, 10)).cuda()
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)
+    ).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=fused)
     ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=half, verbosity=0)
     inputs = torch.randn(64, 1, 8, 8, device="cuda")

@@ -30,9 +30,10 @@ ALLOWED = {
     | {"casting", "scaling", "gradients", "managed_model", "models", "opt_levels", "overrides"}
     | {"registry"},
     "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
+    "training": LEAVES | {"checks", "opt_levels", "session"},
     "control": LEAVES | {"casting", "session"},
     "handle": LEAVES | {"opt_levels", "session"},
-    "__init__": LEAVES | {"frontend", "control", "handle", "diagnose", "session"},
+    "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
     # the rooms around the engine use its public API (and the tables)
     "diagnose": LEAVES | {"__init__", "diagnose"},
     "compat": LEAVES | {"__init__", "compat", "session"},

@@ -19,16 +19,25 @@ def training(**kwargs):
 
 
 BAD_INITIALIZE = [
-    ({"opt_level": "O7"}, ValueError,
-     'ampatch.initialize(opt_level=\'O7\'): unknown opt level \'O7\'. Expected "O0", "O1", "O2" or '
-     '"O3" (the letter O, not the digit zero).'),
+    (
+        {"opt_level": "O7"},
+        ValueError,
+        'ampatch.initialize(opt_level=\'O7\'): unknown opt level \'O7\'. Expected "O0", "O1", "O2" or '
+        '"O3" (the letter O, not the digit zero).',
+    ),
     ({"opt_level": None}, ValueError, "opt_level=None"),
     ({"opt_level": True}, ValueError, "opt_level=True"),
-    ({"optlevel": "O1"}, TypeError,
-     "unknown keyword argument 'optlevel'. Did you mean \"opt_level\"?"),
+    (
+        {"optlevel": "O1"},
+        TypeError,
+        "unknown keyword argument 'optlevel'. Did you mean \"opt_level\"?",
+    ),
     ({"zzzz": 1}, TypeError, "unknown keyword argument 'zzzz'. Known are: models, optimizers"),
-    ({"dtype": torch.float32}, ValueError,
-     'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".'),
+    (
+        {"dtype": torch.float32},
+        ValueError,
+        'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".',
+    ),
     ({"dtype": "floaty16"}, ValueError, 'Did you mean "float16"?'),
     ({"dtype": 16}, TypeError, "dtype=16"),
     ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
@@ -38,8 +47,11 @@ BAD_INITIALIZE = [
     ({"loss_scale": float("nan")}, ValueError, "must be above 0 and finite"),
     ({"loss_scale": [1]}, TypeError, "list [1] is no number"),
     ({"loss_scale": True}, TypeError, "bool True is no number"),
-    ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError,
-     "Expected min_loss_scale <= max_loss_scale."),
+    (
+        {"min_loss_scale": 8.0, "max_loss_scale": 4.0},
+        ValueError,
+        "Expected min_loss_scale <= max_loss_scale.",
+    ),
     ({"min_loss_scale": 0.0}, ValueError, "min_loss_scale=0.0"),
     ({"growth_factor": 1.0}, ValueError, "Expected a number above 1."),
     ({"backoff_factor": 1.0}, ValueError, "Expected a number below 1."),
@@ -49,13 +61,22 @@ BAD_INITIALIZE = [
     ({"num_losses": "2"}, TypeError, "expected a whole number, got str"),
     ({"verbosity": -1}, ValueError, "verbosity=-1"),
     ({"enabled": "yes"}, TypeError, "enabled='yes'"),
-    ({"keep_batchnorm_fp32": "maybe", "opt_level": "O2"}, TypeError,
-     'expected True or False (or the strings "True" and "False"), got str'),
-    ({"keep_batchnorm_fp32": True, "opt_level": "O1"}, ValueError,
-     'Leave it out, or use opt_level="O2".'),
+    (
+        {"keep_batchnorm_fp32": "maybe", "opt_level": "O2"},
+        TypeError,
+        'expected True or False (or the strings "True" and "False"), got str',
+    ),
+    (
+        {"keep_batchnorm_fp32": True, "opt_level": "O1"},
+        ValueError,
+        'Leave it out, or use opt_level="O2".',
+    ),
     ({"master_weights": True, "opt_level": "O1"}, ValueError, "are their own masters"),
-    ({"cast_model_type": torch.float16, "opt_level": "O1"}, ValueError,
-     'Use opt_level="O2" to cast the model'),
+    (
+        {"cast_model_type": torch.float16, "opt_level": "O1"},
+        ValueError,
+        'Use opt_level="O2" to cast the model',
+    ),
     ({"patch_torch_functions": True, "opt_level": "O2"}, ValueError, "patch_torch_functions=True"),
     ({"cast_model_outputs": torch.int32}, ValueError, "cast_model_outputs=torch.int32"),
     ({"patch_scope": "thread"}, ValueError, 'expected "process" (cast every call) or "model"'),
@@ -68,8 +89,11 @@ BAD_INITIALIZE = [
 ]
 
 
-@pytest.mark.parametrize(("given", "kind", "message"), BAD_INITIALIZE,
-                         ids=[", ".join(map(str, case[0].items()))[:60] for case in BAD_INITIALIZE])
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    BAD_INITIALIZE,
+    ids=[", ".join(map(str, case[0].items()))[:60] for case in BAD_INITIALIZE],
+)
 def test_initialize_refuses_and_leaves_everything_as_it_was(given, kind, message):
     model, optimizer = training()
     before, own, state = snapshot(), dict(vars(optimizer)), list(model.parameters())
@@ -111,8 +135,11 @@ def test_ddp_before_a_cast_of_the_model():
     nn.Module.__init__(ddp)
     ddp.module = model
     wrapped.inner = ddp
-    with pytest.raises(ampatch.AmpatchError, match=r"models\[0\].inner is already wrapped in Distr"
-                       r".*Call initialize first and wrap the model it returns"):
+    with pytest.raises(
+        ampatch.AmpatchError,
+        match=r"models\[0\].inner is already wrapped in Distr"
+        r".*Call initialize first and wrap the model it returns",
+    ):
         ampatch.initialize(wrapped, optimizer, opt_level="O2")
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
@@ -130,24 +157,41 @@ def test_scale_loss_before_initialize_and_with_strangers():
         ampatch.scale_loss(loss, [optimizer, foreign])
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), [
-    (lambda o: ampatch.scale_loss(3.0, o), TypeError, "Pass the loss itself, not loss.item()"),
-    (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
-    (lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id=2), ValueError,
-     "this session has 1 loss scaler(s), numbered from 0. Call initialize(..., num_losses=3)"),
-    (lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id="0"), TypeError, "loss_id='0'"),
-    (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
-    (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
-    (lambda o: ampatch.set_loss_scale("dynamic"), ValueError, "expected a number"),
-    (lambda o: ampatch.step_was_skipped(training()[1]), ampatch.AmpatchError, "was not given to"),
-    (lambda o: ampatch.set_opt_level(training()[0], "O2"), ampatch.AmpatchError, "was not given to"),
-    (lambda o: ampatch.unwrap(training()[0]), ampatch.AmpatchError, "copy.deepcopy does"),
-    (lambda o: ampatch.load_state_dict({"a": 1}), ValueError, "expected ['loss_scaler0']"),
-    (lambda o: ampatch.precision("fp8"), ValueError, 'expected "float" or "half"'),
-    (lambda o: ampatch.register_half_function(torch, "nothing_such"), AttributeError,
-     "nothing was registered"),
-    (lambda o: ampatch.register_half_function("nodots"), ValueError, "one dotted string"),
-])
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda o: ampatch.scale_loss(3.0, o), TypeError, "Pass the loss itself, not loss.item()"),
+        (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
+        (
+            lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id=2),
+            ValueError,
+            "this session has 1 loss scaler(s), numbered from 0. Call initialize(..., num_losses=3)",
+        ),
+        (lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id="0"), TypeError, "loss_id='0'"),
+        (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
+        (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
+        (lambda o: ampatch.set_loss_scale("dynamic"), ValueError, "expected a number"),
+        (
+            lambda o: ampatch.step_was_skipped(training()[1]),
+            ampatch.AmpatchError,
+            "was not given to",
+        ),
+        (
+            lambda o: ampatch.set_opt_level(training()[0], "O2"),
+            ampatch.AmpatchError,
+            "was not given to",
+        ),
+        (lambda o: ampatch.unwrap(training()[0]), ampatch.AmpatchError, "copy.deepcopy does"),
+        (lambda o: ampatch.load_state_dict({"a": 1}), ValueError, "expected ['loss_scaler0']"),
+        (lambda o: ampatch.precision("fp8"), ValueError, 'expected "float" or "half"'),
+        (
+            lambda o: ampatch.register_half_function(torch, "nothing_such"),
+            AttributeError,
+            "nothing was registered",
+        ),
+        (lambda o: ampatch.register_half_function("nodots"), ValueError, "one dotted string"),
+    ],
+)
 def test_the_other_calls(call, kind, message):
     ampatch.initialize(*(given := training()))
     with pytest.raises(kind, match=re.escape(message)):

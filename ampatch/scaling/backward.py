@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
+from .pending import Pending
 
 
 class ScaledBackward:
@@ -17,7 +18,16 @@ class ScaledBackward:
     and the scale is left alone.
     """
 
-    __slots__ = ("_loss", "_optimizers", "_scaler", "_delay_unscale", "_delay_check", "_done")
+    __slots__ = (
+        "_loss",
+        "_optimizers",
+        "_scaler",
+        "_scale",
+        "_pending",
+        "_delay_unscale",
+        "_delay_check",
+        "_done",
+    )
 
     def __init__(
         self,
@@ -38,19 +48,30 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         for optimizer in self._optimizers:
-            optimizer.before_backward(self._scaler)
-        return self._scaler.scale(self._loss)
+            optimizer.refuse_nesting()
+        for optimizer in self._optimizers:
+            optimizer.finish_other(self._scaler)
+        scaled = self._scaler.scale(self._loss)
+        self._scale = self._scaler.snapshot()
+        for optimizer in self._optimizers:
+            optimizer.before_backward(self._scaler, self._scale)
+        known = [optimizer.pending for optimizer in self._optimizers if optimizer.pending]
+        self._pending = known[0] if known else Pending(self._scaler, self._scale)
+        return scaled
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._done()
-        for optimizer in self._optimizers:
-            if kind is not None:
+        if kind is not None:
+            for optimizer in self._optimizers:
                 optimizer.abandon_backward()
-            elif self._delay_unscale:
-                optimizer.leave_scaled(self._scaler)
-        if kind is None and not self._delay_unscale:
+        elif self._delay_unscale:
+            for optimizer in self._optimizers:
+                optimizer.leave_scaled(self._pending, self._scaler)
+        else:
             found = [
-                optimizer.after_backward(self._scaler, defer_update=self._delay_check)
+                optimizer.after_backward(
+                    self._scaler, self._scale, defer_update=self._delay_check
+                )
                 for optimizer in self._optimizers
             ]
             update = self._scaler.defer if self._delay_check else self._scaler.update

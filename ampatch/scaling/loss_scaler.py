@@ -1,7 +1,9 @@
 """The loss scale: static, or dynamic on the device.
 
-Both kinds share `scale`, `unscale_`, `update`, `get` and `set`.  A scale of 1
-is a static scaler like any other; it only happens to have nothing to do.
+Both kinds share `scale`, `snapshot`, `unscale_`, `update`, `get` and `set`.  A
+scale of 1 is a static scaler like any other; it only happens to have nothing to
+do.  Gradients are unscaled by a snapshot of the scale that their loss was
+multiplied by: another block or `set` may have moved the scale since.
 
 The dynamic rule is that of Micikevicius et al. 2018 (arXiv 1710.03740) with
 the constants apex and torch.amp settled on: start at 2**16, double after 2000
@@ -45,6 +47,9 @@ except ImportError:
         unskipped.mul_((~grows).int())
 
 
+_SMALLEST = 2.0**-126  # below it the reciprocal is no FP32 number
+
+
 class StaticScaler:
     """A fixed loss scale.  It does not look for overflow, so it costs no host sync."""
 
@@ -63,15 +68,19 @@ class StaticScaler:
         """`loss` in FP32 times the scale."""
         return loss.float() if self.is_one else loss.float() * self._value
 
-    def scale_grads_(self, grads: list[Tensor]) -> None:
-        """Multiply FP32 gradients by the scale, in place."""
-        if not self.is_one and grads:
-            torch._foreach_mul_(grads, self._value)
+    def snapshot(self) -> float:
+        """The present scale, for `scale_grads_` and `unscale_`."""
+        return self._value
 
-    def unscale_(self, grads: list[Tensor]) -> Tensor | None:
-        """Divide FP32 gradients by the scale, in place.  None: nothing was checked."""
-        if not self.is_one and grads:
-            torch._foreach_mul_(grads, 1.0 / self._value)
+    def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
+        """Multiply FP32 gradients by `scale`, in place."""
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(grads, scale)
+
+    def unscale_(self, grads: list[Tensor], scale: float) -> Tensor | None:
+        """Divide FP32 gradients by `scale`, in place.  None: nothing was checked."""
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(grads, 1.0 / scale)
         return None
 
     def defer(self, found_infs: list[Tensor]) -> None:
@@ -123,8 +132,8 @@ class DynamicScaler:
         self.growth_interval = growth_interval
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
-        self.min_loss_scale = min_loss_scale
-        self.max_loss_scale = max_loss_scale
+        self.min_loss_scale = max(min_loss_scale, _SMALLEST)
+        self.max_loss_scale = max(max_loss_scale, _SMALLEST)
         self.generation = 0
         self._scale = torch.tensor(self._bounded(init_scale), dtype=torch.float32)
         self._unskipped = torch.tensor(0, dtype=torch.int32)
@@ -137,19 +146,23 @@ class DynamicScaler:
             self._unskipped = self._unskipped.to(loss.device)
         return loss.float() * self._scale
 
-    def scale_grads_(self, grads: list[Tensor]) -> None:
-        """Multiply FP32 gradients by the scale, in place."""
+    def snapshot(self) -> Tensor:
+        """The present scale, for `scale_grads_` and `unscale_`.  On the device; nothing waits."""
+        return self._scale.clone()
+
+    def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
+        """Multiply FP32 gradients by `scale`, in place."""
         for device, group in _by_device(grads):
-            torch._foreach_mul_(group, self._scale.to(device))
+            torch._foreach_mul_(group, scale.to(device))
 
-    def unscale_(self, grads: list[Tensor]) -> Tensor | None:
-        """Divide FP32 gradients by the scale, in place.
+    def unscale_(self, grads: list[Tensor], scale: Tensor) -> Tensor | None:
+        """Divide FP32 gradients by `scale`, in place.
 
-        Returns a 0-dim FP32 tensor on the scaler's device: 1.0 where one of the
-        gradients held an inf or NaN, else 0.0.
+        Returns a 0-dim FP32 tensor on the device of `scale`: 1.0 where one of
+        the gradients held an inf or NaN, else 0.0.
         """
-        found = torch.zeros_like(self._scale)
-        inverse = self._scale.double().reciprocal().float()
+        found = torch.zeros_like(scale)
+        inverse = scale.double().reciprocal().float()
         for device, group in _by_device(grads):
             found_here = found if device == found.device else found.to(device)
             _check_and_unscale_(group, found_here, inverse.to(device))

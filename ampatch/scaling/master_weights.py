@@ -116,6 +116,11 @@ class MasterWeights:
             pair.half.grad = None
         return taken
 
+    def drop_grads(self) -> None:
+        """Forget the gradients in the half weights."""
+        for pair in self._by_half.values():
+            pair.half.grad = None
+
     def push(self) -> None:
         """Round the masters into the half weights."""
         pairs = self._by_half.values()

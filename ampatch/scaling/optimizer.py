@@ -18,9 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import AmpatchError
 from .closures import step_with_closure
 from .loss_scaler import Scaler
 from .master_weights import MasterWeights, _world_size
+from .pending import Pending
+
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class ManagedOptimizer:
@@ -28,6 +33,8 @@ class ManagedOptimizer:
 
     `casts_off` and `casts_on` make the context managers that `step` and its
     closure run in; `after_step(self)` is told of every step, skipped or not.
+    `halves` gives the ids of the parameters that are to have masters now.  The
+    ranks of `process_group` share their overflow flag.
     """
 
     def __init__(
@@ -37,6 +44,8 @@ class ManagedOptimizer:
         casts_off: Callable[[], AbstractContextManager],
         casts_on: Callable[[], AbstractContextManager],
         after_step: Callable[[ManagedOptimizer], None],
+        halves: Callable[[], set[int]] = set,
+        process_group: Any = None,
     ) -> None:
         self.optimizer = optimizer
         self.masters = MasterWeights()
@@ -46,9 +55,12 @@ class ManagedOptimizer:
         self._casts_off = casts_off
         self._casts_on = casts_on
         self._after_step = after_step
+        self.pending: Pending | None = None
+        self._halves = halves
+        self._process_group = process_group
         self._found_inf: Tensor | None = None
-        self._pending: tuple[Scaler, int] | None = None
         self._deferred: Scaler | None = None  # its update waits for the step
+        self._in_block = False
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._installed: dict[str, tuple[bool, Any, Any]] = {}
 
@@ -135,17 +147,41 @@ class ManagedOptimizer:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
-    def before_backward(self, scaler: Scaler) -> None:
-        """Make room for scaled gradients: set aside, or scale, what is there already."""
+    def settle(self) -> None:
+        """Bring all up to date: half weights written from outside, gradients left anywhere."""
+        self.finish_pending()
         self.masters.settle()
-        if self._pending is not None and self._pending != (scaler, scaler.generation):
-            self.finish_pending()
+        self.take_unscaled()
+
+    def adopt_new(self) -> None:
+        """Make masters for half parameters that were added, or unfrozen, since."""
+        if any(param.dtype in _HALF_TYPES for param in self.parameters()):
+            self.adopt_parameters({}, self._halves())
+
+    def refuse_nesting(self) -> None:
+        """Raise `AmpatchError` inside another `scale_loss` block for the same optimizer."""
+        if self._in_block:
+            raise AmpatchError(
+                f"ampatch.scale_loss(..., <{type(self.optimizer).__name__}>): this optimizer is "
+                "already in an enclosing scale_loss block. Leave that block first; the gradients "
+                "of several blocks add up until the step."
+            )
+
+    def finish_other(self, scaler: Scaler) -> None:
+        """Unscale what is pending, unless `scaler`, as it is now, may add to it."""
+        if self.pending is not None and not self.pending.is_scaled_by(scaler):
+            self.pending.finish()
+
+    def before_backward(self, scaler: Scaler, scale: Any) -> None:
+        """Make room for gradients scaled by `scale`: set aside, or scale, what is there."""
+        self._in_block = True
+        self.masters.settle()
         self.take_unscaled()
         held = [param for param in self.parameters() if param.grad is not None]
         if not held:
-            self._pending = self._found_inf = None
+            self.pending = self._found_inf = None
         elif _world_size() > 1:
-            self._put_back_scaled(held, scaler)
+            self._put_back_scaled(held, scaler, scale)
         else:  # what backward adds must be told from what was there
             self._aside = [
                 (param, param.grad) for param in held if self.masters.half_of(param) is None
@@ -153,52 +189,66 @@ class ManagedOptimizer:
             for param, _ in self._aside:
                 param.grad = None
 
-    def _put_back_scaled(self, held: list[Tensor], scaler: Scaler) -> None:
+    def _put_back_scaled(self, held: list[Tensor], scaler: Scaler, scale: Any) -> None:
         """Leave earlier gradients where backward adds to them, so one all-reduce serves both."""
-        if self._pending is None:
-            scaler.scale_grads_([param.grad for param in held])
-            self._pending = (scaler, scaler.generation)
+        if self.pending is None:
+            scaler.scale_grads_(_values([param.grad for param in held]), scale)
+            self.pending = Pending(scaler, scale)
+            self.pending.join(self)
         for param in held:
             half = self.masters.half_of(param)
             if half is not None:
                 half.grad, param.grad = param.grad.to(half.dtype), None
 
-    def after_backward(self, scaler: Scaler, *, defer_update: bool = False) -> Tensor | None:
+    def after_backward(
+        self, scaler: Scaler, scale: Any, *, defer_update: bool = False
+    ) -> Tensor | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
+        self._in_block = False
         fresh = self.masters.take_grads()
-        if self._pending is not None:
-            self._pending = None
+        if self.pending is not None:
+            self.pending = None
             self._add_to_masters(fresh)
             self._add_aside()
-            found = scaler.unscale_(self._all_grads())
+            found = self._unscale(scaler, self._all_grads(), scale)
         else:
             own = [
                 param.grad
                 for param in self.parameters()
                 if param.grad is not None and self.masters.half_of(param) is None
             ]
-            found = scaler.unscale_(_values([*own, *fresh.values()]))
+            found = self._unscale(scaler, [*own, *fresh.values()], scale)
             self._add_to_masters(fresh)
             self._add_aside()
-        self._note(found)
         self._deferred = scaler if defer_update else None
         return found
 
-    def leave_scaled(self, scaler: Scaler) -> None:
+    def leave_scaled(self, pending: Pending, scaler: Scaler) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
+        self._in_block = False
         fresh = self.masters.take_grads()
-        if self._pending is None:
+        if self.pending is None:
             earlier = [pair.master.grad for pair in self.masters if pair.master.grad is not None]
-            scaler.scale_grads_(_values([*earlier, *(grad for _, grad in self._aside)]))
+            aside = [grad for _, grad in self._aside]
+            scaler.scale_grads_(_values([*earlier, *aside]), pending.scale)
         self._add_to_masters(fresh)
         self._add_aside()
-        self._pending = (scaler, scaler.generation)
+        self.pending = pending
+        pending.join(self)
 
     def abandon_backward(self) -> None:
-        """The backward pass failed: drop what it left, put back what was there."""
-        self.masters.take_grads()
+        """The backward pass failed: drop what it left, put back what was there.
+
+        With several ranks the earlier gradients are where backward added to
+        them; they stay, and what the failed pass added stays with them.
+        """
+        self._in_block = False
+        fresh = self.masters.take_grads()
+        if _world_size() > 1:
+            self._add_to_masters(fresh)
+            return
         for param in self.parameters():
-            if self.masters.half_of(param) is None and _world_size() == 1:
+            if self.masters.half_of(param) is None:
                 param.grad = None
         for param, grad in self._aside:
             param.grad = grad
@@ -206,19 +256,30 @@ class ManagedOptimizer:
 
     def finish_pending(self) -> None:
         """Unscale what `delay_unscale` left scaled."""
-        if self._pending is None:
-            return
-        scaler, _ = self._pending
-        self._pending = None
-        found = scaler.unscale_(self._all_grads())
-        self._note(found)
-        if found is not None:
-            scaler.update([found])
+        if self.pending is not None:
+            self.pending.finish()
+
+    def unscale_pending(self, scaler: Scaler) -> Tensor | None:
+        """This optimizer's part of `Pending.finish`; returns found_inf."""
+        scale, self.pending = self.pending.scale, None
+        return self._unscale(scaler, self._all_grads(), scale)
+
+    def _unscale(self, scaler: Scaler, grads: list[Tensor], scale: Any) -> Tensor | None:
+        found = scaler.unscale_(_values(grads), scale)
+        if found is None:
+            return None
+        if self._process_group is not None:
+            torch.distributed.all_reduce(
+                found, torch.distributed.ReduceOp.MAX, group=self._process_group
+            )
+        known = self._found_inf
+        self._found_inf = found if known is None else torch.maximum(known, found.to(known.device))
+        return found
 
     def forget_gradients(self) -> None:
         """All gradients were zeroed: nothing is pending, no overflow is remembered."""
-        self._pending = self._found_inf = None
-        self.masters.take_grads()
+        self.pending = self._found_inf = None
+        self.masters.drop_grads()
 
     def take_unscaled(self) -> None:
         """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
@@ -227,7 +288,7 @@ class ManagedOptimizer:
             self._add_to_masters(self.masters.take_grads())
 
     def _all_grads(self) -> list[Tensor]:
-        return _values([param.grad for param in self.parameters() if param.grad is not None])
+        return [param.grad for param in self.parameters() if param.grad is not None]
 
     def _add_to_masters(self, fresh: dict[int, Tensor]) -> None:
         for pair in self.masters:
@@ -241,12 +302,6 @@ class ManagedOptimizer:
             param.grad = grad if param.grad is None else grad.add_(param.grad)
         self._aside = []
 
-    def _note(self, found: Tensor | None) -> None:
-        if found is None:
-            return
-        known = self._found_inf
-        self._found_inf = found if known is None else torch.maximum(known, found.to(known.device))
-
     # The step
 
     def _make_step(self, original: Callable) -> Callable:
@@ -259,12 +314,11 @@ class ManagedOptimizer:
         return step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        self.finish_pending()
+        self.adopt_new()
+        self.settle()
         if self._deferred is not None:
             self._deferred.update([])
             self._deferred = None
-        self.masters.settle()
-        self.take_unscaled()
         closure, args, kwargs = _closure(args, kwargs)
         if closure is not None:
             result = step_with_closure(self, original, closure, args, kwargs)
@@ -303,7 +357,7 @@ class ManagedOptimizer:
         """Record whether this step is left out; a scheduler must not think it was forgotten."""
         self.skipped = skipped
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
-        if skipped:
+        if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True
 
     def casts_on(self) -> AbstractContextManager:

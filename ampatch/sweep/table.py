@@ -50,7 +50,7 @@ def write_table(rows: Sequence[Summary], stream: TextIO) -> None:
     """Write the table to `stream`, in colour if that is a terminal and rich is there."""
     if not (stream.isatty() and importlib.util.find_spec("rich") and _write_rich(rows, stream)):
         stream.write(plain_table(rows))
-    kinds = sorted({row.memory_kind for row in rows})
+    kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
     for note in (*NOTES, *(MEMORY_NOTES[kind] for kind in kinds)):
         stream.write(note + "\n")
 

@@ -1,0 +1,142 @@
+"""Whole trainings through the public API, beside FP32 runs and torch.autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch as amp
+
+
+class Attention(nn.Module):
+    """A transformer encoder over (batch, 6, 8), pooled to 4 classes."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).mean(1))
+
+
+class Recurrent(nn.Module):
+    """An LSTM over (batch, 6, 8), its last state to 4 classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv1d(6, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4)
+    )
+
+
+MODELS = {"mlp": mlp, "conv": conv_net, "attention": Attention, "recurrent": Recurrent}
+
+
+def data():
+    """Inputs (32, 6, 8) and classes that depend on them."""
+    inputs = torch.randn(32, 6, 8, generator=torch.Generator().manual_seed(1))
+    return inputs, (inputs.sum((1, 2)).sign() + inputs[:, 0, 0].sign() * 0.5 + 1.5).long()
+
+
+def train(name, optimizer_class=torch.optim.SGD, steps=25, autocast=None, **settings):
+    """Losses of a training; with no `settings`, of plain PyTorch."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    optimizer = optimizer_class(model.parameters(), lr=0.05)
+    if settings:
+        amp.initialize(model, optimizer, verbosity=0, **settings)
+    inputs, targets = data()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = F.cross_entropy(model(inputs), targets)
+        if settings:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    amp.deactivate()
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_o0_is_plain_fp32_bit_for_bit(name):
+    assert train(name, opt_level="O0") == train(name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_mixed_precision_follows_fp32(name, level, half):
+    plain, mixed = train(name), train(name, opt_level=level, dtype=half)
+    assert plain[-1] < plain[0] - 0.03
+    assert mixed != plain, "nothing ran in half"
+    tolerance = 0.002 if half is torch.float16 and level != "O3" else 0.02
+    assert mixed == pytest.approx(plain, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_o1_in_bfloat16_equals_autocast(name):
+    """Where autocast's CPU tables agree with CUDA's, so must the figures."""
+    ours = train(name, opt_level="O1", dtype=torch.bfloat16)
+    theirs = train(name, autocast=torch.bfloat16)
+    assert ours == pytest.approx(theirs, abs=2e-3)
+    assert theirs != pytest.approx(train(name), abs=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_adaptive_optimizers(level, optimizer):
+    plain = train("mlp", optimizer)
+    assert train("mlp", optimizer, opt_level=level) == pytest.approx(plain, abs=0.03)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("fused", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_fused_optimizers(fused, level):
+    def build(parameters, lr):
+        return fused(parameters, lr=lr, fused=True)
+
+    assert train("mlp", build, opt_level=level) == pytest.approx(train("mlp", build), abs=0.01)
+
+
+def test_fused_sgd_at_o3_trains_or_is_refused(half):
+    """torch 2.13's fused SGD on the CPU silently leaves half parameters as they are."""
+
+    def build(parameters, lr):
+        return torch.optim.SGD(parameters, lr=lr, fused=True)
+
+    try:
+        losses = train("mlp", build, opt_level="O3", dtype=half)
+    except ValueError as refusal:
+        assert 'Use fused=False, or opt_level="O2"' in str(refusal)
+    else:
+        assert losses == pytest.approx(train("mlp", build), abs=0.05)
+
+
+def test_overflow_in_float16_and_not_in_bfloat16(half):
+    """Activations beyond 65504 are fatal in float16 and harmless in bfloat16."""
+    model = nn.Linear(4, 4)
+    torch.nn.init.constant_(model.weight, 60.0)
+    inputs = torch.full((1, 4), 300.0)
+    assert model(inputs).min() > 65504
+    amp.initialize(model, opt_level="O1", dtype=half, verbosity=0)
+    assert model(inputs).isfinite().all() == (half is torch.bfloat16)
