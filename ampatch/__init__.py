@@ -21,6 +21,8 @@ from .frontend import (
     set_opt_level,
     unwrap,
 )
+from .diagnose import debug
+from .handle import init
 from .training import (
     load_state_dict,
     loss_scale,

@@ -70,6 +70,6 @@ def precision(dtype: str) -> Under:
         policy = registry.state.current()
         if policy is None:
             return None
-        return policy.forced(torch.float32 if dtype == "float" else policy.half_to)
+        return policy.forced(torch.float32 if dtype == "float" else policy.half_type)
 
     return registry.state.under(forced, by_user=True)

@@ -221,6 +221,7 @@ def deactivate() -> None:
     Half weights get their masters' FP32 values.  Harmless when nothing is open.
     """
     registry.close_all()
+    registry.tell("on_deactivate")
 
 
 def observe(observer: Any) -> Callable[[], None]:
@@ -228,7 +229,8 @@ def observe(observer: Any) -> Callable[[], None]:
 
     Its methods, each optional: `on_initialize(properties)`, `on_loss(loss, loss_id)`
     with the unscaled loss of each `scale_loss`, `on_step(optimizer, skipped)` where
-    `skipped` is a bool or a 0-dim tensor to read later, `on_metrics(values)`.
+    `skipped` is a bool or a 0-dim tensor to read later, `on_metrics(values)`,
+    `on_close(session)` and `on_deactivate()`.
     """
     return registry.observe(observer)
 

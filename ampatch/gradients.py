@@ -22,14 +22,20 @@ MasterOf = Callable[[Tensor], "Tensor | None"]
 _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-def replacements(master_of: MasterOf) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)` for each tool to replace."""
+def replacements(
+    master_of: MasterOf, collect: Callable[[], None]
+) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """`(owner, name, make)` for each tool to replace.
+
+    `collect` moves gradients that a plain `backward()` left in half parameters
+    to their masters.
+    """
     places: list[tuple[Any, str, Callable]] = [
         (nn.Module, "zero_grad", lambda original: _zero_grad(original, master_of))
     ]
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         places.extend(
-            (owner, name, lambda original: _on_masters(original, master_of))
+            (owner, name, lambda original: _on_masters(original, master_of, collect))
             for name in _CLIPPING
             if inspect.isfunction(getattr(owner, name, None))
         )
@@ -51,11 +57,14 @@ def _zero_grad(original: Callable, master_of: MasterOf) -> Callable:
     return zero_grad
 
 
-def _on_masters(original: Callable, master_of: MasterOf) -> Callable:
+def _on_masters(
+    original: Callable, master_of: MasterOf, collect: Callable[[], None]
+) -> Callable:
     @functools.wraps(original)
     def on_masters(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(parameters, Tensor):
             parameters = [parameters]
+        collect()
         own = [
             parameter if (master := master_of(parameter)) is None else master
             for parameter in parameters

@@ -21,7 +21,7 @@ class ManagedModel:
 
     `policy` is what the model's forward runs under: the session's rules at O1,
     None (no casting) at O0, O2 and O3.  `master_of` finds the FP32 master of a
-    half parameter.
+    half parameter, up to date; `load_master` gives it a checkpoint's values.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class ManagedModel:
         policy: Policy | None,
         overrides: list[ModuleOverride],
         master_of: Callable[[Tensor], Tensor | None],
+        load_master: Callable[[Tensor, Tensor], None],
     ) -> None:
         self.model = model
         self.properties = properties
@@ -46,6 +47,7 @@ class ManagedModel:
             self._cast_out = caster(properties.cast_model_outputs)
         self._overrides = overrides
         self._master_of = master_of
+        self._load_master = load_master
         self._converted: list[Converted] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self._handles: list[Any] = []
@@ -158,8 +160,7 @@ class ManagedModel:
             loaded = state_dict.get(prefix + name)
             master = None if tensor is None else self._master_of(tensor)
             if master is not None and isinstance(loaded, Tensor) and loaded.shape == master.shape:
-                with torch.no_grad():
-                    master.copy_(loaded)
+                self._load_master(tensor, loaded)
 
     def plain_copy(self, memo: dict | None = None) -> nn.Module:
         """A deep copy without hooks and patches, its weights in FP32."""

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .casting.install import Installation, parse_place, resolve_user_place, when_importable
+from .casting.install import (
+    Installation,
+    early_names,
+    parse_place,
+    resolve_user_place,
+    when_importable,
+)
 from .casting.patches import PatchSet
 from .casting.policy import CastState
 from .casting.tables import Rule
@@ -20,7 +26,8 @@ if TYPE_CHECKING:
     from .session import Session
 
 GradientPatches = Callable[
-    [Callable[[Tensor], "Tensor | None"]], list[tuple[Any, str, Callable[[Any], Any]]]
+    [Callable[[Tensor], "Tensor | None"], Callable[[], None]],
+    list[tuple[Any, str, Callable[[Any], Any]]],
 ]
 
 
@@ -98,8 +105,12 @@ class Registry:
             for managed in session.models()
         )
         if needed and not len(self._gradient_tools):
-            for owner, name, make in self._gradient_patches(self.master_of):
-                self._gradient_tools.replace(owner, name, make)
+            made = {}
+            for owner, name, make in self._gradient_patches(self.master_of, self.collect_grads):
+                original = self._gradient_tools.replace(owner, name, make)
+                made[id(original)] = getattr(owner, name)
+            for module, name, original in early_names(made):
+                self._gradient_tools.replace(module, name, lambda _, put=made[id(original)]: put)
         elif not needed:
             self._gradient_tools.undo()
 
@@ -152,6 +163,12 @@ class Registry:
                 return master
         return None
 
+    def collect_grads(self) -> None:
+        """Move what a plain `backward()` left in half parameters to their masters."""
+        for session in self.sessions:
+            for managed in session.optimizers():
+                managed.take_unscaled()
+
     def half_of(self, master: Tensor) -> Tensor | None:
         """The half parameter of a master in any session, or None."""
         for session in self.sessions:
@@ -174,7 +191,7 @@ class Registry:
 
     def tell(self, event: str, *values: Any) -> None:
         """Call the observers' method `event`, where they have one."""
-        for observer in self._observers:
+        for observer in list(self._observers):  # some leave when they are told
             method = getattr(observer, event, None)
             if method is not None:
                 method(*values)

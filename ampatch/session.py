@@ -61,12 +61,15 @@ class Session:
         self._models: list[weakref.ref[ManagedModel]] = []
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self._bystanders: list[weakref.ref] = []  # optimizers of a disabled session
+        self.handle: Any = None  # of `ampatch.init`, if that opened this session
 
     # Put in, take out
 
     def open(self, models: list[nn.Module], optimizers: list[Any]) -> None:
         """Change models, optimizers and torch; all of it or, on an exception, nothing."""
         self._was_given = bool(models or optimizers)
+        if not models:
+            self._policy.devices = None  # no model says where it is at home: cast everywhere
         if not self.properties.enabled:
             self._bystanders = [weakref.ref(optimizer) for optimizer in optimizers]
             self.is_open = True
@@ -96,6 +99,7 @@ class Session:
         self._models, self._optimizers, self._bystanders = [], [], []
         self.is_open = False
         registry.remove(self)
+        registry.tell("on_close", self)
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
         found = overrides.matching(model, self._module_rules)
@@ -105,7 +109,8 @@ class Session:
             properties,
             state=registry.state,
             policy=policy,
-            master_of=self.master_of,
+            master_of=self.current_master_of,
+            load_master=self.load_master,
             overrides=[
                 self._module_override(module, precision, properties)
                 for module, precision in found.items()
@@ -138,6 +143,17 @@ class Session:
         self._optimizers.append(weakref.ref(managed))
         managed.install(self._originals(), self._halves())
         return managed
+
+    def add_scalers(self, count: int) -> range:
+        """Make `count` more loss scalers; returns their numbers, for `loss_id`."""
+        first = len(self.scalers)
+        self.scalers.extend(_scaler(self.properties) for _ in range(count))
+        return range(first, first + count)
+
+    def follow_apex(self) -> None:
+        """Keep to apex's tables where they differ from autocast's policy."""
+        self._policy.apex_flavour = True
+        registry.refresh()
 
     def _originals(self) -> dict[int, Tensor]:
         return {key: value for model in self.models() for key, value in model.originals().items()}
@@ -211,6 +227,20 @@ class Session:
                 return master
         return None
 
+    def current_master_of(self, half: Tensor) -> Tensor | None:
+        """As `master_of`; what was written into the half parameter has been taken over."""
+        for optimizer in self.optimizers():
+            master = optimizer.masters.current(half)
+            if master is not None:
+                return master
+        return None
+
+    def load_master(self, half: Tensor, values: Tensor) -> None:
+        """Give the master of a half parameter a checkpoint's values."""
+        for optimizer in self.optimizers():
+            if optimizer.masters.of(half) is not None:
+                optimizer.masters.load(half, values)
+
     def managed(self, optimizer: Any) -> ManagedOptimizer | None:
         """Our side of an optimizer, or None if it is not in this session."""
         for managed in self.optimizers():
@@ -227,7 +257,11 @@ class Session:
     def is_alive(self) -> bool:
         """Whether any of its models and optimizers is still in use."""
         references = (*self._models, *self._optimizers, *self._bystanders)
-        return not references or any(reference() is not None for reference in references)
+        return (
+            not self._was_given
+            or not references
+            or any(reference() is not None for reference in references)
+        )
 
     def is_empty(self) -> bool:
         """Whether nothing is left of what it was given."""
@@ -294,7 +328,7 @@ class Session:
         if self.properties.loss_scale != properties.loss_scale:
             self.scalers = [_scaler(properties) for _ in self.scalers]
         self.properties = properties
-        self._policy.half_to = properties.dtype
+        self._policy.half_to = self._policy.half_type = properties.dtype
         self._manage_model(model, properties)
         for optimizer in self.optimizers():
             optimizer.adopt_parameters(self._originals(), self._halves())

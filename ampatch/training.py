@@ -77,6 +77,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
     For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
     """
+    managed = registry.managed(optimizer)
+    if managed is not None:
+        managed.take_unscaled()  # what a plain backward left in half weights
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import ampatch
-from ampatch.sweep import Sweep, cases, sweep
-from ampatch.sweep.record import Case, Run, read_json
+from ampatch.sweep import Sweep, sweep
+from ampatch.sweep.record import Run, read_json
 
 TRAINING = """
     import json, os, sys, time
@@ -188,15 +188,27 @@ def test_a_script_that_does_not_train(directory, body, expected):
     assert (row.step_ms, row.speed, row.first_loss, row.steps) == (None, None, None, 0)
 
 
+def test_a_skipped_overflow_is_counted_and_is_no_trouble(directory):
+    script = write_script(directory, "overflow", TRAINING, """
+        model, optimizer = amp.initialize(model, optimizer, loss_scale="dynamic")
+        for factor in (1, 1, 1e8, 1):
+            step(factor)
+        amp.deactivate()
+    """)
+    [row] = sweep(script, levels=["O2"], out=directory / "overflow")
+    assert (row.status, row.skipped, row.steps) == ("ok", 1, 4)
+    assert row.loss_scale == 2.0**15
+
+
 def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(directory):
     script = write_script(directory, "hang", TRAINING, INITIALIZE, """
         for _ in range(5):
             step()
         time.sleep(600)
     """)
-    [row] = sweep(script, levels=["O0"], timeout=8, out=directory / "hang")
-    assert (row.status, row.steps) == ("timed out: after 8 s", 5)
-    assert row.seconds < 30
+    [row] = sweep(script, levels=["O0"], timeout=15, out=directory / "hang")
+    assert (row.status, row.steps) == ("timed out: after 15 s", 5)
+    assert row.seconds < 60
 
 
 def test_step_time_leaves_evaluation_out(directory):
@@ -210,7 +222,7 @@ def test_step_time_leaves_evaluation_out(directory):
             amp.log_metrics(epochs=1)
     """)
     [row] = sweep(script, levels=["O0"], out=directory / "slow")
-    assert row.step_ms == pytest.approx(20, rel=0.5)
+    assert 20 <= row.step_ms < 60  # 70, with evaluations
 
 
 def test_the_script_finds_itself_as_python_would_run_it(directory):
@@ -289,25 +301,3 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-# What to run
-
-
-def test_o0_runs_once():
-    assert cases(["O0", "O1", "O0"], ["float16", "bfloat16"]) == [
-        Case("O0"), Case("O1", "float16"), Case("O1", "bfloat16")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"levels": ["O0", "O7"]}, "unknown level 'O7'.\nExpected some of O0, O1, O2, O3."),
-        ({"dtypes": ["bfloat"]}, 'unknown dtype \'bfloat\'.*Did you mean "bfloat16"?'),
-        ({"levels": []}, "nothing to run"),
-    ],
-)
-def test_a_wrong_name_is_refused_before_anything_runs(good, wrong, message):
-    with pytest.raises(ValueError, match="(?s)" + message.replace("?", r"\?")):
-        Sweep(good.script, **wrong)

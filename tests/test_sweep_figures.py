@@ -1,4 +1,4 @@
-"""The figures and the table that a sweep makes of its records, from records made by hand."""
+"""What a sweep runs, and the figures and the table it makes of records made by hand."""
 
 import io
 import math
@@ -6,10 +6,36 @@ import math
 import pytest
 import torch
 
+from ampatch.sweep import Sweep, cases
 from ampatch.sweep.probes import BATCH, Readings, Timeline
 from ampatch.sweep.record import Case, Measured, Run, Series, read_json, write_json
 from ampatch.sweep.summary import first_and_last, status, step_ms, summarize
 from ampatch.sweep.table import plain_table, write_table
+
+
+# What to run
+
+
+def test_o0_runs_once():
+    assert cases(["O0", "O1", "O0"], ["float16", "bfloat16"]) == [
+        Case("O0"), Case("O1", "float16"), Case("O1", "bfloat16")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"levels": ["O0", "O7"]}, "unknown level 'O7'.\nExpected some of O0, O1, O2, O3."),
+        ({"dtypes": ["bfloat"]}, 'unknown dtype \'bfloat\'.*Did you mean "bfloat16"?'),
+        ({"levels": []}, "nothing to run"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_runs(wrong, message):
+    with pytest.raises(ValueError, match="(?s)" + message.replace("?", r"\?")):
+        Sweep(__file__, **wrong)
+
+
+# Figures
 
 
 def run_of(level="O1", exit_code=0, **fields):

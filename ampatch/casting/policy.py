@@ -35,7 +35,8 @@ class Policy:
     `precision("float")` sets both to FP32.  `devices` are the device types whose
     tensors are cast, None for all.  `gate`, if any, sees a call's arguments and
     says whether the rules apply to it at all.  `special` maps an original
-    function to the dtype the user's overrides ask for.
+    function to the dtype the user's overrides ask for.  `half_type` stays the half
+    type where a forced policy has FP32 for `half_to`.
     """
 
     half_to: torch.dtype
@@ -45,7 +46,12 @@ class Policy:
     special: dict[Any, torch.dtype] = dataclasses.field(default_factory=dict)
     allow_banned: bool = True
     apex_flavour: bool = False
+    half_type: torch.dtype | None = None
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
+
+    def __post_init__(self) -> None:
+        if self.half_type is None:
+            self.half_type = self.half_to
 
     def forced(self, dtype: torch.dtype) -> Policy:
         """This policy with every rule casting to `dtype`; its own (closed) cache."""

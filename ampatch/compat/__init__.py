@@ -1,1 +1,1 @@
-"""Rooms."""
+"""Other packages' names for what ampatch does: `ampatch.compat.apex`."""

@@ -30,6 +30,7 @@ class MasterWeights:
         self._by_half: dict[int, Pair] = {}
         self._by_master: dict[int, Pair] = {}
         self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
+        self._loaded: dict[int, int] = {}  # versions of half weights right after a checkpoint
         self._settled = True
 
     def __len__(self) -> int:
@@ -62,6 +63,21 @@ class MasterWeights:
         pair = self._by_half.get(id(half))
         return None if pair is None else pair.master
 
+    def current(self, half: Tensor) -> Parameter | None:
+        """The master of a half parameter, what was written into the half taken over; or None."""
+        pair = self._by_half.get(id(half))
+        if pair is None:
+            return None
+        if not self._settled or half._version != self._versions[id(half)]:
+            self._adopt([pair])
+        return pair.master
+
+    def load(self, half: Tensor, values: Tensor) -> None:
+        """Take a master's values from a checkpoint, which is about to be copied into `half` too."""
+        with torch.no_grad():
+            self._by_half[id(half)].master.copy_(values)
+        self._loaded[id(half)] = half._version + 1
+
     def half_of(self, master: Tensor) -> Tensor | None:
         """The half parameter of a master, or None."""
         pair = self._by_master.get(id(master))
@@ -74,11 +90,19 @@ class MasterWeights:
         `.data` write may have come after `initialize`; later only weights whose
         version has moved.  Elements that still equal their master's rounding
         keep the master's precision.  With several ranks the first settling takes
-        all values from the half weights, which DDP made equal.
+        all values from the half weights, which DDP made equal, except those of
+        a checkpoint loaded after the broadcast.
         """
         if not self._settled and _world_size() > 1:
-            changed = list(self)
-            torch._foreach_copy_([p.master.detach() for p in changed], [p.half for p in changed])
+            loaded = [p for p in self if self._loaded.get(id(p.half)) == p.half._version]
+            known = {id(pair.half) for pair in loaded}
+            changed = [pair for pair in self if id(pair.half) not in known]
+            if changed:
+                masters = [pair.master.detach() for pair in changed]
+                torch._foreach_copy_(masters, [pair.half.detach() for pair in changed])
+            for pair in changed:
+                self._versions[id(pair.half)] = pair.half._version
+            self._adopt(loaded)
         elif not self._settled:
             self._adopt(list(self))
         else:
@@ -90,6 +114,7 @@ class MasterWeights:
                 ]
             )
         self._settled = True
+        self._loaded.clear()
 
     def _adopt(self, pairs: list[Pair]) -> None:
         with torch.no_grad():

@@ -1,0 +1,91 @@
+"""An `apex` package for scripts that import one: `install()` and `uninstall()`.
+
+After `install()`, `from apex import amp` finds ampatch, and `apex.optimizers`,
+`apex.normalization` and `apex.parallel` find torch's own parts.  Nothing of
+NVIDIA's apex is in here.  Importing ampatch registers nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+from ...errors import AmpatchError
+from . import amp, multi_tensor_apply, normalization, optimizers, parallel, state
+from .packages import Finder, build
+
+__all__ = ["install", "uninstall", "is_installed"]
+
+CONTENTS = {
+    "apex": {},
+    "apex.amp": amp,
+    "apex.amp._amp_state": state,
+    "apex.parallel": parallel,
+    "apex.optimizers": optimizers,
+    "apex.normalization": normalization,
+    "apex.normalization.fused_layer_norm": normalization,
+    "apex.multi_tensor_apply": multi_tensor_apply,
+}
+
+
+def install(force: bool = False) -> None:
+    """Register `apex` and its modules in `sys.modules`; a second call changes nothing.
+
+    Also makes `importlib.metadata.version("apex")` succeed.
+
+    Raises `AmpatchError` if a real apex could be imported and `force` is not set;
+    with `force` it is hidden until `uninstall`.
+    """
+    if is_installed():
+        return
+    if not force and (place := _real_apex()) is not None:
+        raise AmpatchError(
+            f"ampatch.compat.apex.install(): a package apex is installed at {place}, and would "
+            "be hidden. Uninstall it (pip uninstall apex), or call install(force=True)."
+        )
+    modules = build(CONTENTS)
+    # As apex has it: `apex.amp._amp_state` is the state even after it was imported as a module.
+    modules["apex.amp"]._amp_state = state._amp_state
+    sys.meta_path.insert(0, Finder(modules, _hide()))
+    sys.modules.update(modules)
+    amp.on_install()
+
+
+def uninstall() -> None:
+    """Take `apex` out again; a real one that was hidden comes back.  Harmless when not installed.
+
+    What is in training stays so: call `ampatch.deactivate()` for that.
+    """
+    finder = _finder()
+    if finder is None:
+        return
+    amp.on_uninstall()
+    sys.meta_path.remove(finder)
+    for name, module in finder.modules.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    sys.modules.update(finder.hidden)
+
+
+def is_installed() -> bool:
+    """Whether `import apex` finds ampatch's."""
+    return _finder() is not None
+
+
+def _finder() -> Finder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+
+
+def _real_apex() -> str | None:
+    """Where an importable apex is; an empty namespace (a checkout beside the script) is none."""
+    loaded = sys.modules.get("apex")
+    if loaded is not None:
+        return getattr(loaded, "__file__", None)
+    spec = importlib.util.find_spec("apex")
+    return None if spec is None else spec.origin
+
+
+def _hide() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name == "apex" or name.startswith("apex.")]
+    return {name: sys.modules.pop(name) for name in names}

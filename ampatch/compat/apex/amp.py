@@ -1,0 +1,150 @@
+"""apex.amp: apex's functions with apex's signatures, over ampatch's.
+
+Sessions opened from here keep to apex's tables where they differ from
+autocast's policy: `binary_cross_entropy` and in-place functions that overflow
+are refused on half tensors, `Tensor.cpu()` gives FP32, and so on.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ampatch
+from ampatch import (
+    disable_casts,
+    float_function,
+    half_function,
+    init,
+    load_state_dict,
+    master_params,
+    promote_function,
+    register_float_function as _register_float_function,
+    register_half_function as _register_half_function,
+    register_promote_function as _register_promote_function,
+    scale_loss,
+    state_dict,
+)
+
+from ...session import Session, registry
+from .state import Stash, _amp_state
+
+__all__ = [
+    "initialize",
+    "scale_loss",
+    "master_params",
+    "state_dict",
+    "load_state_dict",
+    "half_function",
+    "float_function",
+    "promote_function",
+    "register_half_function",
+    "register_float_function",
+    "register_promote_function",
+    "disable_casts",
+    "init",
+]
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """`ampatch.initialize` with apex's signature and apex's tables.
+
+    Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which
+    scripts look for, until their session closes.
+    """
+    result = ampatch.initialize(
+        models,
+        optimizers,
+        enabled=enabled,
+        opt_level=opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        num_losses=num_losses,
+        verbosity=verbosity,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        allow_banned=False,
+    )
+    session = registry.sessions[-1]
+    _amp_state.verbosity = verbosity
+    if session.properties.enabled:
+        session.follow_apex()
+        for managed in session.optimizers():
+            _put_stash(managed.optimizer)
+    return result
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have `module.name` cast its floating arguments to the half type."""
+    _register_half_function(module, name)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have `module.name` cast its half arguments to FP32."""
+    _register_float_function(module, name)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have `module.name` cast its floating arguments to the widest dtype among them."""
+    _register_promote_function(module, name)
+
+
+_ON_OPTIMIZER = ("_amp_stash", "_lazy_init_maybe_master_weights")
+
+
+def _put_stash(optimizer: Any) -> None:
+    optimizer._amp_stash = Stash(optimizer)
+    optimizer._lazy_init_maybe_master_weights = types.MethodType(_lazy_init, optimizer)
+
+
+def _lazy_init(optimizer: Any) -> None:
+    """Have the masters take over what was written into the half weights."""
+    managed = registry.managed(optimizer)
+    if managed is not None:
+        managed.masters.settle()
+    optimizer._amp_stash.lazy_init_called = True
+
+
+class _Cleaner:
+    """Takes the stashes off again when a session closes."""
+
+    def on_close(self, session: Session) -> None:
+        for optimizer in session.optimizers_closed:
+            for name in _ON_OPTIMIZER:
+                vars(optimizer).pop(name, None)
+
+
+_stop: list[Callable[[], None]] = []
+
+
+def on_install() -> None:
+    """Called by `install`."""
+    _stop.append(registry.observe(_Cleaner()))
+
+
+def on_uninstall() -> None:
+    """Called by `uninstall`."""
+    while _stop:
+        _stop.pop()()

@@ -1,0 +1,142 @@
+"""How the `apex` modules are made and found, and what is said of those that are missing."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+VERSION = "0.1+ampatch"
+
+REPLACEMENTS = {
+    "apex.optimizers.FusedLAMB": "torch has no LAMB; use torch.optim.AdamW, or Lamb from the "
+    "package timm or torch-optimizer",
+    "apex.optimizers.FusedMixedPrecisionLamb": "use torch.optim.AdamW, or Lamb from timm",
+    "apex.optimizers.FusedNovoGrad": "torch has no NovoGrad; use torch.optim.AdamW, or NovoGrad "
+    "from timm",
+    "apex.parallel.Reducer": "use torch.nn.parallel.DistributedDataParallel",
+    "apex.parallel.LARC": "use Lars from the package timm",
+    "apex.fp16_utils": "use ampatch.initialize(model, optimizer, opt_level='O2')",
+    "apex.contrib": "use torch.nn.functional.scaled_dot_product_attention and torch.nn",
+    "apex.transformer": "use torch.distributed.tensor.parallel, or Megatron-LM",
+    "apex.mlp": "use torch.nn.Sequential of torch.nn.Linear",
+    "apex.fused_dense": "use torch.nn.Linear",
+    "apex.RNN": "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
+    "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+    "apex.pyprof": "use torch.profiler",
+    "apex.amp.lists": "use the overrides of ampatch.initialize, such as "
+    'overrides={torch.softmax: "float"}, or amp.register_half_function',
+    "apex.amp._initialize": "use apex.amp.initialize",
+}
+
+
+def replacement(name: str) -> str | None:
+    """What to use in the place of `name` (dotted), or of the package it is in; None if unknown."""
+    while name.count("."):
+        if name in REPLACEMENTS:
+            return REPLACEMENTS[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
+    """A module for each name, with the public names of what it stands for."""
+    modules: dict[str, ModuleType] = {}
+    for name, source in contents.items():
+        spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
+        module = ModuleType(name, getattr(source, "__doc__", None) or "apex, provided by ampatch.")
+        public = getattr(source, "__all__", ())
+        vars(module).update(
+            {key: getattr(source, key) for key in public},
+            __spec__=spec,
+            __loader__=spec.loader,
+            __package__=name,
+            __path__=[],
+            __all__=[key for key in public if not key.startswith("_")],
+            __getattr__=_unknown(name, source),
+        )
+        modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    modules["apex"].__version__ = VERSION
+    return modules
+
+
+def _unknown(module: str, source: Any) -> Any:
+    """The module's `__getattr__`: values that change, and errors that say what to use."""
+
+    def lookup(name: str) -> Any:
+        live = getattr(source, "live_attribute", None)
+        if live is not None and not name.startswith("__"):
+            found, value = live(name)
+            if found:
+                return value
+        hint = replacement(f"{module}.{name}")
+        tail = f"; {hint}." if hint else "."
+        raise AttributeError(
+            f"module {module!r}, provided by ampatch, has no attribute {name!r}{tail}",
+            name=name,
+        )
+
+    return lookup
+
+
+class Loader:
+    """The modules are complete before anybody imports them."""
+
+    def create_module(self, spec: Any) -> None:
+        """Python's usual module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to run (`importlib.reload` comes here)."""
+
+
+class Finder:
+    """Finds our modules, gives the package a version, and names what to use for the rest."""
+
+    def __init__(self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType]) -> None:
+        self.modules = modules
+        self.hidden = hidden
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of one of ours.  Raises `ImportError` where there is something to say."""
+        if name in self.modules:
+            return self.modules[name].__spec__
+        hint = replacement(name)
+        if hint is not None:
+            raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        """For `importlib.metadata`."""
+        if getattr(context, "name", None) in (None, "apex"):
+            yield Distribution()
+
+    def invalidate_caches(self) -> None:
+        """There are none."""
+
+
+class Distribution(importlib.metadata.Distribution):
+    """What `importlib.metadata` says of the package."""
+
+    _FILES = {
+        "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {VERSION}\n"
+        "Summary: ampatch's stand-in for apex\n",
+        "top_level.txt": "apex\n",
+    }
+
+    def read_text(self, filename: str) -> str | None:
+        """One of the two files there are."""
+        return self._FILES.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        """No files belong to it."""
+        raise FileNotFoundError(f"ampatch's apex has no file {path}")
+
+    @property
+    def files(self) -> Sequence | None:
+        """Not known."""
+        return None

@@ -1,0 +1,196 @@
+"""apex.amp._amp_state: apex's private state, as scripts read and write it, over ours.
+
+Everything here is a view of the session opened last.  Attributes that apex set
+in `initialize` are missing before it, so `hasattr` answers as it did there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...opt_levels import Properties
+from ...session import Session, registry
+
+__all__ = ["AmpState", "_amp_state", "maybe_print", "warn_or_err", "master_params"]
+
+
+class AmpState:
+    """`apex.amp._amp_state`.  What a script sets on it for itself stays on it."""
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False  # ours takes half models in any case
+        self.verbosity = 1
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """One per loss; `_amp_state.loss_scalers[0]._loss_scale = 2.0**20` takes effect."""
+        return [LossScaler(scaler) for scaler in self._session("loss_scalers").scalers]
+
+    @property
+    def opt_properties(self) -> OptProperties:
+        """The settings in force."""
+        return OptProperties(self._session("opt_properties").properties)
+
+    @property
+    def handle(self) -> SessionHandle:
+        """`_amp_state.handle._deactivate()` takes everything out."""
+        session = self._session("handle")
+        return session.handle or SessionHandle(session)
+
+    def _session(self, name: str) -> Session:
+        if not registry.sessions:
+            raise AttributeError(f"_amp_state has no {name!r} before amp.initialize.", name=name)
+        return registry.sessions[-1]
+
+
+class LossScaler:
+    """A loss scaler under apex's names."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def loss_scale(self) -> float:
+        """The present scale."""
+        return self._scaler.get()
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._scaler.get()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._scaler.set(float(value))
+
+    @property
+    def _unskipped(self) -> int:
+        return self._scaler.state_dict()["unskipped"]
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._scaler.load_state_dict({"loss_scale": self._scaler.get(), "unskipped": value})
+
+    @property
+    def dynamic(self) -> bool:
+        return self._scaler.is_dynamic
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return getattr(self._scaler, "growth_interval", 2000)
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._scaler.growth_interval = int(value)
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return getattr(self._scaler, "max_loss_scale", 2.0**24)
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self._scaler.max_loss_scale = float(value)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return getattr(self._scaler, "min_loss_scale", None)
+
+
+class OptProperties:
+    """The settings of `initialize`, as attributes and as the dict `options`."""
+
+    _NAMES = (
+        "enabled",
+        "opt_level",
+        "cast_model_type",
+        "patch_torch_functions",
+        "keep_batchnorm_fp32",
+        "master_weights",
+        "loss_scale",
+    )
+
+    def __init__(self, properties: Properties) -> None:
+        self._properties = properties
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """apex's seven settings by name."""
+        return {name: getattr(self._properties, name) for name in self._NAMES}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_properties":
+            raise AttributeError(name)
+        return getattr(self._properties, name)
+
+
+class SessionHandle:
+    """The handle of a session that `initialize` opened."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def _is_active(self) -> bool:
+        return self.is_active()
+
+    def is_active(self) -> bool:
+        """Whether the session is open and enabled."""
+        return self._session.is_open and self._session.properties.enabled
+
+    def _deactivate(self) -> None:
+        self._session.close()
+
+    def _clear_cache(self) -> None:
+        self._session._drop_cache()
+
+
+class Stash:
+    """`optimizer._amp_stash`: which parameters are half, and which FP32 ones stand for them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.lazy_init_called = False
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The model's half parameters."""
+        return [pair.half for pair in self._pairs()]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """Their FP32 masters, in the same order."""
+        return [pair.master for pair in self._pairs()]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The parameters that are FP32 in the model too."""
+        masters = {id(pair.master) for pair in self._pairs()}
+        groups = self._optimizer.param_groups
+        return [param for group in groups for param in group["params"] if id(param) not in masters]
+
+    def _pairs(self) -> list[Any]:
+        managed = registry.managed(self._optimizer)
+        return [] if managed is None else list(managed.masters)
+
+
+def maybe_print(message: str, rank0: bool = False) -> None:
+    """Print a message, at verbosity above 0."""
+    if _amp_state.verbosity > 0:
+        print(message)
+
+
+def warn_or_err(message: str) -> None:
+    """Raise `RuntimeError`, or with `_amp_state.hard_override` print the warning."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(message)
+    maybe_print(f"Warning: {message}")
+
+
+def master_params(optimizer: Any) -> Any:
+    """The tensors that `optimizer.step` updates."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+_amp_state = AmpState()

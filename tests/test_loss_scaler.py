@@ -1,0 +1,319 @@
+"""The loss scale: its rule, its limits, where it lives, and what it costs."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampatch
+from ampatch.scaling import loss_scaler
+from ampatch.scaling.loss_scaler import DynamicScaler, StaticScaler
+
+
+def rule(scale, clean, bad, *, interval, growth, backoff, floor, cap):
+    """The dynamic rule, as the paper and torch.amp state it."""
+    if bad:
+        scale, clean = scale * backoff, 0
+    elif clean + 1 == interval:
+        scale, clean = scale * growth, 0
+    else:
+        clean += 1
+    return min(max(scale, floor), cap), clean
+
+
+def flags(*bad):
+    return [torch.tensor(float(one)) for one in bad]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_dynamic_rule(seed):
+    chance = random.Random(seed)
+    interval, growth, backoff = chance.choice([(3, 2.0, 0.5), (5, 4.0, 0.25), (1, 1.5, 0.5)])
+    floor, cap = 2.0**-3, 2.0**12
+    scaler = DynamicScaler(
+        init_scale=64.0,
+        growth_interval=interval,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        min_loss_scale=floor,
+        max_loss_scale=cap,
+    )
+    expected, seen = (64.0, 0), set()
+    for step in range(300):
+        bad = chance.random() < (0.7 if step // 50 % 2 else 0.05)
+        scaler.update(flags(bad))
+        expected = rule(
+            *expected,
+            bad,
+            interval=interval,
+            growth=growth,
+            backoff=backoff,
+            floor=floor,
+            cap=cap,
+        )
+        assert scaler.state_dict() == {"loss_scale": expected[0], "unskipped": expected[1]}
+        seen.add(expected[0])
+    assert {floor, cap} <= seen  # both limits were met
+
+
+def test_it_is_the_rule_of_torchs_gradscaler():
+    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    ours = DynamicScaler(init_scale=1024.0, growth_interval=4)
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for step in range(40):
+        bad = step % 11 == 7
+        theirs.scale(weight.sum() * (math.inf if bad else 1.0)).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        ours.update(flags(bad))
+        assert ours.get() == theirs.get_scale()
+
+
+def test_defaults_start_at_two_to_the_sixteen_below_the_cap():
+    assert DynamicScaler().get() == 65536.0
+    assert DynamicScaler(max_loss_scale=128.0).get() == 128.0
+    assert DynamicScaler(min_loss_scale=2.0**20).get() == 2.0**20
+
+
+def test_one_bad_flag_among_several_is_one_backoff_and_no_flag_is_no_step():
+    scaler = DynamicScaler(init_scale=64.0)
+    scaler.update(flags(0, 1, 1))
+    assert scaler.get() == 32.0
+    scaler.update([])
+    assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 0}
+    scaler.update(flags(0, 0))
+    assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 1}
+
+
+def test_deferred_flags_count_at_the_next_update():
+    scaler = DynamicScaler(init_scale=64.0)
+    scaler.defer(flags(1))
+    assert scaler.get() == 64.0
+    scaler.update(flags(0))
+    assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 0}
+
+
+@pytest.mark.parametrize("floor", [None, 1.0, 1e-40])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_500_nan_steps_and_then_it_trains(level, floor, caplog):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0, min_loss_scale=floor)
+    x, y = torch.randn(16, 4), torch.randn(16, 1)
+
+    def step(factor):
+        loss = (model(x) - y).square().mean() * factor
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step(1.0)
+    before = [tensor.clone() for tensor in state_tensors(model, optimizer)]
+    for _ in range(500):
+        step(math.nan)
+        assert ampatch.step_was_skipped(optimizer)
+    scale = ampatch.loss_scale()
+    assert math.isfinite(scale) and scale == {None: 2.0**-24, 1.0: 1.0, 1e-40: 2.0**-126}[floor]
+    assert all(map(torch.equal, before, state_tensors(model, optimizer)))
+    first = step(1.0)
+    assert not ampatch.step_was_skipped(optimizer)
+    losses = [step(1.0) for _ in range(30)]
+    assert all(map(math.isfinite, losses)) and losses[-1] < first
+
+
+def state_tensors(model, optimizer):
+    found = [*model.parameters(), *ampatch.master_params(optimizer)]
+    for state in optimizer.state.values():
+        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    assert len(found) > 6
+    return [tensor.detach() for tensor in found]
+
+
+# Static scales
+
+
+@pytest.mark.parametrize("value", [128.0, "128.0", 128, "128"])
+def test_static_scales_multiply_and_stay(value):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampatch.initialize(model, optimizer, opt_level="O0", loss_scale=value, verbosity=0)
+    x = torch.tensor([[1.0, 2.0]])
+    for factor in (1.0, math.inf, 1.0):
+        loss = model(x).sum() * factor
+        optimizer.zero_grad()
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            assert torch.equal(scaled, loss * 128)
+            scaled.backward()
+        if factor == 1.0:
+            assert torch.equal(model.weight.grad, x)
+        assert ampatch.loss_scale() == 128.0
+    assert ampatch.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
+
+
+def test_a_half_loss_is_scaled_in_float32():
+    loss = torch.tensor(3.0, dtype=torch.float16)
+    assert StaticScaler(2.0**16).scale(loss).item() == 3 * 2.0**16  # inf in float16
+    assert DynamicScaler().scale(loss).item() == 3 * 2.0**16
+    assert StaticScaler().scale(loss).dtype is torch.float32
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_no_scale_that_is_not_positive_and_finite(value):
+    with pytest.raises(ValueError, match="positive finite"):
+        DynamicScaler().set(value)
+
+
+# State
+
+
+def test_state_is_tensors_of_fixed_identity():
+    """On the device, and where a CUDA graph may find it again."""
+    scaler = DynamicScaler()
+    tensors = scaler._scale, scaler._unskipped
+    scaler.update(flags(1))
+    scaler.set(8.0)
+    scaler.load_state_dict({"loss_scale": 4.0, "unskipped": 3})
+    assert scaler._scale is tensors[0] and scaler._unskipped is tensors[1]
+    scaler.scale(torch.ones((), device="meta"))
+    assert scaler._scale.device.type == scaler._unskipped.device.type == "meta"
+
+
+def test_state_dict_is_apexs_and_comes_back():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apexs = {
+        "loss_scaler0": {"loss_scale": 512.0, "unskipped": 17},
+        "loss_scaler1": {"loss_scale": 4096.0, "unskipped": 1},
+    }
+    ampatch.initialize(model, optimizer, num_losses=2, growth_interval=18, verbosity=0)
+    ampatch.load_state_dict(apexs)
+    assert ampatch.state_dict() == apexs
+    assert [ampatch.loss_scale(0), ampatch.loss_scale(1)] == [512.0, 4096.0]
+    with ampatch.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()  # the eighteenth clean step
+    assert ampatch.state_dict()["loss_scaler0"] == {"loss_scale": 1024.0, "unskipped": 0}
+
+
+def test_a_snapshot_outlives_later_changes():
+    scaler = DynamicScaler(init_scale=8.0)
+    scale, grads = scaler.snapshot(), [torch.tensor([16.0])]
+    scaler.set(1024.0)
+    assert not scaler.unscale_(grads, scale).item() and grads[0].item() == 2.0
+
+
+# Host syncs
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_local_scalar_dense" in str(function) or "is_nonzero" in str(function):
+            self.count["reads"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_counter_sees_a_read():
+    with Reads() as reads:
+        torch.ones(()).item()
+        bool(torch.ones(()) > 0)
+    assert reads.count["reads"] >= 2
+
+
+FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
+CASES = [
+    *[(kind, dict(fused=True), "dynamic", torch.float16, 0) for kind in FUSED],
+    (torch.optim.SGD, dict(foreach=True), "dynamic", torch.float16, 1),
+    (torch.optim.RMSprop, dict(foreach=True), "dynamic", torch.float16, 1),
+    (torch.optim.SGD, dict(foreach=True), 128.0, torch.float16, 0),
+    (torch.optim.SGD, dict(foreach=True), None, torch.bfloat16, 0),
+]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind, options, scale, dtype, expected", CASES)
+def test_host_syncs_per_step(kind, options, scale, dtype, expected, level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    ampatch.initialize(
+        model, optimizer, opt_level=level, loss_scale=scale, dtype=dtype, verbosity=0
+    )
+    x = torch.randn(3, 4)
+    counts = []
+    for _ in range(4):
+        with Reads() as reads:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            with ampatch.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            in_block = reads.count["reads"]
+            optimizer.step()
+        counts.append((in_block, reads.count["reads"]))
+    assert counts[1:] == [(0, expected)] * 3  # masters are made in the first
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_optimizers_skip_in_the_kernel(kind):
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    ampatch.initialize(model, optimizer, opt_level="O2", init_scale=256.0, verbosity=0)
+    skipped = []
+    for factor in (1.0, math.inf, 1.0):
+        before = [p.detach().clone() for p in ampatch.master_params(optimizer)]
+        with ampatch.scale_loss(model(torch.ones(1, 3)).sum() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        same = all(map(torch.equal, before, ampatch.master_params(optimizer)))
+        skipped.append((ampatch.step_was_skipped(optimizer), same))
+    assert skipped == [(False, False), (True, True), (False, False)]
+
+
+# A torch without the private kernels
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.delattr(torch, "_amp_foreach_non_finite_check_and_unscale_")
+    monkeypatch.delattr(torch, "_amp_update_scale_")
+    spec = importlib.util.spec_from_file_location(
+        "ampatch.scaling._without_kernels", loss_scaler.__file__
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.undo()
+    assert module._update_scale_ is not loss_scaler._update_scale_
+    return module
+
+
+def test_fallbacks_do_what_the_kernels_do(without_kernels):
+    limits = dict(init_scale=32.0, growth_interval=2, min_loss_scale=4.0, max_loss_scale=256.0)
+    ours, theirs = DynamicScaler(**limits), without_kernels.DynamicScaler(**limits)
+    values = [1.0, 1.0, math.inf, 3.0, -math.inf, 1.0, math.nan, *([1.0] * 14)]
+    for first, second in itertools.pairwise(values):
+        results = []
+        for scaler in (ours, theirs):
+            grads = [torch.tensor([first, 7.0]), torch.tensor([second])]
+            found = scaler.unscale_(grads, scaler.snapshot())
+            scaler.update([found])
+            results.append((bool(found), scaler.state_dict(), grads))
+        assert results[0][:2] == results[1][:2]
+        assert all(a.equal(b) or not a.isfinite().all() for a, b in zip(*(r[2] for r in results)))
+    assert ours.get() == 256.0
