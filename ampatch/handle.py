@@ -58,9 +58,7 @@ def init(
         if session.handle is not None:
             return _again(session, asked)
     set_verbosity(1)
-    properties = resolve(
-        "O1", os.environ.get("AMPATCH_DTYPE") or "float16", verbosity=1, **asked
-    )
+    properties = resolve("O1", os.environ.get("AMPATCH_DTYPE") or "float16", verbosity=1, **asked)
     session = Session(properties, apex_flavour=True)
     session.handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])
@@ -131,9 +129,7 @@ class Handle:
         self._take_into_care(optimizer)
         return WrappedOptimizer(optimizer, self, self._session.add_scalers(num_loss))
 
-    def _scaled(
-        self, loss: Tensor, optimizer: Any, loss_id: int
-    ) -> AbstractContextManager[Tensor]:
+    def _scaled(self, loss: Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[Tensor]:
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             given = loss.dtype if isinstance(loss, Tensor) else type_name(loss)
             raise TypeError(f"scale_loss(loss=...): expected a floating tensor, got {given}.")

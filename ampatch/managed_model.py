@@ -15,6 +15,8 @@ from .models import Converted, caster, convert_weights, flatten_rnns, map_tensor
 from .opt_levels import HALF_TYPES, Properties
 from .overrides import ModuleOverride
 
+_OWN_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
+
 
 class ManagedModel:
     """A model under one opt level.
@@ -88,18 +90,20 @@ class ManagedModel:
                 self._handles.append(add_load_hook(module, Hook(self._load_masters, module)))
         vars(model)["__deepcopy__"] = self._deepcopy
         vars(model)["__reduce_ex__"] = self._reduce
+        vars(model)["__prepare_scriptable__"] = self._scriptable
 
     def uninstall(self) -> None:
         """Take hooks and conversions out; half weights get their FP32 masters' values."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for name in ("__deepcopy__", "__reduce_ex__"):
+        for name in _OWN_METHODS:
             vars(self.model).pop(name, None)
-        for tensor, dtype, _ in self._converted:
+        for tensor, dtype, original in self._converted:
             master = self._master_of(tensor)
-            if master is None:
-                set_data(tensor, tensor.data.to(dtype))
+            if master is None:  # an original not yet forgotten is exact: `open` failed half-way
+                known = original.dtype is dtype
+                set_data(tensor, original if known else tensor.data.to(dtype))
             else:
                 tensor.grad = None
                 tensor.data = master.data.to(dtype)
@@ -173,7 +177,7 @@ class ManagedModel:
                     plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
                 memo[id(tensor)] = plain
         own = vars(self.model)
-        ours = {name: own.pop(name) for name in ("__deepcopy__", "__reduce_ex__") if name in own}
+        ours = {name: own.pop(name) for name in _OWN_METHODS if name in own}
         try:
             plain = copy.deepcopy(self.model, memo)
         finally:
@@ -187,3 +191,8 @@ class ManagedModel:
 
     def _reduce(self, protocol: int) -> Any:
         return self.plain_copy().__reduce_ex__(protocol)
+
+    def _scriptable(self) -> nn.Module:
+        """What torch.jit.script compiles, hooks being nothing it could: FP32, weights shared."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return self.plain_copy({id(t): t for t in tensors if self.float_value(t) is t})

@@ -90,6 +90,7 @@ class Session:
 
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""
+        registry.tell("on_close", self)
         for optimizer in self.optimizers():
             optimizer.settle()
         for managed in list(self.models()):
@@ -99,7 +100,6 @@ class Session:
         self._models, self._optimizers, self._bystanders = [], [], []
         self.is_open = False
         registry.remove(self)
-        registry.tell("on_close", self)
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
         found = overrides.matching(model, self._module_rules)

@@ -1,4 +1,4 @@
-"""Casting under the user's control."""
+"""Casting under the user's control: blocks, decorators, registrations, overrides, scope."""
 
 from __future__ import annotations
 
@@ -11,191 +11,273 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import ampatch as amp
+import ampatch
 
-FP16, FP32 = torch.float16, torch.float32
+X = torch.randn(4, 4)
+H = torch.bfloat16
 
 
 @pytest.fixture
-def model():
-    """A small model, managed at O1 in float16."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
-    amp.initialize(model, verbosity=0)
-    return model
+def o1():
+    ampatch.initialize([], dtype=H, verbosity=0)
 
 
-def mm_dtype():
-    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+def now() -> tuple:
+    """Which dtypes a half and a float function compute in now."""
+    return torch.mm(X, X).dtype, torch.exp(X.to(H)).dtype
 
 
-def test_disable_casts_nests_and_restores(model):
-    assert mm_dtype() is FP16
-    with amp.disable_casts():
-        assert mm_dtype() is FP32
-        with amp.disable_casts():
-            assert mm_dtype() is FP32
-        assert mm_dtype() is FP32, "leaving the inner block switched casting on"
-        assert model(torch.ones(2, 4)).dtype is FP32, "the model's own policy won over the user"
-    assert mm_dtype() is FP16
+CASTING = (H, torch.float32)
+PLAIN = (torch.float32, H)
 
 
-def test_disable_casts_survives_an_exception(model):
-    with pytest.raises(KeyError), amp.disable_casts():
+def test_blocks_nest_and_restore_what_they_found(o1):
+    assert now() == CASTING
+    with ampatch.disable_casts():
+        assert now() == PLAIN
+        with ampatch.disable_casts():
+            assert now() == PLAIN
+        assert now() == PLAIN  # not switched on by the inner one
+    assert now() == CASTING
+    with ampatch.precision("float"):
+        assert now() == (torch.float32, torch.float32)
+        with ampatch.precision("half"):
+            pass
+        with ampatch.disable_casts():
+            assert now() == PLAIN
+        assert now() == (torch.float32, torch.float32)
+    with ampatch.precision("half"):
+        assert now() == (H, H)
+    assert now() == CASTING
+
+
+@pytest.mark.parametrize("block", [ampatch.disable_casts, lambda: ampatch.precision("half")])
+def test_an_exception_restores(o1, block):
+    with pytest.raises(KeyError), block():
         raise KeyError
-    assert mm_dtype() is FP16
+    assert now() == CASTING
 
 
-def test_disable_casts_is_for_this_thread_only(model):
-    seen = []
-    with amp.disable_casts():
-        thread = threading.Thread(target=lambda: seen.append(mm_dtype()))
-        thread.start()
-        thread.join()
-        assert mm_dtype() is FP32
-    assert seen == [FP16]
+def test_blocks_are_decorators_and_reenter(o1):
+    @ampatch.disable_casts()
+    def plain(depth: int) -> list:
+        """Its docstring."""
+        return [now()] + (plain(depth - 1) if depth else [])
+
+    assert plain(2) == [PLAIN] * 3 and now() == CASTING
+    assert plain.__name__ == "plain" and plain.__doc__ == "Its docstring."
 
 
-def test_disable_casts_as_a_decorator_even_recursive(model):
-    @amp.disable_casts()
-    def dtypes(depth):
-        return [mm_dtype(), *(dtypes(depth - 1) if depth else [])]
-
-    assert dtypes(2) == [FP32] * 3
-    assert mm_dtype() is FP16
-
-
-def test_precision(model):
-    half = torch.ones(2, 2, dtype=FP16)
-    with amp.precision("float"):
-        assert torch.mm(half, half).dtype is FP32
-        with amp.precision("half"):
-            assert torch.exp(torch.ones(2)).dtype is FP16
-        assert mm_dtype() is FP32
-    with amp.precision("half"):
-        assert torch.exp(torch.ones(2)).dtype is FP16
-    assert torch.exp(half).dtype is FP32
+def test_blocks_hold_inside_a_managed_forward():
+    model = ampatch.initialize(nn.Linear(4, 4), dtype=H, verbosity=0)
+    assert model(X).dtype is H
+    with ampatch.disable_casts():
+        assert model(X).dtype is torch.float32
+    with ampatch.precision("float"):
+        assert model(X.to(H)).dtype is torch.float32
 
 
-def test_control_without_a_session_changes_nothing():
-    with amp.disable_casts(), amp.precision("half"):
-        assert mm_dtype() is FP32
+def test_one_thread_does_not_switch_off_another(o1):
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def work():
+        with ampatch.disable_casts():
+            seen.append(now())
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(10)
+    seen.append(now())
+    leave.set()
+    thread.join()
+    assert seen == [PLAIN, CASTING]
 
 
-class Functions:
-    @amp.half_function
-    def method(self, x):
-        return x.dtype
-
-    @staticmethod
-    @amp.float_function
-    def static(x, *, scale=None):
-        return x.dtype, None if scale is None else scale.dtype
+def test_wrong_word():
+    with pytest.raises(ValueError, match="float"):
+        ampatch.precision("flaot")
 
 
-def test_decorated_functions_cast_only_while_a_session_is_open():
-    @amp.promote_function
-    def promoted(x, y):
-        return x.dtype, y.dtype
+# Functions of the user's
 
-    full, half = torch.ones(2), torch.ones(2, dtype=FP16)
-    assert Functions().method(full) is FP32
-    amp.initialize(nn.Linear(2, 2), verbosity=0)
-    assert Functions().method(full) is FP16
-    assert Functions.static(half, scale=half) == (FP32, FP32)
-    assert promoted(full, half) == (FP32, FP32)
-    assert promoted(half, half) == (FP16, FP16)
-    assert Functions().method(torch.ones(2, dtype=torch.float64)) is torch.float64
-    amp.deactivate()
-    assert Functions().method(full) is FP32
+
+DECORATORS = {
+    ampatch.half_function: (H, H, torch.float64),
+    ampatch.float_function: (torch.float32, torch.float32, torch.float64),
+    ampatch.promote_function: (torch.float32, torch.float32, torch.float64),
+}
+
+
+@pytest.mark.parametrize("decorate", DECORATORS, ids=lambda function: function.__name__)
+def test_decorators(decorate):
+    @decorate
+    def probe(a, b, *, c):
+        return a.dtype, b.dtype, c.dtype
+
+    class Holder:
+        @decorate
+        def method(self, a, b, *, c):
+            assert isinstance(self, Holder)
+            return a.dtype, b.dtype, c.dtype
+
+    arguments = (X, X.to(H))
+    plain = (torch.float32, H, torch.float64)
+    assert probe(*arguments, c=X.double()) == plain
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert probe(*arguments, c=X.double()) == DECORATORS[decorate]
+    assert Holder().method(*arguments, c=X.double()) == DECORATORS[decorate]
+    with ampatch.disable_casts():
+        assert probe(*arguments, c=X.double()) == plain
+    ampatch.deactivate()
+    assert probe(*arguments, c=X.double()) == plain
 
 
 @pytest.fixture
 def library(monkeypatch):
-    """A user's module with a function in it, and a registry without registrations."""
+    """A module of the user's, forgotten afterwards."""
+    registry = ampatch.session.registry
+    monkeypatch.setattr(registry, "_user_functions", [])
     module = types.ModuleType("users_library")
-    module.function = module.other = lambda x: x.dtype
+    module.dtype_of = lambda x: x.dtype
     monkeypatch.setitem(sys.modules, "users_library", module)
-    monkeypatch.setattr(amp.session.registry, "_user_functions", [])
-    return module
+    yield module
+    ampatch.deactivate()
 
 
-def test_registered_before_and_after_initialize(library):
-    original, full = library.function, torch.ones(2)
-    amp.register_half_function(library, "function")
-    assert library.function is original, "nothing is patched before a session opens"
-    amp.initialize(nn.Linear(2, 2), verbosity=0)
-    assert library.function(full) is FP16
-    amp.register_float_function("users_library.other")
-    assert library.other(full.half()) is FP32
-    amp.deactivate()
-    assert library.function is original and library.other is original
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("dotted", [True, False])
+def test_registered_functions(library, early, dotted):
+    original = library.dtype_of
+    place = ("users_library.dtype_of",) if dotted else (library, "dtype_of")
+    if early:
+        ampatch.register_half_function(*place)
+        assert library.dtype_of(X) is torch.float32
+    ampatch.initialize([], dtype=H, verbosity=0)
+    if not early:
+        ampatch.register_half_function(*place)
+    assert library.dtype_of(X) is H
+    ampatch.deactivate()
+    assert library.dtype_of is original
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert library.dtype_of(X) is H
 
 
-def test_registered_before_its_module_is_imported(monkeypatch, tmp_path):
-    monkeypatch.setattr(amp.session.registry, "_user_functions", [])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "late_library.py").write_text("def function(x):\n    return x.dtype\n")
-    amp.register_half_function("late_library.function")
-    amp.initialize(nn.Linear(2, 2), verbosity=0)
-    import late_library
-
-    assert late_library.function(torch.ones(2)) is FP16
-    amp.deactivate()
-    assert late_library.function(torch.ones(2)) is FP32
-    del sys.modules["late_library"]
+def test_registered_rules(library):
+    library.promoted = lambda a, b: (a.dtype, b.dtype)
+    ampatch.register_float_function(library, "dtype_of")
+    ampatch.register_promote_function("users_library.promoted")
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert library.dtype_of(X.to(H)) is torch.float32
+    assert library.promoted(X, X.to(H)) == (torch.float32, torch.float32)
+    assert library.promoted(X.to(H), X.to(H)) == (H, H)
 
 
-@pytest.mark.parametrize("key", ["1", "1*", nn.Softmax])
-def test_override_of_a_module_at_o1(key):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
-    seen = {}
-    for name, module in model.named_children():
-        module.register_forward_hook(lambda m, a, out, name=name: seen.update({name: out.dtype}))
-    amp.initialize(model, verbosity=0, overrides={key: "half"})
-    model(torch.ones(2, 4))
-    assert seen == {"0": FP16, "1": FP16, "2": FP16}
+def test_a_missing_name_is_an_error_and_registers_nothing(library):
+    with pytest.raises(AttributeError, match="users_library"):
+        ampatch.register_half_function(library, "absent")
+    ampatch.initialize([], dtype=H, verbosity=0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_override_to_float(level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
-    amp.initialize(model, opt_level=level, verbosity=0, overrides={"1": "float"})
-    inner = []
-    model[1][0].register_forward_hook(lambda m, args, out: inner.append((args[0].dtype, out.dtype)))
-    model(torch.ones(2, 4))
-    assert inner == [(FP32, FP32)]
-    assert model[1][0].weight.dtype is FP32
-    assert model[0].weight.dtype is (FP32 if level == "O1" else FP16)
+def test_a_module_not_yet_imported(library, tmp_path, monkeypatch):
+    (tmp_path / "imported_later_on.py").write_text("def dtype_of(x):\n    return x.dtype\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ampatch.register_half_function("imported_later_on.dtype_of")
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert "imported_later_on" not in sys.modules
+    import imported_later_on
+
+    assert imported_later_on.dtype_of(X) is H
+    ampatch.deactivate()
+    assert imported_later_on.dtype_of(X) is torch.float32
+    del sys.modules["imported_later_on"]
 
 
-def test_override_of_functions_listed_and_not():
-    ones = torch.ones(1, 2, 2)
-    amp.initialize(nn.Linear(2, 2), verbosity=0, overrides={torch.bmm: "float", torch.relu: "half"})
-    assert torch.bmm(ones.half(), ones.half()).dtype is FP32
-    assert torch.relu(ones).dtype is FP16
-    assert torch.matmul(ones, ones).dtype is FP16
-    amp.deactivate()
-    assert torch.relu(ones).dtype is FP32
+# Overrides
 
 
-def test_scope_model_leaves_other_models_alone():
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+        self.act = nn.Softmax(-1)
+
+    def forward(self, x):
+        self.dtypes = []
+        for part in (self.body["one"], self.body["two"], self.act):
+            x = part(x)
+            self.dtypes.append(x.dtype)
+        return x
+
+
+def dtypes_under(overrides: dict, opt_level: str = "O1") -> list:
+    model = ampatch.initialize(
+        Net(), opt_level=opt_level, dtype=H, overrides=overrides, verbosity=0
+    )
+    model(X).sum().backward()
+    return model.dtypes
+
+
+@pytest.mark.parametrize("overrides, expected", [
+    ({}, [H, H, torch.float32]),
+    ({"body.two": "float"}, [H, torch.float32, torch.float32]),
+    ({"body.*": "float"}, [torch.float32] * 3),
+    ({nn.Linear: "float"}, [torch.float32] * 3),
+    ({nn.Linear: "float", "body.one": "half"}, [H, torch.float32, torch.float32]),
+    ({nn.Softmax: "half"}, [H, H, H]),
+    ({F.linear: "float"}, [torch.float32] * 3),
+    ({torch.Tensor.softmax: "half"}, [H, H, H]),
+])
+def test_overrides_at_o1(overrides, expected):
+    assert dtypes_under(overrides) == expected
+
+
+def test_overrides_of_a_function_without_a_row():
+    ampatch.initialize([], dtype=H, overrides={torch.tanh: "float"}, verbosity=0)
+    assert torch.tanh(X.to(H)).dtype is torch.float32
+    ampatch.deactivate()
+    assert torch.tanh(X.to(H)).dtype is H
+
+
+def test_overrides_at_o2():
+    model = ampatch.initialize(
+        Net(), opt_level="O2", dtype=H, overrides={"body.two": "float"}, verbosity=0
+    )
+    assert model.body["two"].weight.dtype is torch.float32
+    assert model.body["one"].weight.dtype is H
+    seen = []
+    model.body["two"].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    assert model(X).dtype is torch.float32 and seen == [torch.float32]
+    assert model.dtypes == [H, H, H]  # its output goes on in half
+
+
+# Scope
+
+
+def test_model_scope_leaves_other_models_alone():
     torch.manual_seed(0)
-    managed, other = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
-    inputs = torch.randn(3, 4)
-    expected = other(inputs)
-    amp.initialize(managed, verbosity=0, patch_scope="model")
-    assert torch.equal(other(inputs), expected) and other(inputs).dtype is FP32
-    output = managed(inputs)
-    assert output.dtype is FP16
-    assert F.mse_loss(output, inputs.half()).dtype is FP32, "a loss on half outputs is cast"
-    assert F.linear(inputs, managed.weight).dtype is FP16, "a managed parameter brings the rules"
-    assert mm_dtype() is FP32
+    other = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.LSTM(4, 4))
+    plain = other(X)[0]
+    model = ampatch.initialize(
+        nn.Linear(4, 4), dtype=H, patch_scope="model", verbosity=0
+    )
+    found = other(X)[0]
+    assert found.dtype is torch.float32 and torch.equal(found, plain)
+    output = model(X)
+    assert output.dtype is H
+    assert F.mse_loss(output, X).dtype is torch.float32
+    assert F.cross_entropy(output, torch.arange(4)).dtype is torch.float32
+    assert F.linear(X, model.weight).dtype is H
+    assert torch.mm(X, X).dtype is torch.float32
 
 
-def test_models_at_other_levels_are_free_of_o1s_rules():
-    first, plain = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    expected = plain(torch.ones(2, 4))
-    amp.initialize(plain, opt_level="O0", verbosity=0)
-    amp.initialize(first, opt_level="O1", verbosity=0)
-    assert first(torch.ones(2, 4)).dtype is FP16
-    assert torch.equal(plain(torch.ones(2, 4)), expected)
+def test_process_scope_casts_everything():
+    ampatch.initialize(nn.Linear(4, 4), dtype=H, verbosity=0)
+    assert torch.mm(X, X).dtype is torch.float32  # the model is gone, and its session with it
+
+
+def test_process_scope_while_the_model_lives():
+    model = ampatch.initialize(nn.Linear(4, 4), dtype=H, verbosity=0)
+    assert torch.mm(X, X).dtype is H and nn.Linear(4, 4)(X).dtype is H
+    assert model(X).dtype is H

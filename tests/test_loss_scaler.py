@@ -237,6 +237,12 @@ def test_the_counter_sees_a_read():
     assert reads.count["reads"] >= 2
 
 
+# A dispatch mode has torch register each operator at its first use; let it, once.
+for _name in ("_amp_update_scale_", "_foreach_copy_", "_fused_adam_", "_fused_adamw_"):
+    getattr(torch.ops.aten, _name)
+for _name in ("_fused_sgd_", "_fused_adagrad_", "_amp_foreach_non_finite_check_and_unscale_"):
+    getattr(torch.ops.aten, _name)
+
 FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
 CASES = [
     *[(kind, dict(fused=True), "dynamic", torch.float16, 0) for kind in FUSED],

@@ -1,4 +1,4 @@
-"""Replacements go in and come out exactly."""
+"""Put in, take out: every owner ends as it was found."""
 
 from __future__ import annotations
 
@@ -8,110 +8,118 @@ import pytest
 import torch
 
 from ampatch.casting.patches import PatchSet
+from ampatch.log import set_verbosity
 
 
 @pytest.fixture
 def patches():
-    """A patch set that is undone whatever the test did."""
+    set_verbosity(1)
     patches = PatchSet()
     yield patches
     patches.undo()
 
 
-def wrapped(original):
-    """A replacement that can be told from what it replaces."""
-    return lambda *args: original(*args)
+@pytest.fixture
+def owner():
+    owner = types.ModuleType("somewhere")
+    owner.function = lambda: "original"
+    return owner
 
 
-def test_an_inherited_name_is_deleted_on_undo(patches):
-    assert "add" not in vars(torch.Tensor)
-    patches.replace(torch.Tensor, "add", lambda original: lambda *args: "patched")
-    assert torch.ones(1).add(1) == "patched"
+def test_replace_gives_the_original_to_make_and_back(patches, owner):
+    first = owner.function
+    assert patches.replace(owner, "function", lambda old: lambda: f"new {old()}") is first
+    assert owner.function() == "new original"
+    assert len(patches) == 1
+
+
+def test_a_name_replaced_twice_ends_at_its_first_original(patches, owner):
+    first = owner.function
+    for word in ("inner", "outer"):
+        patches.replace(owner, "function", lambda old, word=word: lambda: f"{word} {old()}")
+    assert owner.function() == "outer inner original"
     patches.undo()
-    assert "add" not in vars(torch.Tensor)
-    assert torch.ones(1).add(1) == 2
+    assert owner.function is first
 
 
-def test_an_own_name_is_the_same_object_again(patches):
-    own = vars(torch.Tensor)["norm"]
-    patches.replace(torch.Tensor, "norm", wrapped)
-    assert vars(torch.Tensor)["norm"] is not own
+def test_undo_leaves_no_copy_of_an_inherited_method(patches):
+    """`Tensor.mul` lives on the C base class; undo must not move it."""
+    assert "mul" not in vars(torch.Tensor)
+    patches.replace(torch.Tensor, "mul", lambda original: lambda *args: "patched")
+    assert torch.ones(1).mul(1) == "patched"
     patches.undo()
-    assert vars(torch.Tensor)["norm"] is own
+    assert "mul" not in vars(torch.Tensor)
+    assert torch.ones(1).mul(2) == 2
 
 
-def test_a_name_replaced_twice_ends_at_its_first_original(patches):
-    first = torch.mm
-    for _ in ("inner", "outer"):
-        patches.replace(torch, "mm", wrapped)
-    patches.undo()
-    assert torch.mm is first
-
-
-def test_the_original_is_raw_and_not_bound(patches):
+def test_static_and_class_methods_are_put_back_raw(patches):
     class Owner:
         @staticmethod
-        def static(value):
-            return value
+        def static():
+            return 1
 
         @classmethod
-        def of_class(cls, value):
-            return cls, value
+        def of_class(cls):
+            return cls
 
-    static, of_class = vars(Owner)["static"], vars(Owner)["of_class"]
-    assert patches.replace(Owner, "static", lambda original: original) is static
-    assert patches.replace(Owner, "of_class", lambda original: original) is of_class
-    assert Owner.static(3) == 3 and Owner.of_class(3) == (Owner, 3)
-
-
-def test_a_module_with_getattr_gets_its_name_deleted(patches):
-    """`torch._VF` finds its functions by `__getattr__`; a copy left on it would hide them."""
-    assert "lstm" not in vars(torch._VF)
-    patches.replace(torch._VF, "lstm", wrapped)
-    assert "lstm" in vars(torch._VF)
+    before = dict(vars(Owner))
+    for name in ("static", "of_class"):
+        patches.replace(Owner, name, lambda original: lambda *args: None)
     patches.undo()
-    assert "lstm" not in vars(torch._VF)
+    assert all(vars(Owner)[name] is before[name] for name in ("static", "of_class"))
+    assert Owner.static() == 1 and Owner.of_class() is Owner
 
 
-def test_a_missing_name_is_an_error_and_changes_nothing(patches):
-    with pytest.raises(AttributeError):
-        patches.replace(torch, "no_such_function", wrapped)
-    assert not hasattr(torch, "no_such_function") and len(patches) == 0
+def test_somebody_elses_replacement_is_left_alone(patches, owner, caplog):
+    patches.replace(owner, "function", lambda old: lambda: "ours")
 
+    def theirs():
+        return "theirs"
 
-def test_a_replacement_that_cannot_be_made_changes_nothing(patches):
-    original = torch.mm
-    with pytest.raises(ZeroDivisionError):
-        patches.replace(torch, "mm", lambda original: 1 / 0)
-    assert torch.mm is original and len(patches) == 0
-
-
-def test_what_others_put_over_ours_stays(patches, caplog):
-    module = types.ModuleType("somewhere")
-    module.function = lambda: "original"
-    patches.replace(module, "function", lambda original: lambda: original() + ", ours")
-    ours = module.function
-    module.function = theirs = lambda: ours() + ", theirs"
-    patches.undo()
-    assert module.function is theirs
+    owner.function = theirs
+    with caplog.at_level("WARNING", logger="ampatch"):
+        patches.undo()
+    assert owner.function is theirs
     assert "somewhere.function was replaced by somebody else" in caplog.text
 
 
-def test_other_things_are_undone_in_their_turn(patches):
-    order = []
-    module = types.ModuleType("somewhere")
-    module.name = original = object()
-    patches.on_undo(lambda: order.append(module.name is original))
-    patches.replace(module, "name", lambda original: object())
-    patches.on_undo(lambda: order.append(module.name is original))
+def test_a_name_somebody_deleted_is_not_brought_back(patches, owner, caplog):
+    patches.replace(owner, "function", lambda old: lambda: "ours")
+    del owner.function
     patches.undo()
-    assert order == [False, True]
+    assert not hasattr(owner, "function")
 
 
-def test_undo_twice_is_harmless(patches):
-    original = torch.mm
-    patches.replace(torch, "mm", wrapped)
+def test_a_missing_name_raises_and_changes_nothing(patches, owner):
+    with pytest.raises(AttributeError):
+        patches.replace(owner, "absent", lambda old: old)
+    assert len(patches) == 0 and not hasattr(owner, "absent")
+
+
+def test_an_exception_in_make_changes_nothing(patches, owner):
+    first = owner.function
+
+    def make(old):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        patches.replace(owner, "function", make)
+    assert len(patches) == 0 and owner.function is first
+
+
+def test_actions_run_in_their_turn_newest_first(patches, owner):
+    first, seen = owner.function, []
+    patches.on_undo(lambda: seen.append(("first", owner.function is first)))
+    patches.replace(owner, "function", lambda old: lambda: "ours")
+    patches.on_undo(lambda: seen.append(("last", owner.function is first)))
     patches.undo()
-    torch_now = torch.mm
+    assert seen == [("last", False), ("first", True)]
+
+
+def test_a_second_undo_does_nothing(patches, owner):
+    seen = []
+    patches.on_undo(lambda: seen.append(1))
     patches.undo()
-    assert torch.mm is torch_now is original
+    owner.function = replaced_since = lambda: "since"
+    patches.undo()
+    assert seen == [1] and owner.function is replaced_since and len(patches) == 0

@@ -25,7 +25,12 @@ from .foreign import Recorded, is_internal, proxy_of
 from .policy import CastState, Policy
 from .tables import Rule
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
+
+
+class NoHalfKernel(Exception):
+    """An argument is compressed sparse on the CPU, whose kernels know no half: FP32 it is."""
 
 
 def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
@@ -39,12 +44,18 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
             return value
         if policy.devices is not None and value.device.type not in policy.devices:
             return value
+        if value.layout is not torch.strided and _must_stay_float(value, to):
+            raise NoHalfKernel
         if kind is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
         return value.to(to)
     if kind in _SCALARS:
         return value
     return _cast_uncommon(value, to, policy)
+
+
+def _must_stay_float(value: Tensor, to: torch.dtype) -> bool:
+    return to is not torch.float32 and value.layout in _COMPRESSED and value.is_cpu
 
 
 def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
@@ -61,6 +72,14 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if proxy is not None:
         raise Recorded(proxy)
     return value
+
+
+def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
+    """New arguments with their castable tensors in `to`."""
+    return (
+        [cast(arg, to, policy) for arg in args],
+        {name: cast(arg, to, policy) for name, arg in kwargs.items()},
+    )
 
 
 def castable(value: Tensor, policy: Policy) -> bool:
@@ -135,12 +154,15 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
         if to is None:
             return original(*args, **kwargs)
         try:
-            args = [cast(arg, to, policy) for arg in args]
+            cast_args = [cast(arg, to, policy) for arg in args]
+            cast_kwargs = kwargs
             if kwargs:
-                kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+                cast_kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
         except Recorded as proxy:
             return proxy.record(patched, args, kwargs)
-        return original(*args, **kwargs)
+        except NoHalfKernel:
+            cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
+        return original(*cast_args, **cast_kwargs)
 
     return patched
 

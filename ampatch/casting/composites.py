@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from ..errors import BannedFunctionError
-from .casts import cast, castable
+from .casts import NoHalfKernel, cast, cast_call, castable
 from .foreign import Recorded
 from .policy import CastState
 
@@ -35,6 +35,7 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
             or "out" in kwargs
             or not isinstance(A, Tensor)
             or not castable(A, policy)
+            or A.layout is not torch.strided
             or n in (0, 1)
             or (policy.gate is not None and not policy.gate((A,), kwargs))
         ):
@@ -103,11 +104,12 @@ def user_function(function: Callable, rule_dtype: Callable, state: CastState) ->
         if to is None:
             return function(*args, **kwargs)
         try:
-            args = tuple(cast(arg, to, policy) for arg in args)
-            kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+            cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
         except Recorded as proxy:
             return proxy.record(patched, args, kwargs)
-        return function(*args, **kwargs)
+        except NoHalfKernel:
+            cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
+        return function(*cast_args, **cast_kwargs)
 
     return patched
 

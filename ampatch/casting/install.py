@@ -93,6 +93,7 @@ class Installation:
         self._originals.clear()
         self._by_original.clear()
         self.missing.clear()
+        self._warned.clear()
         self._has_apex_rows = False
 
     def original(self, function: Any) -> Any:

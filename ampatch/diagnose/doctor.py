@@ -68,12 +68,15 @@ def speeds(device: str) -> Iterator[str]:
 
 def _operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
     """A matmul and a convolution with their backward passes, which can be the slow ones."""
+
     def leaf(*shape: int) -> Any:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
     side, batch, channels = (256, 8, 16) if device == "cpu" else (4096, 128, 64)
-    pairs = [(leaf(side, side), leaf(side, side)),
-             (leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3))]
+    pairs = [
+        (leaf(side, side), leaf(side, side)),
+        (leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)),
+    ]
     functions = [torch.matmul, functools.partial(torch.nn.functional.conv2d, padding=1)]
 
     def training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
@@ -86,6 +89,7 @@ def _operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
 
 def _time(run: Callable[[], Any], device: str) -> float:
     """The shortest of the times that `run` takes within `MEASURE_FOR` seconds."""
+
     def once() -> float:
         start = time.perf_counter()
         run()

@@ -96,7 +96,6 @@ class Debugger:
         self.is_active = True
         self._names = {module: name for name, module in model.named_modules()}
         self._steps: dict[int, int] = {}
-        self._counted: int | None = None
         self._seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._gradients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -137,10 +136,9 @@ class Debugger:
     # What the engine and torch's optimizers tell
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """A managed optimizer has stepped, or skipped."""
-        if self._counted != id(optimizer):
+        """A managed optimizer has skipped a step; of one it makes torch tells us, too."""
+        if skipped is True:
             self._count(optimizer)
-        self._counted = None
 
     def on_deactivate(self) -> None:
         """Everything ampatch put in is taken out, this too."""
@@ -148,7 +146,6 @@ class Debugger:
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         self._count(optimizer)
-        self._counted = id(optimizer)  # if it is a managed one, on_step follows
 
     def _count(self, optimizer: Any) -> None:
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1

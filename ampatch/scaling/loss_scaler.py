@@ -144,7 +144,7 @@ class DynamicScaler:
         if self._scale.device != loss.device:
             self._scale = self._scale.to(loss.device)
             self._unskipped = self._unskipped.to(loss.device)
-        return loss.float() * self._scale
+        return loss.float() * self.snapshot()  # autograd keeps the factor; ours changes in place
 
     def snapshot(self) -> Tensor:
         """The present scale, for `scale_grads_` and `unscale_`.  On the device; nothing waits."""

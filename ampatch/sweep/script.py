@@ -57,11 +57,12 @@ def run_script(script: str, arguments: Sequence[str]) -> Ending:
 
 
 def install_apex() -> None:
-    """Let `from apex import amp` find ampatch, where that package is there."""
+    """Let `from apex import amp` find ampatch, unless there is an apex to find already."""
     for name in ("ampatch.compat", "ampatch.compat.apex"):
         if importlib.util.find_spec(name) is None:
             return
-    importlib.import_module("ampatch.compat.apex").install()
+    if importlib.util.find_spec("apex") is None:
+        importlib.import_module("ampatch.compat.apex").install()
 
 
 def describe(error: BaseException) -> str:

@@ -11,7 +11,8 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from ...errors import AmpatchError
+from ampatch import AmpatchError, observe
+
 from . import amp, multi_tensor_apply, normalization, optimizers, parallel, state
 from .packages import Finder, build
 
@@ -47,9 +48,12 @@ def install(force: bool = False) -> None:
     modules = build(CONTENTS)
     # As apex has it: `apex.amp._amp_state` is the state even after it was imported as a module.
     modules["apex.amp"]._amp_state = state._amp_state
-    sys.meta_path.insert(0, Finder(modules, _hide()))
+    finder = Finder(modules, _hide())
+    sys.meta_path.insert(0, finder)
     sys.modules.update(modules)
-    amp.on_install()
+    cleaner = amp.Cleaner()
+    stop_observing = observe(cleaner)
+    finder.stop = lambda: (cleaner.clean_all(), stop_observing())
 
 
 def uninstall() -> None:
@@ -60,7 +64,7 @@ def uninstall() -> None:
     finder = _finder()
     if finder is None:
         return
-    amp.on_uninstall()
+    finder.stop()
     sys.meta_path.remove(finder)
     for name, module in finder.modules.items():
         if sys.modules.get(name) is module:

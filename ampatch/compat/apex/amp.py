@@ -8,7 +8,6 @@ are refused on half tensors, `Tensor.cpu()` gives FP32, and so on.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,24 +126,16 @@ def _lazy_init(optimizer: Any) -> None:
     optimizer._amp_stash.lazy_init_called = True
 
 
-class _Cleaner:
-    """Takes the stashes off again when a session closes."""
+class Cleaner:
+    """Takes off the optimizers what `initialize` put there, when their session closes."""
 
     def on_close(self, session: Session) -> None:
-        for optimizer in session.optimizers_closed:
+        """Told by the session, before its optimizers go."""
+        for managed in session.optimizers():
             for name in _ON_OPTIMIZER:
-                vars(optimizer).pop(name, None)
+                vars(managed.optimizer).pop(name, None)
 
-
-_stop: list[Callable[[], None]] = []
-
-
-def on_install() -> None:
-    """Called by `install`."""
-    _stop.append(registry.observe(_Cleaner()))
-
-
-def on_uninstall() -> None:
-    """Called by `uninstall`."""
-    while _stop:
-        _stop.pop()()
+    def clean_all(self) -> None:
+        """Do so for every open session."""
+        for session in registry.sessions:
+            self.on_close(session)

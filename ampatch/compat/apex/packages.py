@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 VERSION = "0.1+ampatch"
 
@@ -55,7 +55,7 @@ def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
             __package__=name,
             __path__=[],
             __all__=[key for key in public if not key.startswith("_")],
-            __getattr__=_unknown(name, source),
+            __getattr__=_unknown(name),
         )
         modules[name] = module
         parent, _, child = name.rpartition(".")
@@ -65,15 +65,10 @@ def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
     return modules
 
 
-def _unknown(module: str, source: Any) -> Any:
-    """The module's `__getattr__`: values that change, and errors that say what to use."""
+def _unknown(module: str) -> Callable[[str], NoReturn]:
+    """The module's `__getattr__`: an error that says what to use."""
 
-    def lookup(name: str) -> Any:
-        live = getattr(source, "live_attribute", None)
-        if live is not None and not name.startswith("__"):
-            found, value = live(name)
-            if found:
-                return value
+    def lookup(name: str) -> NoReturn:
         hint = replacement(f"{module}.{name}")
         tail = f"; {hint}." if hint else "."
         raise AttributeError(
@@ -98,6 +93,7 @@ class Finder:
     """Finds our modules, gives the package a version, and names what to use for the rest."""
 
     def __init__(self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType]) -> None:
+        self.stop: Callable[[], None] = lambda: None  # run by `uninstall`
         self.modules = modules
         self.hidden = hidden
 

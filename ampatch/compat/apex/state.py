@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...opt_levels import Properties
 from ...session import Session, registry
 
 __all__ = ["AmpState", "_amp_state", "maybe_print", "warn_or_err", "master_params"]
@@ -110,7 +109,7 @@ class OptProperties:
         "loss_scale",
     )
 
-    def __init__(self, properties: Properties) -> None:
+    def __init__(self, properties: Any) -> None:
         self._properties = properties
 
     @property
