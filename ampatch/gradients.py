@@ -1,8 +1,8 @@
 """torch's gradient tools, taught about master weights.
 
 At O2 the gradients of half parameters live in their FP32 masters.  With these
-replacements `model.zero_grad()` clears those too, and
-`clip_grad_norm_(model.parameters(), ...)` clips what the optimizer will use.
+replacements `model.zero_grad()` clears those too (and, at every level, the
+memory of an overflow), and `clip_grad_norm_(model.parameters(), ...)` clips what the optimizer will use.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad
 
 
 def replacements(
-    master_of: MasterOf, collect: Callable[[], None]
+    master_of: MasterOf, collect: Callable[[], None], zeroed: Callable[[set[int]], None]
 ) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """`(owner, name, make)` for each tool to replace.
 
     `collect` moves gradients that a plain `backward()` left in half parameters
-    to their masters.
+    to their masters; `zeroed` is told which parameters (ids) have lost theirs.
     """
     places: list[tuple[Any, str, Callable]] = [
-        (nn.Module, "zero_grad", lambda original: _zero_grad(original, master_of))
+        (nn.Module, "zero_grad", lambda original: _zero_grad(original, master_of, zeroed))
     ]
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         places.extend(
@@ -42,17 +42,21 @@ def replacements(
     return places
 
 
-def _zero_grad(original: Callable, master_of: MasterOf) -> Callable:
+def _zero_grad(
+    original: Callable, master_of: MasterOf, zeroed: Callable[[set[int]], None]
+) -> Callable:
     @functools.wraps(original)
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         original(self, set_to_none)
-        for parameter in self.parameters():
+        parameters = list(self.parameters())
+        for parameter in parameters:
             master = master_of(parameter)
             if master is not None and master.grad is not None:
                 if set_to_none:
                     master.grad = None
                 else:
                     master.grad.detach_().zero_()
+        zeroed({id(parameter) for parameter in parameters})
 
     return zero_grad
 

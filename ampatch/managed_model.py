@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from .casting.policy import CastState, Policy
 from .hooks import Hook, add_load_hook, add_state_dict_hook, drop_plain_hooks
-from .models import Converted, caster, convert_weights, flatten_rnns, map_tensors, set_data
+from .models import (
+    Converted,
+    caster,
+    convert_weights,
+    flatten_rnns,
+    map_tensors,
+    set_data,
+)
 from .opt_levels import HALF_TYPES, Properties
 from .overrides import ModuleOverride
 
@@ -69,6 +76,10 @@ class ManagedModel:
             if entry.dtype is torch.float32
         }
 
+    def converted(self) -> set[int]:
+        """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""
+        return set(self._dtypes)
+
     def forget_originals(self) -> None:
         """Let go of the unconverted values; masters hold those that are still needed."""
         self._converted = [entry._replace(original=entry.tensor) for entry in self._converted]
@@ -116,21 +127,19 @@ class ManagedModel:
     # Around a forward
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if not torch.compiler.is_compiling():
-            if not self._state.under_user_control():
-                self._state.push(self.policy, self)
-            if self.policy is not None:
-                self.policy.cache.open(self)
-                self._note_device()
+        if not self._state.under_user_control():
+            self._state.push(self.policy, self)
+        if self.policy is not None and not torch.compiler.is_compiling():
+            self.policy.cache.open(self)
+            self._note_device()
         if self._cast_in is None:
             return None
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self._state.pop(self)
-            if self.policy is not None:
-                self.policy.cache.close(self)
+        self._state.pop(self)
+        if self.policy is not None and not torch.compiler.is_compiling():
+            self.policy.cache.close(self)
         return None if self._cast_out is None else map_tensors(output, self._cast_out)
 
     def _note_device(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -46,16 +46,26 @@ def _map_mapping(value: Mapping, convert: Callable) -> Any:
         return value
     if type(value) in (dict, OrderedDict):
         return type(value)(items)
-    mapped = copy.copy(value)  # its constructor may ask for more
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)
+    try:
+        mapped = copy.copy(value)
+    except TypeError:  # copying calls its constructor, and that asks for more
+        mapped = type(value).__new__(type(value))
+        vars(mapped).update(vars(value))
     for key, item in items.items():
         mapped[key] = item
     return mapped
 
 
 def _map_dataclass(value: Any, convert: Callable) -> Any:
+    old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    items = {name: map_tensors(item, convert) for name, item in old.items()}
+    if all(items[name] is old[name] for name in items):
+        return value
     mapped = copy.copy(value)
-    for field in dataclasses.fields(value):
-        object.__setattr__(mapped, field.name, map_tensors(getattr(value, field.name), convert))
+    for name, item in items.items():
+        object.__setattr__(mapped, name, item)  # it may be frozen
     return mapped
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 GradientPatches = Callable[
-    [Callable[[Tensor], "Tensor | None"], Callable[[], None]],
+    [Callable[[Tensor], "Tensor | None"], Callable[[], None], Callable[[set[int]], None]],
     list[tuple[Any, str, Callable[[Any], Any]]],
 ]
 
@@ -99,14 +99,13 @@ class Registry:
                 )
 
     def _refresh_gradient_tools(self) -> None:
-        needed = any(
-            managed.properties.master_weights
-            for session in self.sessions
-            for managed in session.models()
-        )
+        needed = any(True for session in self.sessions for _ in session.optimizers())
         if needed and not len(self._gradient_tools):
             made = {}
-            for owner, name, make in self._gradient_patches(self.master_of, self.collect_grads):
+            patches = self._gradient_patches(
+                self.master_of, self.collect_grads, self.forget_overflow
+            )
+            for owner, name, make in patches:
                 original = self._gradient_tools.replace(owner, name, make)
                 made[id(original)] = getattr(owner, name)
             for module, name, original in early_names(made):
@@ -168,6 +167,12 @@ class Registry:
         for session in self.sessions:
             for managed in session.optimizers():
                 managed.take_unscaled()
+
+    def forget_overflow(self, zeroed: set[int]) -> None:
+        """Gradients of these parameters (ids) were zeroed by their module."""
+        for session in self.sessions:
+            for managed in session.optimizers():
+                managed.forget_overflow(zeroed)
 
     def half_of(self, master: Tensor) -> Tensor | None:
         """The half parameter of a master in any session, or None."""

@@ -93,10 +93,13 @@ class Session:
         registry.tell("on_close", self)
         for optimizer in self.optimizers():
             optimizer.settle()
+        changed: set[int] = set()
         for managed in list(self.models()):
             managed.uninstall()
+            changed |= managed.converted()
         for optimizer in list(self.optimizers()):
             optimizer.uninstall()
+            optimizer.fit_state(changed)
         self._models, self._optimizers, self._bystanders = [], [], []
         self.is_open = False
         registry.remove(self)
@@ -346,6 +349,7 @@ class Session:
                 ids = {id(parameter) for parameter in model.parameters()}
                 for optimizer in self.optimizers():
                     optimizer.release_parameters(ids)
+                    optimizer.fit_state(managed.converted())
                 self._models = [ref for ref in self._models if ref() is not managed]
 
     def release_optimizer(self, optimizer: Any) -> None:

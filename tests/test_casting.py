@@ -99,7 +99,7 @@ NO_ORACLE = NO_CPU_KERNEL - {"_scaled_dot_product_flash_attention"} | {
 GIVEN = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def autocasts() -> dict:
     """What autocast returns for each place; made once, before any test (torch scripts there)."""
     with warnings.catch_warnings():

@@ -176,6 +176,14 @@ def test_run_overrides_what_the_script_gives(script, tmp_path):
     assert (done.returncode, done.stdout) == (0, "torch.bfloat16\n")
 
 
+def test_run_takes_scripts_written_for_apex(script, tmp_path):
+    pytest.importorskip("ampatch.compat.apex")
+    text = Path(script).read_text().replace("import ampatch as amp", "from apex import amp")
+    Path(script).write_text(text.partition("amp.log_metrics")[0] + "print(amp.__name__)\n")
+    done = ampatch_command("run", "--opt-level", "O1", "--dtype", "bfloat16", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "apex.amp\n")
+
+
 def test_a_crash_in_run_reads_as_pythons_own(script, tmp_path):
     Path(script).write_text("def f():\n    raise ValueError('too late')\n\nf()\n")
     ours = ampatch_command("run", "train.py", cwd=tmp_path)

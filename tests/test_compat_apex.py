@@ -127,7 +127,7 @@ def test_the_signature_is_that_of_apex():
         "min_loss_scale": None,
         "max_loss_scale": 2.0**24,
     }
-    assert list(parameters)[0] == "models"
+    assert next(iter(parameters)) == "models"
 
 
 def test_amp_state_is_an_object_as_an_attribute_and_a_module_by_import():
@@ -195,14 +195,14 @@ def test_what_is_missing_names_a_replacement():
     with pytest.raises(ImportError, match="AdamW"):
         from apex.optimizers import FusedLAMB  # noqa: F401
     with pytest.raises(ImportError, match="ampatch.initialize"):
-        import apex.fp16_utils  # noqa: F401
+        import apex.fp16_utils
     with pytest.raises(ImportError, match="scaled_dot_product_attention"):
         importlib.import_module("apex.contrib.multihead_attn")
     with pytest.raises(AttributeError, match="NovoGrad"):
-        apex.optimizers.FusedNovoGrad
+        _ = apex.optimizers.FusedNovoGrad
     assert not hasattr(apex.amp, "nonsense")
     with pytest.raises(ModuleNotFoundError):
-        import apex.nonsense  # noqa: F401
+        import apex.nonsense
 
 
 def test_a_real_apex_is_not_hidden_unless_forced(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Sessions beside and after each other: again, at another level, half failed, forgotten."""
+"""Sessions: several at once, one after the other, changed at run time, failing, forgotten."""
 
 from __future__ import annotations
 
@@ -8,197 +8,313 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import changes, snapshot
 from torch import nn
 
-import ampatch as amp
+import ampatch
 from ampatch.session import registry
 
-LEVELS = ["O0", "O1", "O2", "O3"]
+BF16 = torch.bfloat16
 
 
-def build(seed=0, lr=0.1):
-    """A small classifier and SGD with momentum."""
+def build(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def step(model, optimizer, seed=0):
-    """One training step; returns the loss."""
-    data = torch.Generator().manual_seed(seed)
-    inputs, targets = torch.randn(16, 6, generator=data), torch.arange(16) % 3
+def pair(seed=0):
+    model = build(seed)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def one_step(model, optimizer, step):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(6, 4, generator=generator)
+    targets = torch.randn(6, 2, generator=generator)
     optimizer.zero_grad()
-    loss = F.cross_entropy(model(inputs), targets)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loss = F.mse_loss(model(inputs).float(), targets)
+    with ampatch.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
     optimizer.step()
     return loss.item()
 
 
-def solo(level, dtype, steps, seed=0):
-    """Losses of a training that has the process to itself."""
-    model, optimizer = amp.initialize(*build(seed), opt_level=level, dtype=dtype, verbosity=0)
-    losses = [step(model, optimizer, number) for number in range(steps)]
-    amp.deactivate()
-    return losses
+def state_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("second", LEVELS)
-@pytest.mark.parametrize("first", LEVELS)
-def test_two_levels_interleaved_each_equal_their_solo_run(first, second, half):
-    expected = [solo(first, half, 4), solo(second, half, 4, seed=1)]
-    one = amp.initialize(*build(), opt_level=first, dtype=half, verbosity=0)
-    two = amp.initialize(*build(1), opt_level=second, dtype=half, verbosity=0)
-    seen = [[], []]
-    for number in range(4):
-        seen[0].append(step(*one, number))
-        seen[1].append(step(*two, number))
-    if {first, second} & {"O1"} and first != second:
-        # the loss is computed outside the models, where the process's O1 rules hold: FP32 anyway
-        assert seen == [pytest.approx(losses, abs=1e-6) for losses in expected]
-    else:
-        assert seen == expected
+def same(first, second):
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
-@pytest.mark.parametrize("second", LEVELS)
-@pytest.mark.parametrize("first", LEVELS)
-def test_initialize_again_keeps_fp32_values_and_nests_nothing(first, second):
-    model, optimizer = build()
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
-    amp.initialize(model, optimizer, opt_level=first, dtype=torch.bfloat16, verbosity=0)
-    amp.initialize(model, optimizer, opt_level=second, dtype=torch.bfloat16, verbosity=0)
+def depth(optimizer):
+    """How many step functions lie on top of each other."""
+    function, count = optimizer.step.__func__, 0
+    while hasattr(function, "__wrapped__"):
+        function, count = function.__wrapped__, count + 1
+    return count
+
+
+def hooks(model):
+    return sum(
+        len(table)
+        for module in model.modules()
+        for name, table in vars(module).items()
+        if name.endswith("hooks") and hasattr(table, "__len__")
+    )
+
+
+# Again
+
+
+@pytest.mark.parametrize("first", ["O0", "O1", "O2"])
+def test_initialize_again_keeps_float_values(first, opt_level):
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, opt_level=first, dtype=BF16, verbosity=0)
+    for step in range(3):
+        one_step(model, optimizer, step)
+    truth = state_of(model)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
     assert len(registry.sessions) == 1
-    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
-    if first != "O3":
-        saved = model.state_dict()
-        kept = [saved[name] for name, _ in model.named_parameters()]
-        tolerance = 0.01 if second == "O3" else 0
-        for value, weight in zip(kept, weights, strict=True):
-            torch.testing.assert_close(value, weight, atol=tolerance, rtol=tolerance)
-    assert [step(model, optimizer) for _ in range(8)][-1] < 0.9
-    amp.deactivate()
-    assert not {"step", "zero_grad"} & set(vars(optimizer))
-    assert "__deepcopy__" not in vars(model) and not model._forward_hooks
+    for name, value in state_of(model).items():
+        rounded = opt_level == "O3" and value.is_floating_point()
+        expected = truth[name].to(BF16).float() if rounded else truth[name]
+        assert torch.equal(value, expected), name
+    single, single_optimizer = pair()
+    ampatch.initialize(single, single_optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
+    assert depth(optimizer) == depth(single_optimizer) and hooks(model) == hooks(single)
+    assert one_step(model, optimizer, 3) < 10
 
 
-def test_set_opt_level_at_run_time(half):
-    model, optimizer = amp.initialize(*build(), opt_level="O1", dtype=half, verbosity=0)
-    first = step(model, optimizer)
-    for level in ("O2", "O0", "O3", "O1", "O2"):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        amp.set_opt_level(model, level)
-        for name, value in model.state_dict().items():
-            if value.is_floating_point():
-                slack = 0.01 if level == "O3" else 0
-                torch.testing.assert_close(value, before[name], atol=slack, rtol=slack)
-        expected = torch.float32 if level in ("O0", "O1") else half
-        assert model[0].weight.dtype is expected
-        last = step(model, optimizer)
-    assert last < first
-    assert amp.loss_scale() == (65536.0 if half is torch.float16 else 1.0)
-    masters = [p for p in amp.master_params(optimizer)]
-    assert all(parameter.dtype is torch.float32 for parameter in masters)
+def test_initialize_again_goes_on_as_if_nothing_had_happened():
+    runs = []
+    for again in (False, True):
+        model, optimizer = pair()
+        ampatch.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+        for step in range(6):
+            if again and step == 3:
+                ampatch.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+            one_step(model, optimizer, step)
+        runs.append(state_of(model))
+        ampatch.deactivate()
+    assert same(*runs)
 
 
-def test_set_opt_level_of_one_model_among_several():
-    (one, first), (two, second) = build(), build(1)
-    amp.initialize([one, two], [first, second], opt_level="O1", verbosity=0)
-    amp.set_opt_level(two, "O2")
-    assert one[0].weight.dtype is torch.float32 and two[0].weight.dtype is torch.float16
-    assert one(torch.ones(4, 6)).dtype is torch.float16
-    assert two(torch.ones(4, 6)).dtype is torch.float32
-    for _ in range(3):
-        step(one, first), step(two, second)
-    assert next(iter(amp.master_params(second))).dtype is torch.float32
+def test_set_opt_level_through_all_levels():
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, opt_level="O1", dtype=BF16, verbosity=0)
+    momentum = optimizer.state
+    for step, level in enumerate(["O2", "O0", "O3", "O1"]):
+        one_step(model, optimizer, step)
+        truth = state_of(model)
+        buffers = [optimizer.state[p]["momentum_buffer"].clone() for p in masters(optimizer)]
+        ampatch.set_opt_level(model, level)
+        for name, value in state_of(model).items():
+            rounded = level == "O3" and value.is_floating_point()
+            assert torch.equal(value, truth[name].to(BF16).float() if rounded else truth[name])
+        for param, before in zip(masters(optimizer), buffers, strict=True):
+            assert param.dtype is (BF16 if level == "O3" else torch.float32)
+            now = optimizer.state[param]["momentum_buffer"]
+            assert torch.equal(now, before.to(param.dtype))
+    assert optimizer.state is momentum
+    weight = model[0].weight
+    assert weight.dtype is torch.float32 and masters(optimizer)[0] is weight
+    losses = [one_step(model, optimizer, 9) for _ in range(30)]
+    assert losses[-1] < losses[0] / 2
 
 
-def test_sessions_close_in_any_order():
-    before = snapshot()
-    amp.initialize(*(first := build()), opt_level="O1", verbosity=0)
-    amp.initialize(*build(1), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16, "the latest rules"
-    registry.sessions[-1].close()
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
-    assert step(*first) > 0
-    registry.sessions[0].close()
-    assert changes(before, snapshot()) == []
-    amp.deactivate()
-    amp.deactivate()
+def masters(optimizer):
+    return list(ampatch.master_params(optimizer))
 
 
-def test_a_failure_half_way_changes_nothing(opt_level, monkeypatch):
-    (one, first), (two, second) = build(), build(1)
-    before, own = snapshot(), [dict(vars(first)), dict(vars(second))]
-    weights = [parameter.detach().clone() for parameter in one.parameters()]
-    managed = amp.scaling.optimizer.ManagedOptimizer
-
-    def fail(self, *args):
-        if self.optimizer is second:
-            raise MemoryError("made up")
-        return install(self, *args)
-
-    install = managed.install
-    monkeypatch.setattr(managed, "install", fail)
-    with pytest.raises(MemoryError, match="made up"):
-        amp.initialize([one, two], [first, second], opt_level=opt_level, verbosity=0)
-    assert changes(before, snapshot()) == [] and registry.sessions == []
-    assert [vars(first), vars(second)] == own
-    for parameter, weight in zip(one.parameters(), weights, strict=True):
-        assert parameter.dtype is torch.float32 and torch.equal(parameter, weight)
-    assert not one._forward_hooks and not two._forward_pre_hooks
+def test_set_opt_level_equals_a_fresh_start_at_that_level():
+    runs = []
+    for first in ("O0", "O2"):
+        model, optimizer = pair()
+        ampatch.initialize(model, optimizer, opt_level=first, dtype=BF16, verbosity=0)
+        if first != "O2":
+            ampatch.set_opt_level(model, "O2")
+        runs.append(([one_step(model, optimizer, step) for step in range(4)], state_of(model)))
+        ampatch.deactivate()
+    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
 
 
-def test_what_nobody_uses_any_more_goes(opt_level):
-    gone = []
-    for number in range(30):
-        model, optimizer = amp.initialize(*build(number), opt_level=opt_level, verbosity=0)
-        step(model, optimizer)
-        gone += [weakref.ref(model), weakref.ref(optimizer)]
-        del model, optimizer
-        gc.collect()
-    assert [reference() for reference in gone] == [None] * len(gone)
-    amp.initialize(*(kept := build()), opt_level=opt_level, verbosity=0)
+# At once
+
+
+@pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O0"), ("O3", "O1"), ("O0", "O1")])
+def test_two_sessions_do_not_meet(levels):
+    solo = []
+    for seed, level in enumerate(levels):
+        model, optimizer = pair(seed)
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+        solo.append(([one_step(model, optimizer, step) for step in range(4)], state_of(model)))
+        ampatch.deactivate()
+    pairs = [pair(seed) for seed in (0, 1)]
+    for (model, optimizer), level in zip(pairs, levels):
+        ampatch.initialize(
+            model, optimizer, opt_level=level, dtype=BF16, patch_scope="model", verbosity=0
+        )
+    assert len(registry.sessions) == 2
+    losses = [[one_step(*one, step) for one in pairs] for step in range(4)]
+    for index in (0, 1):
+        assert [row[index] for row in losses] == solo[index][0]
+        assert same(state_of(pairs[index][0]), solo[index][1])
+
+
+def gan(level):
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (generator, critic)]
+    if level:
+        found = ampatch.initialize(
+            [generator, critic], optimizers, opt_level=level, dtype=BF16, num_losses=3, verbosity=0
+        )
+        assert found == ([generator, critic], optimizers)
+    history = []
+
+    def backward(loss, optimizer, loss_id):
+        if not level:
+            return loss.backward()
+        with ampatch.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+            return scaled.backward()
+
+    for step in range(12):
+        source = torch.Generator().manual_seed(step)
+        real, noise = (torch.randn(8, n, generator=source) for n in (4, 2))
+        optimizers[1].zero_grad()
+        loss_real = F.softplus(-critic(real + 1).float()).mean()
+        loss_fake = F.softplus(critic(generator(noise).detach()).float()).mean()
+        backward(loss_real, optimizers[1], 0)
+        backward(loss_fake, optimizers[1], 1)
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        loss = F.softplus(-critic(generator(noise)).float()).mean()
+        backward(loss, optimizers[0], 2)
+        optimizers[0].step()
+        history.append([loss_real.item(), loss_fake.item(), loss.item()])
+    ampatch.deactivate()
+    return torch.tensor(history)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_gan_follows_its_float_run(level):
+    expected = gan(None)
+    assert torch.allclose(gan(level), expected, atol=0.03 if level != "O0" else 0)
+    assert (expected[0] - expected[-1]).abs().max() > 0.1
+
+
+# In and out
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (x,)])
+def test_the_shape_given_is_the_shape_returned(opt_level, wrap):
+    model, optimizer = pair()
+    given = wrap(model), wrap(optimizer)
+    models, optimizers = ampatch.initialize(*given, opt_level=opt_level, verbosity=0)
+    assert (type(models), type(optimizers)) == (type(given[0]), type(given[1]))
+    assert models == wrap(model) and optimizers == wrap(optimizer)
+    assert ampatch.initialize(wrap(build()), opt_level=opt_level, verbosity=0) is not None
+    one_step(model, optimizer, 0)
+
+
+def test_without_optimizers_only_the_models_come_back(opt_level):
+    model = build()
+    assert ampatch.initialize(model, opt_level=opt_level, verbosity=0) is model
+
+
+class Slotted:
+    """Only looks like an optimizer, and has no room for a step of ours."""
+
+    __slots__ = ("param_groups", "state")
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params)}]
+        self.state = {}
+
+    def step(self):
+        pass
+
+
+def test_a_failure_half_way_leaves_nothing_changed(opt_level):
+    models = [build(seed) for seed in range(2)]
+    optimizers = [
+        torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9),
+        Slotted(models[1].parameters()),
+    ]
+    F.mse_loss(models[0](torch.ones(3, 4)), torch.zeros(3, 2)).backward()
+    optimizers[0].step()
+    before = [state_of(model) for model in models]
+    params = [[*model.parameters()] for model in models]
+    grads = [param.grad.clone() for param in params[0]]
+    keys = [set(vars(module)) for model in models for module in model.modules()]
+    momentum = [optimizers[0].state[p]["momentum_buffer"].clone() for p in params[0]]
+    linear = F.linear
+    with pytest.raises((TypeError, AttributeError)):
+        ampatch.initialize(models, optimizers, opt_level=opt_level, verbosity=0)
+    assert not registry.sessions and F.linear is linear
+    assert "step" not in vars(optimizers[0])
+    assert [set(vars(module)) for model in models for module in model.modules()] == keys
+    for model, optimizer, state, listed in zip(models, optimizers, before, params):
+        assert same(state_of(model), state)
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], listed, strict=True))
+        assert {p.dtype for p in listed} == {torch.float32}
+    assert all(map(torch.equal, grads, [param.grad for param in params[0]]))
+    assert all(torch.equal(optimizers[0].state[p]["momentum_buffer"], m) for p, m in
+               zip(params[0], momentum, strict=True))
+
+
+# Forgotten
+
+
+def test_fifty_rounds_leave_nothing_behind(opt_level):
+    def round_trip():
+        model, optimizer = pair()
+        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
+        one_step(model, optimizer, 0)
+        return [weakref.ref(thing) for thing in (model, optimizer, *model.parameters())]
+
+    for _ in range(5):
+        references = round_trip()
+    gc.collect()
+    assert all(reference() is None for reference in references)
+    objects = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    for _ in range(50):
+        references = round_trip()
+    assert len(registry.sessions) < 50  # the collector came by of its own accord
+    gc.collect()
+    assert all(reference() is None for reference in references)
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
     assert len(registry.sessions) == 1
-    step(*kept)
+    ampatch.deactivate()
+    del model, optimizer
+    gc.collect()
+    assert sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()) <= objects
 
 
-@pytest.mark.parametrize("container", [list, tuple])
-def test_the_shape_given_is_the_shape_returned(container):
-    model, optimizer = build()
-    given = container([model]), container([optimizer])
-    returned = amp.initialize(*given, verbosity=0)
-    assert returned[0] is given[0] and returned[1] is given[1]
-    amp.deactivate()
-    assert amp.initialize(model, verbosity=0) is model
-    amp.deactivate()
-    models, single = amp.initialize([model], optimizer, verbosity=0)
-    assert models == [model] and single is optimizer
+# The environment
 
 
-def test_the_environment_overrides_the_script(monkeypatch):
-    monkeypatch.setenv("AMPATCH_OPT_LEVEL", "O2")
-    monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
-    model, _ = amp.initialize(*build(), opt_level="O1", verbosity=0)
-    assert model[0].weight.dtype is torch.bfloat16
-    amp.deactivate()
-    monkeypatch.setenv("AMPATCH_OPT_LEVEL", "O1")
-    amp.initialize(model, opt_level="O2", keep_batchnorm_fp32=True, verbosity=0)
-    assert registry.sessions[-1].properties.keep_batchnorm_fp32 is None, "it was for O2"
-    amp.deactivate()
-    monkeypatch.setenv("AMPATCH_ENABLED", "0")
-    amp.initialize(model, verbosity=0)
-    assert model(torch.ones(4, 6)).dtype is torch.float32
+@pytest.mark.parametrize("asked", ["O0", "O1", "O2", "O3"])
+def test_the_environment_chooses_the_level(monkeypatch, asked, half):
+    monkeypatch.setenv("AMPATCH_OPT_LEVEL", asked)
+    monkeypatch.setenv("AMPATCH_DTYPE", str(half).removeprefix("torch."))
+    model, optimizer = pair()
+    ampatch.initialize(
+        model, optimizer, opt_level="O2", keep_batchnorm_fp32=True, loss_scale=2.0, verbosity=0
+    )
+    properties = registry.sessions[-1].properties
+    assert (properties.opt_level, properties.dtype) == (asked, half)
+    assert model[0].weight.dtype is (half if asked in ("O2", "O3") else torch.float32)
+    assert ampatch.loss_scale() == 2.0
 
 
-def test_disabled_is_plain_pytorch(opt_level):
-    plain_model, plain = build()
-    model, optimizer = amp.initialize(*build(), enabled=False, opt_level=opt_level)
-    for number in range(3):
-        data = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
-        plain.zero_grad()
-        loss = F.cross_entropy(plain_model(data), torch.arange(16) % 3)
-        loss.backward()
-        plain.step()
-        assert step(model, optimizer, number) == loss.item()
-    assert not amp.step_was_skipped(optimizer) and vars(optimizer).keys() == vars(plain).keys()
+@pytest.mark.parametrize("value, enabled", [("0", False), ("False", False), ("1", True)])
+def test_the_environment_switches_it_off(monkeypatch, value, enabled):
+    monkeypatch.setenv("AMPATCH_ENABLED", value)
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert (model[0].weight.dtype is torch.float16) is enabled
+    one_step(model, optimizer, 0)

@@ -206,8 +206,8 @@ def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(directory):
             step()
         time.sleep(600)
     """)
-    [row] = sweep(script, levels=["O0"], timeout=15, out=directory / "hang")
-    assert (row.status, row.steps) == ("timed out: after 15 s", 5)
+    [row] = sweep(script, levels=["O0"], timeout=12, out=directory / "hang")
+    assert (row.status, row.steps) == ("timed out: after 12 s", 5)
     assert row.seconds < 60
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.casting.weight_cache import WeightCache
 
 
 class CountCasts(TorchDispatchMode):
@@ -236,7 +237,54 @@ def test_threads(model):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_trace_does_not_bake_the_copy_in(model):
     with torch.no_grad():
-        traced = torch.jit.trace(model, X)
+        traced = torch.jit.trace(model, X, check_trace=False)
+        assert ampatch.cache_info().misses == 0  # closed while tracing
         assert traced(X).float().mean() == 1
         swap_data(model)
         assert traced(X).float().mean() == 4
+
+
+def test_a_forward_interrupted_past_its_hooks_leaves_nothing_stale():
+    """Ctrl-C skips forward hooks, so the next forward finds the cache still open."""
+    cache, weight = WeightCache(), nn.Parameter(torch.ones(2))
+    cache.open("model")
+    cache.cast(weight, torch.bfloat16)
+    weight.data.mul_(2)
+    cache.open("model")
+    assert torch.equal(cache.cast(weight, torch.bfloat16).float(), weight)
+
+
+def test_a_transform_within_a_forward_leaves_no_tensor_of_its_level():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            slope = torch.func.grad(lambda x: F.linear(x, self.weight).float().sum())(x)
+            return F.linear(x, self.weight) + slope
+
+    model = ampatch.initialize(Inner(), dtype=torch.bfloat16, verbosity=0)
+    out = model(X)
+    assert torch.equal(out.float(), 2 * X)
+    out.float().sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 6.0))  # 3 rows, and 3 slopes
+    assert ampatch.cache_info().hits == 0  # the transform's own cast was not kept
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_recomputes_as_it_computed(reentrant):
+    """The recompute runs in backward, outside the block that the forward was in."""
+    seen = []
+
+    def part(x):
+        out = torch.mm(x, x.t())
+        seen.append(out.dtype)
+        return out.tanh()
+
+    ampatch.initialize([], dtype=torch.bfloat16, verbosity=0)
+    x = X.clone().requires_grad_()
+    with ampatch.disable_casts():
+        out = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=reentrant)
+    out.sum().backward()
+    assert seen == [torch.float32] * 2

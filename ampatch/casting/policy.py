@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .weight_cache import WeightCache
 
@@ -113,6 +114,10 @@ class CastState:
         return self.process if found is FOLLOW else found
 
     def _count(self, change: int) -> None:
+        if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
+            self._own += change
+            self.overridden = self._own > 0
+            return
         with self._lock:
             self._own += change
             self.overridden = self._own > 0
@@ -137,7 +142,7 @@ class Frame:
 class Under:
     """`with` block or decorator under a policy; nests, and restores what it found."""
 
-    __slots__ = ("_state", "_choose", "by_user")
+    __slots__ = ("_choose", "_state", "by_user")
 
     def __init__(
         self, state: CastState, choose: Callable[[], Policy | None], by_user: bool

@@ -24,7 +24,10 @@ class _Overflow(Exception):
 def step_with_closure(
     managed: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict
 ) -> Any:
-    """Step with a closure; returns what the optimizer returns, or the first loss on a skip."""
+    """Step with a closure; returns what the optimizer returns, or the first loss on a skip.
+
+    Casting is off around this, and on again inside the closure.
+    """
     first = _evaluate(managed, closure)
     if _overflowed(managed):
         managed.note_skip(True)
@@ -44,8 +47,7 @@ def step_with_closure(
         return loss
 
     try:
-        with managed.casts_off():
-            result = original(evaluate, *args, **kwargs)
+        result = original(evaluate, *args, **kwargs)
     except _Overflow:
         before.restore()
         managed.note_skip(True)

@@ -82,6 +82,8 @@ class ManagedOptimizer:
         for group in self.optimizer.param_groups:
             for index, param in enumerate(group["params"]):
                 if id(param) not in halves:
+                    if id(param) in originals:
+                        self._move_state(param, param)
                     continue
                 master = self.masters.of(param)
                 if master is None:
@@ -100,6 +102,12 @@ class ManagedOptimizer:
                     group["params"][index] = param
                     self._move_state(master, param)
                     self.masters.remove(param)
+
+    def fit_state(self, changed: set[int]) -> None:
+        """Give the state of parameters (ids) whose dtype has changed their new dtype."""
+        for param in self.parameters():
+            if id(param) in changed:
+                self._move_state(param, param)
 
     def uninstall(self) -> None:
         """Give the optimizer its own parameters and methods back.
@@ -136,8 +144,8 @@ class ManagedOptimizer:
         if state is not None and old in state:
             moved = state.pop(old)
             for key, value in moved.items():
-                if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
-                    moved[key] = value.to(new.dtype)
+                if key != "step":
+                    moved[key] = _as_dtype(value, new.dtype)
             state[new] = moved
 
     # Gradients
@@ -281,6 +289,16 @@ class ManagedOptimizer:
         self.pending = self._found_inf = None
         self.masters.drop_grads()
 
+    def forget_overflow(self, zeroed: set[int]) -> None:
+        """Forget an overflow if all gradients are gone; `zeroed` are ids of the model's parameters."""
+        if self._found_inf is not None and all(
+            param.grad is None
+            or id(param) in zeroed
+            or id(self.masters.half_of(param)) in zeroed
+            for param in self.parameters()
+        ):
+            self._found_inf = None
+
     def take_unscaled(self) -> None:
         """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
         if self.masters.has_grads():
@@ -321,7 +339,8 @@ class ManagedOptimizer:
             self._deferred = None
         closure, args, kwargs = _closure(args, kwargs)
         if closure is not None:
-            result = step_with_closure(self, original, closure, args, kwargs)
+            with self._casts_off():
+                result = step_with_closure(self, original, closure, args, kwargs)
         else:
             result = self.step_on_gradients(original, args, kwargs)
         self._after_step(self)
@@ -364,10 +383,6 @@ class ManagedOptimizer:
         """Casting as it is outside the step, for the forward in a closure."""
         return self._casts_on()
 
-    def casts_off(self) -> AbstractContextManager:
-        """No casting: some optimizers multiply matrices in their step."""
-        return self._casts_off()
-
     def take_found_inf(self) -> Tensor | None:
         """The overflow flag of the gradients gathered since it was last taken; None: unchecked."""
         found, self._found_inf = self._found_inf, None
@@ -381,6 +396,15 @@ class ManagedOptimizer:
             return original(*args, **kwargs)
 
         return zero_grad
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """A piece of optimizer state, a tensor or a list of them (LBFGS), in another dtype."""
+    if isinstance(value, list):
+        return [_as_dtype(item, dtype) for item in value]
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 def _values(grads: list[Tensor]) -> list[Tensor]:

@@ -41,8 +41,8 @@ def check_script(script: str) -> None:
 def run_script(script: str, arguments: Sequence[str]) -> Ending:
     """Run `script` as `__main__`, and report an exception as Python does."""
     check_script(script)
-    install_apex()
     main = _become_main(script, arguments)
+    install_apex()
     try:
         exec(compile(Path(script).read_bytes(), main.__file__, "exec"), main.__dict__)
     except SystemExit as stop:

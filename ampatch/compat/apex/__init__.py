@@ -16,7 +16,7 @@ from ampatch import AmpatchError, observe
 from . import amp, multi_tensor_apply, normalization, optimizers, parallel, state
 from .packages import Finder, build
 
-__all__ = ["install", "uninstall", "is_installed"]
+__all__ = ["install", "is_installed", "uninstall"]
 
 CONTENTS = {
     "apex": {},

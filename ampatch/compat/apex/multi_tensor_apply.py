@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-__all__ = ["multi_tensor_applier", "MultiTensorApply"]
+__all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FusedAdam", "FusedSGD", "FusedAdagrad"]
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedSGD"]
 
 
 class _Fused:

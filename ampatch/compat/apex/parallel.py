@@ -18,9 +18,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     `delay_allreduce=True`, which apex's users gave for parameters that not every
     step uses, becomes `find_unused_parameters`.  Arguments that tuned apex's
-    communication are accepted and change nothing; one that would change the
-    gradients (`gradient_average=False`, `gradient_predivide_factor`) keeps
-    torch's average and is logged, or refused where the result would differ.
+    communication are accepted and change nothing (`allreduce_always_fp32` and
+    `gradient_predivide_factor` are logged).  Raises `ValueError` for
+    `gradient_average=False`, which would change the gradients.
     """
 
     def __init__(

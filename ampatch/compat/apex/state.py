@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...session import Session, registry
 
-__all__ = ["AmpState", "_amp_state", "maybe_print", "warn_or_err", "master_params"]
+__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 
 
 class AmpState:

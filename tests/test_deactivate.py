@@ -1,0 +1,169 @@
+"""`deactivate`: models and optimizers are as they were, with the FP32 values of the masters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
+}
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def train(model, optimizer, steps, scaled=True):
+    for step in steps:
+        optimizer.zero_grad()
+        inputs, targets = batch(step)
+        loss = F.mse_loss(model(inputs).float(), targets)
+        if scaled:
+            with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+
+
+def names(model, optimizer):
+    hooks = [
+        (name, list(table))
+        for module in model.modules()
+        for name, table in vars(module).items()
+        if "hook" in name and hasattr(table, "__iter__")
+    ]
+    keys = [set(vars(module)) for module in model.modules()]
+    return keys, hooks, set(vars(optimizer))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("skip", [False, True])
+def test_everything_is_given_back(opt_level, half, kind, skip):
+    model = build()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    objects = [*model.parameters(), *model.buffers()]
+    before = names(model, optimizer)
+    ampatch.initialize(
+        model, optimizer, opt_level=opt_level, dtype=half, loss_scale="dynamic", verbosity=0
+    )
+    assert names(model, optimizer) != before
+    train(model, optimizer, range(3))
+    if skip:
+        with ampatch.scale_loss(model(batch(0)[0]).float().sum() * torch.nan, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert ampatch.step_was_skipped(optimizer)
+    masters = [param.detach().clone() for param in ampatch.master_params(optimizer)]
+    state = [dict(optimizer.state[param]) for param in ampatch.master_params(optimizer)]
+    ampatch.deactivate()
+
+    assert names(model, optimizer) == before
+    assert all(a is b for a, b in zip(objects, [*model.parameters(), *model.buffers()]))
+    listed = optimizer.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(listed, model.parameters(), strict=True))
+    for param, master, moved in zip(listed, masters, state, strict=True):
+        assert param.dtype is torch.float32 and torch.equal(param, master.float())
+        found = optimizer.state.get(param, {})
+        assert found.keys() == moved.keys()
+        for key, value in moved.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found[key], value.float()), key
+                assert found[key].dtype is torch.float32
+    assert set(map(id, optimizer.state)) <= set(map(id, listed))
+    if opt_level == "O2":
+        inner = [p for p in masters if not torch.equal(p, p.to(half).float())]
+        assert inner, "the masters hold no more than half precision: nothing was proved"
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_continues_identically(opt_level, kind):
+    """As a plain FP32 run would from the same weights and the same optimizer state."""
+    model = build()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
+    train(model, optimizer, range(3))
+    plain = build()
+    plain.load_state_dict(model.state_dict())
+    reference = OPTIMIZERS[kind](plain.parameters())
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ampatch.deactivate()
+    train(model, optimizer, range(3, 7), scaled=False)
+    train(plain, reference, range(3, 7), scaled=False)
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_gradients_move_along(opt_level, delayed):
+    model, plain = build(), build()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    ampatch.initialize(model, optimizer, opt_level=opt_level, init_scale=64.0, verbosity=0)
+    inputs, targets = batch(0)
+    loss = F.mse_loss(model(inputs).float(), targets)
+    with ampatch.scale_loss(loss, optimizer, delay_unscale=delayed) as scaled:
+        scaled.backward()
+    ampatch.deactivate()
+    F.mse_loss(plain(inputs), targets).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None
+        else:
+            assert ours.grad.dtype is torch.float32
+            assert torch.allclose(ours.grad, theirs.grad, atol=5e-3)
+
+
+def test_what_was_written_last_is_kept():
+    model = build()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with torch.no_grad():
+        model[3].bias.fill_(0.5)
+    ampatch.deactivate()
+    assert torch.equal(model[3].bias, torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_goes_on(opt_level, when):
+    """One built meanwhile wraps our step: it stays, and ours lets calls through."""
+    model = build()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    make = torch.optim.lr_scheduler.StepLR
+    scheduler = make(optimizer, 1, gamma=0.5) if when == "before" else None
+    ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    scheduler = scheduler or make(optimizer, 1, gamma=0.5)
+    train(model, optimizer, range(1))
+    ampatch.deactivate()
+    before = model[3].weight.detach().clone()
+    train(model, optimizer, range(1), scaled=False)
+    scheduler.step()
+    assert not torch.equal(before, model[3].weight)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_twice_is_once_and_without_a_session_nothing():
+    ampatch.deactivate()
+    model = build()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    ampatch.deactivate()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    ampatch.deactivate()
+    assert all(map(torch.equal, state.values(), model.state_dict().values()))
