@@ -61,9 +61,7 @@ def _zero_grad(
     return zero_grad
 
 
-def _on_masters(
-    original: Callable, master_of: MasterOf, collect: Callable[[], None]
-) -> Callable:
+def _on_masters(original: Callable, master_of: MasterOf, collect: Callable[[], None]) -> Callable:
     @functools.wraps(original)
     def on_masters(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(parameters, Tensor):

@@ -82,7 +82,9 @@ class ManagedModel:
 
     def forget_originals(self) -> None:
         """Let go of the unconverted values; masters hold those that are still needed."""
-        self._converted = [entry._replace(original=entry.tensor) for entry in self._converted]
+        self._converted = [
+            entry._replace(original=entry.tensor, grad=None) for entry in self._converted
+        ]
 
     def install(self) -> None:
         """Hang the hooks on the model."""
@@ -110,11 +112,16 @@ class ManagedModel:
         self._handles.clear()
         for name in _OWN_METHODS:
             vars(self.model).pop(name, None)
-        for tensor, dtype, original in self._converted:
+        for tensor, dtype, original, grad in self._converted:
             master = self._master_of(tensor)
-            if master is None:  # an original not yet forgotten is exact: `open` failed half-way
-                known = original.dtype is dtype
-                set_data(tensor, original if known else tensor.data.to(dtype))
+            if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
+                tensor.grad = None
+                tensor.data = original
+                tensor.grad = grad
+                if master is not None:
+                    master.grad = None
+            elif master is None:
+                set_data(tensor, tensor.data.to(dtype))
             else:
                 tensor.grad = None
                 tensor.data = master.data.to(dtype)

@@ -59,7 +59,9 @@ def _map_mapping(value: Mapping, convert: Callable) -> Any:
 
 
 def _map_dataclass(value: Any, convert: Callable) -> Any:
-    old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    old = {
+        f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
+    }
     items = {name: map_tensors(item, convert) for name, item in old.items()}
     if all(items[name] is old[name] for name in items):
         return value
@@ -79,14 +81,15 @@ def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 class Converted(NamedTuple):
-    """A parameter or buffer whose dtype was changed, and the values it had."""
+    """A parameter or buffer whose dtype was changed, and the values and gradient it had."""
 
     tensor: Tensor
     dtype: torch.dtype
     original: Tensor
+    grad: Tensor | None
 
 
-def stays_float(module: nn.Module) -> bool:
+def is_batch_norm(module: nn.Module) -> bool:
     """Whether `keep_batchnorm_fp32` is about this module (BatchNorm, SyncBatchNorm)."""
     return isinstance(module, _BatchNorm)
 
@@ -111,7 +114,9 @@ def convert_weights(
                 and tensor.dtype is not target
                 and id(tensor) not in converted
             ):
-                converted[id(tensor)] = Converted(tensor, tensor.dtype, tensor.data)
+                converted[id(tensor)] = Converted(
+                    tensor, tensor.dtype, tensor.data, tensor.grad
+                )
                 set_data(tensor, tensor.data.to(target))
     flatten_rnns(model)
     return list(converted.values())

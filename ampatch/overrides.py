@@ -17,7 +17,8 @@ from torch import nn
 from .casting.policy import CastState, Policy
 from .errors import did_you_mean, type_name
 from .hooks import Hook
-from .models import caster, map_tensors
+from .models import caster, is_batch_norm, map_tensors
+from .opt_levels import HALF_TYPES, Properties
 
 PRECISIONS = ("float", "half")
 
@@ -114,3 +115,18 @@ def check_all_used(rules: list[tuple[Any, str]], models: list[nn.Module]) -> Non
                 f"submodule matches {shown!r}. Expected a path such as those of "
                 f"model.named_modules()." + did_you_mean(str(shown), names)
             )
+
+
+def stays_float(properties: Properties, found: dict[nn.Module, str]) -> Callable[[nn.Module], bool]:
+    """Says of a module whether its weights stay in FP32 when the model goes to half."""
+    keep = properties.cast_model_type in HALF_TYPES and bool(properties.keep_batchnorm_fp32)
+    floats = {
+        child
+        for module, precision in found.items()
+        if precision == "float"
+        for child in module.modules()
+    }
+    halves = {module for module, precision in found.items() if precision == "half"}
+    return lambda module: (
+        module in floats or (keep and is_batch_norm(module) and module not in halves)
+    )

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import gradients, overrides
+from . import frames, gradients, overrides
 from .casting.casts import tensors_in
 from .casting.policy import Policy
 from .casting.weight_cache import CacheInfo
 from .log import logger
 from .managed_model import ManagedModel
-from .models import stays_float
+from .members import Members
 from .opt_levels import HALF_TYPES, NULLABLE, Properties, resolve
 from .registry import Registry
 from .scaling.backward import ScaledBackward
@@ -30,12 +29,10 @@ from .scaling.optimizer import ManagedOptimizer
 from .scaling.skips import skip_report
 
 
-class Session:
+class Session(Members):
     """Models and optimizers under one set of `Properties`.
 
-    Complete when constructed, in force after `open`.  Models and optimizers own
-    their managed counterparts; the session holds them weakly, so that a model
-    nobody uses any more can go.
+    Complete when constructed, in force after `open`.
     """
 
     def __init__(
@@ -46,11 +43,11 @@ class Session:
         process_group: Any = None,
         apex_flavour: bool = False,
     ) -> None:
+        super().__init__()
         self.properties = properties
         self._process_group = process_group
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.is_open = False
-        self._was_given = False
         self._policy = Policy(
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
@@ -58,9 +55,6 @@ class Session:
             devices=_device_limit(),
         )
         self._module_rules, self.function_rules = rules
-        self._models: list[weakref.ref[ManagedModel]] = []
-        self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
-        self._bystanders: list[weakref.ref] = []  # optimizers of a disabled session
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
 
     # Put in, take out
@@ -82,6 +76,8 @@ class Session:
                 self.manage_optimizer(optimizer)
             for managed in self.models():
                 managed.forget_originals()
+            for managed in self.optimizers():
+                managed.forget_found_state()
             self.is_open = True
             registry.add(self)
         except BaseException:
@@ -100,6 +96,7 @@ class Session:
         for optimizer in list(self.optimizers()):
             optimizer.uninstall()
             optimizer.fit_state(changed)
+            optimizer.restore_found_state()
         self._models, self._optimizers, self._bystanders = [], [], []
         self.is_open = False
         registry.remove(self)
@@ -121,7 +118,7 @@ class Session:
         )
         self._models.append(weakref.ref(managed))
         if properties.casts_model:
-            managed.convert(_stays_float(properties, found))
+            managed.convert(overrides.stays_float(properties, found))
         managed.install()
 
     def _module_override(
@@ -158,19 +155,6 @@ class Session:
         self._policy.apex_flavour = True
         registry.refresh()
 
-    def _originals(self) -> dict[int, Tensor]:
-        return {key: value for model in self.models() for key, value in model.originals().items()}
-
-    def _halves(self) -> set[int]:
-        """Ids of the half parameters that get masters."""
-        return {
-            id(parameter)
-            for managed in self.models()
-            if managed.properties.master_weights
-            for parameter in managed.model.parameters()
-            if parameter.dtype in HALF_TYPES and parameter.requires_grad
-        }
-
     # Questions
 
     @property
@@ -202,10 +186,6 @@ class Session:
 
         return dataclasses.replace(self._policy, gate=touches)
 
-    def plain_copy(self, model: nn.Module) -> nn.Module:
-        """A plain FP32 copy of one of the models."""
-        return next(managed for managed in self.models() if managed.model is model).plain_copy()
-
     def override_function(self, original: Any, dtype: torch.dtype) -> None:
         """Have one function cast to `dtype` whatever the tables say."""
         self._policy.special[original] = dtype
@@ -213,62 +193,6 @@ class Session:
     def cache_info(self) -> CacheInfo:
         """Counts of the weight cache."""
         return self._policy.cache.info()
-
-    def models(self) -> Iterator[ManagedModel]:
-        """The managed models that are still there."""
-        return _alive(self._models)
-
-    def optimizers(self) -> Iterator[ManagedOptimizer]:
-        """The managed optimizers that are still there."""
-        return _alive(self._optimizers)
-
-    def master_of(self, half: Tensor) -> Tensor | None:
-        """The FP32 master of a half parameter, or None."""
-        for optimizer in self.optimizers():
-            master = optimizer.masters.of(half)
-            if master is not None:
-                return master
-        return None
-
-    def current_master_of(self, half: Tensor) -> Tensor | None:
-        """As `master_of`; what was written into the half parameter has been taken over."""
-        for optimizer in self.optimizers():
-            master = optimizer.masters.current(half)
-            if master is not None:
-                return master
-        return None
-
-    def load_master(self, half: Tensor, values: Tensor) -> None:
-        """Give the master of a half parameter a checkpoint's values."""
-        for optimizer in self.optimizers():
-            if optimizer.masters.of(half) is not None:
-                optimizer.masters.load(half, values)
-
-    def managed(self, optimizer: Any) -> ManagedOptimizer | None:
-        """Our side of an optimizer, or None if it is not in this session."""
-        for managed in self.optimizers():
-            if managed.optimizer is optimizer:
-                return managed
-        return None
-
-    def knows(self, optimizer: Any) -> bool:
-        """Whether `initialize` was given this optimizer, enabled or not."""
-        return self.managed(optimizer) is not None or any(
-            bystander() is optimizer for bystander in self._bystanders
-        )
-
-    def is_alive(self) -> bool:
-        """Whether any of its models and optimizers is still in use."""
-        references = (*self._models, *self._optimizers, *self._bystanders)
-        return (
-            not self._was_given
-            or not references
-            or any(reference() is not None for reference in references)
-        )
-
-    def is_empty(self) -> bool:
-        """Whether nothing is left of what it was given."""
-        return self._was_given and not (self._models or self._optimizers or self._bystanders)
 
     # Training
 
@@ -361,28 +285,6 @@ class Session:
             self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
 
 
-def _alive(references: Iterable[weakref.ref]) -> Iterator[Any]:
-    for reference in references:
-        target = reference()
-        if target is not None:
-            yield target
-
-
-def _stays_float(properties: Properties, found: dict[nn.Module, str]) -> Any:
-    """Says of a module whether its weights stay in FP32 when the model goes to half."""
-    keep = properties.cast_model_type in HALF_TYPES and bool(properties.keep_batchnorm_fp32)
-    floats = {
-        child
-        for module, precision in found.items()
-        if precision == "float"
-        for child in module.modules()
-    }
-    halves = {module for module, precision in found.items() if precision == "half"}
-    return lambda module: (
-        module in floats or (keep and stays_float(module) and module not in halves)
-    )
-
-
 def _device_limit() -> set[str] | None:
     """Where there is only one kind of device nothing needs asking; else start from "meta"."""
     accelerator = getattr(torch, "accelerator", torch.cuda)
@@ -402,3 +304,4 @@ def _scaler(properties: Properties) -> Any:
 
 
 registry = Registry(gradients.replacements)
+frames.run_eagerly()

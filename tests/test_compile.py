@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 import ampatch as amp
@@ -65,6 +66,24 @@ def test_it_recompiles_when_the_policy_changes(compiled, inputs):
             assert fast(inputs)[2].dtype is FP32
     amp.deactivate()
     assert fast(inputs)[2].dtype is FP32
+
+
+def test_hooks_are_not_compiled_as_frames_of_their_own(inputs):
+    """One code object for all models: a few of them would reach Dynamo's recompile limit."""
+    for level in ("O1", "O2"):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        model = amp.initialize(Three(), opt_level=level, verbosity=0)
+        torch.compile(model, backend=counter, fullgraph=True)(inputs)
+        assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_a_compiled_function_that_calls_the_model(compiled, inputs):
+    for level in ("O1", "O2"):
+        model = amp.initialize(Three(), opt_level=level, verbosity=0)
+        assert all(map(torch.equal, compiled(lambda x, m=model: m(x))(inputs), model(inputs)))
+        amp.deactivate()
 
 
 def test_an_overridden_submodule(compiled, inputs):

@@ -219,16 +219,19 @@ def dtypes_under(overrides: dict, opt_level: str = "O1") -> list:
     return model.dtypes
 
 
-@pytest.mark.parametrize("overrides, expected", [
-    ({}, [H, H, torch.float32]),
-    ({"body.two": "float"}, [H, torch.float32, torch.float32]),
-    ({"body.*": "float"}, [torch.float32] * 3),
-    ({nn.Linear: "float"}, [torch.float32] * 3),
-    ({nn.Linear: "float", "body.one": "half"}, [H, torch.float32, torch.float32]),
-    ({nn.Softmax: "half"}, [H, H, H]),
-    ({F.linear: "float"}, [torch.float32] * 3),
-    ({torch.Tensor.softmax: "half"}, [H, H, H]),
-])
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ({}, [H, H, torch.float32]),
+        ({"body.two": "float"}, [H, torch.float32, torch.float32]),
+        ({"body.*": "float"}, [torch.float32] * 3),
+        ({nn.Linear: "float"}, [torch.float32] * 3),
+        ({nn.Linear: "float", "body.one": "half"}, [H, torch.float32, torch.float32]),
+        ({nn.Softmax: "half"}, [H, H, H]),
+        ({F.linear: "float"}, [torch.float32] * 3),
+        ({torch.Tensor.softmax: "half"}, [H, H, H]),
+    ],
+)
 def test_overrides_at_o1(overrides, expected):
     assert dtypes_under(overrides) == expected
 
@@ -259,9 +262,7 @@ def test_model_scope_leaves_other_models_alone():
     torch.manual_seed(0)
     other = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.LSTM(4, 4))
     plain = other(X)[0]
-    model = ampatch.initialize(
-        nn.Linear(4, 4), dtype=H, patch_scope="model", verbosity=0
-    )
+    model = ampatch.initialize(nn.Linear(4, 4), dtype=H, patch_scope="model", verbosity=0)
     found = other(X)[0]
     assert found.dtype is torch.float32 and torch.equal(found, plain)
     output = model(X)

@@ -34,8 +34,13 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=data), torch.randint(0, 3, (8,), generator=data)
 
 
-def backward(model: nn.Module, optimizer: torch.optim.Optimizer, number: int,
-             poison: bool = False, weight: float = 1.0) -> None:
+def backward(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    poison: bool = False,
+    weight: float = 1.0,
+) -> None:
     inputs, targets = batch(number)
     loss = F.cross_entropy(model(inputs), targets) * weight
     with amp.scale_loss(loss * (float("inf") if poison else 1.0), optimizer) as scaled_loss:
@@ -66,8 +71,9 @@ def train_under_ddp(rank: int, level: str) -> dict:
 def accumulate_under_ddp(rank: int, level: str) -> dict:
     """Two micro-batches, the first within `no_sync`."""
     model, optimizer = build(seed=0)
-    amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0,
-                   loss_scale=128.0)
+    amp.initialize(
+        model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=128.0
+    )
     parallel = DistributedDataParallel(model)
     with parallel.no_sync():
         backward(parallel, optimizer, rank, weight=0.5)
@@ -88,6 +94,51 @@ def sharing_the_flag(rank: int, level: str) -> dict:
     return {"weights": everything(model, optimizer), "skipped": skipped, "scale": amp.loss_scale()}
 
 
+def sharing_the_flag_of_unequal_gradients(rank: int, level: str) -> dict:
+    """Each rank trains on data of its own; the delayed unscaling shares the flag too."""
+    model, optimizer = build(seed=0)
+    amp.initialize(
+        model,
+        optimizer,
+        opt_level=level,
+        init_scale=256.0,
+        process_group=dist.group.WORLD,
+        verbosity=0,
+    )
+    skipped, moved = [], []
+    for number in range(4):
+        optimizer.zero_grad()
+        before = everything(model, optimizer)
+        inputs, targets = batch(10 * rank + number)
+        bad = rank == number - 1  # rank 0 in the second step, rank 1 in the third
+        loss = F.cross_entropy(model(inputs), targets) * (float("nan") if bad else 1.0)
+        delay = number > 1
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+        moved.append(not all(map(torch.equal, before, everything(model, optimizer))))
+    return {"skipped": skipped, "moved": moved, "scale": amp.loss_scale(),
+            "weights": everything(model, optimizer)}
+
+
+def loading_under_ddp(rank: int, level: str) -> dict:
+    """A checkpoint loaded after the broadcast keeps its FP32 values; half weights do not."""
+    checkpoint = build(seed=7)[0].state_dict()
+    found = {"checkpoint": list(checkpoint.values())}
+    for name in ("broadcast", "loaded"):
+        model, optimizer = build(seed=rank)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        parallel = DistributedDataParallel(model)
+        if name == "loaded":
+            parallel.module.load_state_dict(checkpoint)
+        optimizer.step()  # without gradients it only settles the masters
+        found[name] = [value.detach().clone() for value in amp.master_params(optimizer)]
+        found[name + " state"] = [value.clone() for value in model.state_dict().values()]
+        amp.deactivate()
+    return found
+
+
 def wrapped_too_early(rank: int, level: str) -> dict:
     model, _ = build(seed=0)
     parallel = DistributedDataParallel(model)
@@ -102,8 +153,9 @@ def wrapped_too_early(rank: int, level: str) -> dict:
 
 
 def _rank(rank: int, work: Callable, level: str, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
-                      WORLD_SIZE=str(RANKS))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     torch.save(work(rank, level), Path(folder) / f"{rank}.pt")
@@ -148,6 +200,27 @@ def test_a_shared_flag_skips_the_step_on_both_ranks():
     assert one["skipped"] == two["skipped"] == [False, True, False]
     assert one["scale"] == two["scale"] == 2.0**15
     assert all(map(torch.equal, one["weights"], two["weights"]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_shared_flag_with_unequal_gradients(level):
+    one, two = on_two_ranks(sharing_the_flag_of_unequal_gradients, level)
+    for rank in (one, two):
+        assert rank["skipped"] == [False, True, True, False]
+        assert rank["moved"] == [True, False, False, True]
+        assert rank["scale"] == 64.0
+    assert not all(map(torch.equal, one["weights"], two["weights"]))
+
+
+def test_masters_under_ddp_are_the_broadcast_or_the_checkpoint():
+    one, two = on_two_ranks(loading_under_ddp, "O2")
+    for rank in (one, two):
+        assert all(map(torch.equal, rank["loaded"], rank["checkpoint"]))
+        assert all(map(torch.equal, rank["loaded state"], rank["checkpoint"]))
+        assert all(map(torch.equal, rank["broadcast"], one["broadcast"]))
+        assert all(map(torch.equal, rank["broadcast"], rank["broadcast state"]))
+    rounded = [value.half().float() for value in build(seed=0)[0].parameters()]
+    assert all(map(torch.equal, two["broadcast"], rounded))  # of rank 0
 
 
 def test_ddp_before_initialize_is_refused_where_it_would_drift():

@@ -19,16 +19,18 @@ ALLOWED = {
     "opt_levels": LEAVES,
     "checks": LEAVES | {"opt_levels"},
     "hooks": set(),
+    "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
+    "members": {"managed_model", "opt_levels", "scaling"},
     "models": set(),
     "gradients": set(),
     "casting": LEAVES | {"casting"},
     "scaling": LEAVES | {"scaling"},
-    "overrides": LEAVES | {"casting", "hooks", "models"},
+    "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
     "registry": LEAVES | {"casting", "scaling", "session"},  # the last two for type checking only
     "session": LEAVES
-    | {"casting", "scaling", "gradients", "managed_model", "models", "opt_levels", "overrides"}
-    | {"registry"},
+    | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
+    | {"frames", "members", "registry"},
     "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "opt_levels", "session"},
     "control": LEAVES | {"casting", "session"},

@@ -63,6 +63,7 @@ class ManagedOptimizer:
         self._in_block = False
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._installed: dict[str, tuple[bool, Any, Any]] = {}
+        self._found_state: list[tuple[Any, dict]] | None = None  # to go back, should opening fail
 
     # Put in, take out
 
@@ -72,6 +73,9 @@ class ManagedOptimizer:
         `originals` maps ids of half parameters to the FP32 values they were
         rounded from; only parameters in `halves` (ids) get masters.
         """
+        state = getattr(self.optimizer, "state", None)
+        if state is not None:
+            self._found_state = [(param, dict(entry)) for param, entry in state.items()]
         self.adopt_parameters(originals, halves)
         self._replace("step", self._make_step)
         if hasattr(self.optimizer, "zero_grad"):
@@ -92,6 +96,10 @@ class ManagedOptimizer:
                         master.grad, param.grad = param.grad.float(), None
                 group["params"][index] = master
                 self._move_state(param, master)
+
+    def forget_found_state(self) -> None:
+        """Opening succeeded: from now on the state is what training makes of it."""
+        self._found_state = None
 
     def release_parameters(self, halves: set[int]) -> None:
         """Put parameters (ids of the model's) back in the place of their masters."""
@@ -126,6 +134,12 @@ class ManagedOptimizer:
             else:
                 del own[name]
         self._installed.clear()
+
+    def restore_found_state(self) -> None:
+        """Opening failed half-way: the state is as it was found, to the bit."""
+        if self._found_state is not None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(self._found_state)
 
     def _replace(self, name: str, make: Callable[[Callable], Callable]) -> None:
         """Shadow a method on the instance by a bound method.
@@ -332,6 +346,7 @@ class ManagedOptimizer:
         return step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        self.forget_found_state()
         self.adopt_new()
         self.settle()
         if self._deferred is not None:

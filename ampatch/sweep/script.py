@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
