@@ -2,7 +2,8 @@
 
 At O2 the gradients of half parameters live in their FP32 masters.  With these
 replacements `model.zero_grad()` clears those too (and, at every level, the
-memory of an overflow), and `clip_grad_norm_(model.parameters(), ...)` clips what the optimizer will use.
+memory of an overflow), and `clip_grad_norm_(model.parameters(), ...)` clips
+what the optimizer will use.
 """
 
 from __future__ import annotations

@@ -23,12 +23,16 @@ class Hook:
     def __deepcopy__(self, memo: dict) -> Callable:
         return plain_hook
 
-    def __reduce__(self) -> str:
-        return "plain_hook"
+    def __reduce__(self) -> tuple:
+        return _the_plain_hook, ()
 
 
 def plain_hook(*args: Any, **kwargs: Any) -> None:
     """What is left of a hook in a copied or unpickled part of a managed model: nothing."""
+
+
+def _the_plain_hook() -> Callable:
+    return plain_hook
 
 
 _HOOK_TABLES = (

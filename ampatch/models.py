@@ -114,9 +114,7 @@ def convert_weights(
                 and tensor.dtype is not target
                 and id(tensor) not in converted
             ):
-                converted[id(tensor)] = Converted(
-                    tensor, tensor.dtype, tensor.data, tensor.grad
-                )
+                converted[id(tensor)] = Converted(tensor, tensor.dtype, tensor.data, tensor.grad)
                 set_data(tensor, tensor.data.to(target))
     flatten_rnns(model)
     return list(converted.values())

@@ -109,7 +109,8 @@ class Registry:
                 original = self._gradient_tools.replace(owner, name, make)
                 made[id(original)] = getattr(owner, name)
             for module, name, original in early_names(made):
-                self._gradient_tools.replace(module, name, lambda _, put=made[id(original)]: put)
+                put = made[id(original)]
+                self._gradient_tools.replace(module, name, lambda _, put=put: put)
         elif not needed:
             self._gradient_tools.undo()
 

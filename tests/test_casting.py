@@ -384,3 +384,11 @@ def test_functions_in_no_table_are_bit_identical(name, dtype):
     ampatch.initialize([], opt_level="O1", dtype=torch.bfloat16, verbosity=0)
     found = UNLISTED[name](x)
     assert found.dtype is plain.dtype and torch.equal(found, plain)
+
+
+def test_an_explicit_out_of_none_is_no_out():
+    """Wrappers pass `out=None` on; the cast must not be lost to it."""
+    ampatch.initialize(torch.nn.Linear(2, 2), verbosity=0)
+    full = torch.ones(2, 2)
+    assert torch.mm(full, full, out=None).dtype is torch.float16
+    assert torch.linalg.matrix_power(full, 2, out=None).dtype is torch.float16

@@ -77,7 +77,9 @@ def test_everything_is_given_back(opt_level, half, kind, skip):
     ampatch.deactivate()
 
     assert names(model, optimizer) == before
-    assert all(a is b for a, b in zip(objects, [*model.parameters(), *model.buffers()]))
+    assert all(
+        a is b for a, b in zip(objects, [*model.parameters(), *model.buffers()], strict=True)
+    )
     listed = optimizer.param_groups[0]["params"]
     assert all(a is b for a, b in zip(listed, model.parameters(), strict=True))
     for param, master, moved in zip(listed, masters, state, strict=True):

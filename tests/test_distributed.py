@@ -118,8 +118,12 @@ def sharing_the_flag_of_unequal_gradients(rank: int, level: str) -> dict:
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
         moved.append(not all(map(torch.equal, before, everything(model, optimizer))))
-    return {"skipped": skipped, "moved": moved, "scale": amp.loss_scale(),
-            "weights": everything(model, optimizer)}
+    return {
+        "skipped": skipped,
+        "moved": moved,
+        "scale": amp.loss_scale(),
+        "weights": everything(model, optimizer),
+    }
 
 
 def loading_under_ddp(rank: int, level: str) -> dict:

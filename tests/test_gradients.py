@@ -252,9 +252,7 @@ def test_sparse_embeddings(level, kind, delay):
     for step in range(4):
         for index, batch in enumerate(batches):
             loss = model(batch).square().sum() * (math.inf if step == 2 else 1.0)
-            with ampatch.scale_loss(
-                loss, optimizer, delay_unscale=delay and index == 0
-            ) as scaled:
+            with ampatch.scale_loss(loss, optimizer, delay_unscale=delay and index == 0) as scaled:
                 scaled.backward()
             if step != 2:
                 plain(batch).square().sum().backward()
@@ -324,7 +322,7 @@ def test_an_optimizer_that_only_looks_like_one(opt_level):
         loss_of(plain).backward()
         reference.step()
         reference.zero_grad()
-    for ours, theirs in zip(ampatch.master_params(optimizer), plain.parameters()):
+    for ours, theirs in zip(ampatch.master_params(optimizer), plain.parameters(), strict=True):
         assert torch.allclose(ours.float(), theirs, atol=0.01)
 
 

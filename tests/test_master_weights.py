@@ -84,9 +84,7 @@ def test_o2_is_the_loop_by_hand(kind, half):
     hand = ByHand(OPTIMIZERS[kind], half, scale)
     model = build()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    ampatch.initialize(
-        model, optimizer, opt_level="O2", dtype=half, init_scale=256.0, verbosity=0
-    )
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=half, init_scale=256.0, verbosity=0)
     expected = [hand.step(step) for step in range(8)]
     assert train(model, optimizer, range(8)) == expected
     assert same(ampatch.master_params(optimizer), hand.masters)
@@ -182,9 +180,7 @@ def test_add_param_group_between_backward_and_step(scaled):
 def test_a_model_already_in_half_gets_masters(half):
     model = build().to(half)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    ampatch.initialize(
-        model, optimizer, opt_level="O2", dtype=half, init_scale=256.0, verbosity=0
-    )
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=half, init_scale=256.0, verbosity=0)
     before = values(model.parameters())
     assert same(ampatch.master_params(optimizer), [p.float() for p in before])
     train(model, optimizer, range(3))

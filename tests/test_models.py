@@ -91,14 +91,14 @@ def test_parameters_and_buffers_stay_the_same_objects(opt_level):
     returned = ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
     train(model, optimizer)
     assert returned[0] is model and returned[1] is optimizer and optimizer.param_groups[0] is group
-    assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()]))
+    assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
 
 
 def test_weights_are_the_rounded_float_weights(half):
     plain, (model, optimizer) = build(), start("O2", half)
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs.to(ours.dtype)), name
-    for master, theirs in zip(ampatch.master_params(optimizer), plain.parameters()):
+    for master, theirs in zip(ampatch.master_params(optimizer), plain.parameters(), strict=True):
         assert torch.equal(master, theirs)
 
 
@@ -376,6 +376,22 @@ def test_copies_are_plain_float_models(opt_level, how):
     ampatch.deactivate()
     x = torch.randn(4, 3)
     assert torch.equal(copied.eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_copied_part_no_longer_knows_the_model(how, level):
+    """Its weights are half as they were, and its `state_dict` is its own."""
+    model, _ = start(level)
+    part = how(model[3])
+    assert type(part) is nn.Linear and torch.equal(part.weight, model[3].weight)
+    with torch.no_grad():
+        part.weight.fill_(2.0)
+    assert torch.equal(part.state_dict()["weight"], torch.full((2, 4), 2.0, dtype=torch.float16))
+    part.load_state_dict(build(3)[3].state_dict())
+    assert torch.equal(model.state_dict()["3.bias"], build()[3].bias) or level == "O3"
+    ampatch.deactivate()
+    assert part(torch.ones(1, 4, dtype=torch.float16)).dtype is torch.float16
 
 
 def hooks_of(module):

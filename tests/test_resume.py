@@ -33,9 +33,7 @@ def start(level, kind, dtype, seed=0):
     model = build(seed)
     optimizer = OPTIMIZERS[kind](model.parameters())
     settings = {"loss_scale": "dynamic", "init_scale": 512.0, "growth_interval": 3}
-    ampatch.initialize(
-        model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **settings
-    )
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **settings)
     return model, optimizer
 
 

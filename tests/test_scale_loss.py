@@ -70,7 +70,7 @@ def close(first, second, dtype=torch.float16):
     tolerance = 4e-3 if dtype is torch.float16 else 3e-2
     return len(first) == len(second) and all(
         torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
-        for a, b in zip(first, second)
+        for a, b in zip(first, second, strict=True)
     )
 
 
@@ -133,7 +133,7 @@ def test_delay_unscale_in_any_order(plan, level):
             batches.append(data(index))
             backward(model, optimizer, batches[-1], 0.1, delay_unscale=letter == "d")
     optimizer.step()
-    moved = [a - b.detach() for a, b in zip(before, ampatch.master_params(optimizer))]
+    moved = [a - b.detach() for a, b in zip(before, ampatch.master_params(optimizer), strict=True)]
     assert close(moved, float_grads(*batches, factors=[0.1] * len(batches)))
     assert not ampatch.step_was_skipped(optimizer)
 
@@ -268,7 +268,9 @@ def test_an_overflow_skips_exactly_that_step(level, through, bad, fused):
         optimizer.zero_grad()
         loss = F.mse_loss(model(data()[0]), data()[1])
         faulty = step == 2
-        with ampatch.scale_loss(loss * bad if faulty and through == "loss" else loss, optimizer) as s:
+        with ampatch.scale_loss(
+            loss * bad if faulty and through == "loss" else loss, optimizer
+        ) as s:
             s.backward()
             if faulty and through == "grad":
                 model[2].weight.grad[1, 3] = bad
@@ -296,6 +298,17 @@ def test_an_exception_in_the_block_puts_the_gradients_back(opt_level, half_done)
     assert close(grads(optimizer), float_grads(data(), data(2)))
 
 
+def test_an_exception_in_the_first_block_leaves_no_gradients(opt_level):
+    model, optimizer = start(opt_level)
+    with pytest.raises(KeyError), ampatch.scale_loss(model(data()[0]).sum(), optimizer) as scaled:
+        scaled.backward()
+        raise KeyError
+    assert grads(optimizer) == [None] * 4 == [param.grad for param in model.parameters()]
+    before = everything(model, optimizer)
+    optimizer.step()
+    assert same(before, everything(model, optimizer))
+
+
 def test_an_exception_after_a_delayed_block_keeps_what_was_pending():
     model, optimizer = start("O2", options={"lr": 1.0})
     before = [p.detach().clone() for p in ampatch.master_params(optimizer)]
@@ -304,7 +317,7 @@ def test_an_exception_after_a_delayed_block_keeps_what_was_pending():
         scaled.backward()
         raise KeyError
     optimizer.step()
-    moved = [a - b.detach() for a, b in zip(before, ampatch.master_params(optimizer))]
+    moved = [a - b.detach() for a, b in zip(before, ampatch.master_params(optimizer), strict=True)]
     assert close(moved, float_grads(data()))
 
 
@@ -395,9 +408,7 @@ def test_schedulers_do_not_warn_of_a_skip(opt_level, when, fused):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = make() if when == "before" else None
-        ampatch.initialize(
-            model, optimizer, opt_level=opt_level, loss_scale="dynamic", verbosity=0
-        )
+        ampatch.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic", verbosity=0)
         scheduler = scheduler or make()
         for factor in (math.inf, 1e-3):
             backward(model, optimizer, data(), factor)

@@ -153,7 +153,7 @@ def test_two_sessions_do_not_meet(levels):
         solo.append(([one_step(model, optimizer, step) for step in range(4)], state_of(model)))
         ampatch.deactivate()
     pairs = [pair(seed) for seed in (0, 1)]
-    for (model, optimizer), level in zip(pairs, levels):
+    for (model, optimizer), level in zip(pairs, levels, strict=True):
         ampatch.initialize(
             model, optimizer, opt_level=level, dtype=BF16, patch_scope="model", verbosity=0
         )
@@ -285,7 +285,7 @@ def test_a_failure_half_way_leaves_nothing_changed(opt_level):
     assert not registry.sessions and F.linear is linear
     assert "step" not in vars(optimizers[0])
     assert [set(vars(module)) for model in models for module in model.modules()] == keys
-    for model, optimizer, state, listed in zip(models, optimizers, before, params):
+    for model, optimizer, state, listed in zip(models, optimizers, before, params, strict=True):
         assert same(state_of(model), state)
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], listed, strict=True))
         assert {p.dtype for p in listed} == {torch.float32}

@@ -144,7 +144,7 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
             policy = state.current()
         if (
             policy is None
-            or "out" in kwargs
+            or ("out" in kwargs and kwargs["out"] is not None)
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
             return original(*args, **kwargs)

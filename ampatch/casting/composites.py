@@ -32,7 +32,7 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
         policy = state.current()
         if (
             policy is None
-            or "out" in kwargs
+            or kwargs.get("out") is not None
             or not isinstance(A, Tensor)
             or not castable(A, policy)
             or A.layout is not torch.strided

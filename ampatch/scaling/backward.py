@@ -69,9 +69,7 @@ class ScaledBackward:
                 optimizer.leave_scaled(self._pending, self._scaler)
         else:
             found = [
-                optimizer.after_backward(
-                    self._scaler, self._scale, defer_update=self._delay_check
-                )
+                optimizer.after_backward(self._scaler, self._scale, defer_update=self._delay_check)
                 for optimizer in self._optimizers
             ]
             update = self._scaler.defer if self._delay_check else self._scaler.update

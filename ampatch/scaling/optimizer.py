@@ -24,7 +24,6 @@ from .loss_scaler import Scaler
 from .master_weights import MasterWeights, _world_size
 from .pending import Pending
 
-
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -304,11 +303,9 @@ class ManagedOptimizer:
         self.masters.drop_grads()
 
     def forget_overflow(self, zeroed: set[int]) -> None:
-        """Forget an overflow if all gradients are gone; `zeroed` are ids of the model's parameters."""
+        """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
         if self._found_inf is not None and all(
-            param.grad is None
-            or id(param) in zeroed
-            or id(self.masters.half_of(param)) in zeroed
+            param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
             for param in self.parameters()
         ):
             self._found_inf = None
