@@ -87,6 +87,7 @@ class Session(Members):
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""
         registry.tell("on_close", self)
+        registry.state.drop_interrupted()
         for optimizer in self.optimizers():
             optimizer.settle()
         changed: set[int] = set()
@@ -206,6 +207,7 @@ class Session(Members):
         delay_overflow_check: bool,
     ) -> ScaledBackward:
         """The context manager behind `scale_loss`."""
+        registry.state.drop_interrupted()
         for optimizer in managed:
             optimizer.adopt_new()
         registry.tell("on_loss", loss, loss_id)
@@ -223,6 +225,7 @@ class Session(Members):
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._drop_cache()
+        registry.state.drop_interrupted()
         limit = self.properties.max_consecutive_skips
         if managed.consecutive_skips and managed.consecutive_skips % limit == 0:
             self._report_skips(managed)

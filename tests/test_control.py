@@ -277,3 +277,43 @@ def test_process_scope_casts_everything():
     model = ampatch.initialize(nn.Linear(4, 4), dtype=H, verbosity=0)
     assert torch.mm(X, X).dtype is H and nn.Linear(4, 4)(X).dtype is H
     assert model(X).dtype is H
+
+
+class Interruptible(nn.Module):
+    """A layer whose forward can be interrupted as if by Ctrl-C."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.interrupted = False
+
+    def forward(self, x):
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("way_on", ["scale_loss", "step", "deactivate"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_ctrl_c_in_a_forward_leaves_no_policy_behind(level, way_on):
+    """torch runs no hooks on KeyboardInterrupt; the model's policy must not outlive it."""
+    plain = now()
+    ampatch.initialize(nn.Linear(2, 2), verbosity=0)
+    model = Interruptible()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = "process" if level != "O1" else "model"
+    ampatch.initialize(model, optimizer, opt_level=level, patch_scope=scope, verbosity=0)
+    outside = now()
+    model.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 4))
+    if way_on == "scale_loss":
+        with ampatch.scale_loss(torch.ones(1, requires_grad=True).sum(), optimizer):
+            assert now() == outside
+    elif way_on == "step":
+        optimizer.step()
+    else:
+        ampatch.deactivate()
+        outside = plain
+    assert now() == outside
+    assert not ampatch.session.registry.state.thread.frames

@@ -102,6 +102,16 @@ class CastState:
             self.thread.policy = frame.found
             self._count(-1)
 
+    def drop_interrupted(self) -> None:
+        """Pop what hooks pushed here for forwards that never ended.
+
+        Ctrl-C skips forward hooks.  Called where no managed forward can be running:
+        around `scale_loss`, after a step, when a session closes.
+        """
+        frames = self.thread.frames
+        while frames and not isinstance(frames[-1].owner, Under):
+            self.pop(frames[-1].owner)
+
     def under_user_control(self) -> bool:
         """Whether the innermost policy here is from a `with` block of the user's."""
         frames = self.thread.frames
