@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +18,21 @@ from .session import registry
 
 def half_function(function: Callable) -> Callable:
     """Decorator: the function's floating arguments are cast to the half type."""
-    return user_function(function, CHOOSERS[Rule.HALF], registry.state)
+    return _decorated(function, Rule.HALF)
 
 
 def float_function(function: Callable) -> Callable:
     """Decorator: the function's half arguments are cast to FP32."""
-    return user_function(function, CHOOSERS[Rule.FLOAT], registry.state)
+    return _decorated(function, Rule.FLOAT)
 
 
 def promote_function(function: Callable) -> Callable:
     """Decorator: the function's floating arguments are cast to the widest among them."""
-    return user_function(function, CHOOSERS[Rule.PROMOTE], registry.state)
+    return _decorated(function, Rule.PROMOTE)
+
+
+def _decorated(function: Callable, rule: Rule) -> Callable:
+    return functools.wraps(function)(user_function(function, CHOOSERS[rule], registry.state))
 
 
 def register_half_function(module: Any, name: str | None = None) -> None:

@@ -130,3 +130,15 @@ def test_training_a_compiled_model(compiled, inputs):
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
     assert all(parameter.grad.dtype is FP32 for parameter in model.parameters())
     assert amp.cache_info().misses == 0, "a cached weight in the graph would go stale"
+
+
+def test_a_decorated_function_keeps_its_cast(compiled, inputs):
+    @amp.half_function
+    def double(x):
+        return x + x
+
+    amp.initialize(nn.Linear(2, 2), verbosity=0)
+    assert compiled(double)(inputs).dtype is FP16
+    assert compiled(lambda x: double(x) * 1)(inputs).dtype is FP16
+    amp.deactivate()
+    assert compiled(double)(inputs).dtype is FP32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import types
@@ -317,3 +318,12 @@ def test_ctrl_c_in_a_forward_leaves_no_policy_behind(level, way_on):
         outside = plain
     assert now() == outside
     assert not ampatch.session.registry.state.thread.frames
+
+
+def test_a_decorated_function_keeps_its_name_and_signature():
+    @ampatch.half_function
+    def attention(query, *, scale=1.0):
+        """What it does."""
+
+    assert (attention.__name__, attention.__doc__) == ("attention", "What it does.")
+    assert list(inspect.signature(attention).parameters) == ["query", "scale"]
