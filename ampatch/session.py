@@ -217,6 +217,7 @@ class Session(Members):
             self.scalers[loss_id],
             delay_unscale=delay_unscale,
             delay_overflow_check=delay_overflow_check,
+            outsiders=[other for other in self.optimizers() if other not in managed],
             done=self._drop_cache,
         )
 

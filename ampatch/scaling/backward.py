@@ -15,12 +15,14 @@ class ScaledBackward:
     """Context manager: yields the scaled loss, then unscales the gradients it led to.
 
     If the block raises, the gradients that were there before it are put back
-    and the scale is left alone.
+    and the scale is left alone.  `outsiders` are optimizers that it was not given
+    to; if the backward pass reaches them, they will say so when they step.
     """
 
     __slots__ = (
         "_loss",
         "_optimizers",
+        "_outsiders",
         "_scaler",
         "_scale",
         "_pending",
@@ -37,10 +39,12 @@ class ScaledBackward:
         *,
         delay_unscale: bool,
         delay_overflow_check: bool,
+        outsiders: Sequence[ManagedOptimizer] = (),
         done: Callable[[], None],
     ) -> None:
         self._loss = loss
         self._optimizers = optimizers
+        self._outsiders = [] if scaler.is_one else [(other, other.seen()) for other in outsiders]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
@@ -61,6 +65,8 @@ class ScaledBackward:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._done()
+        for outsider, before in self._outsiders:
+            outsider.note_outsider(before)
         if kind is not None:
             for optimizer in self._optimizers:
                 optimizer.abandon_backward()

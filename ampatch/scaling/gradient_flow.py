@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpatchError
+from ..log import logger
 from .loss_scaler import Scaler
 from .master_weights import MasterWeights, _world_size
 from .pending import Pending
@@ -35,6 +36,7 @@ class GradientFlow:
         self._found_inf: Tensor | None = None
         self._deferred: Scaler | None = None  # its update waits for the step
         self._in_block = False
+        self._left_scaled = False  # by a block that this optimizer was not given to
         self._aside: list[tuple[Tensor, Tensor]] = []
 
     def parameters(self) -> Iterator[Tensor]:
@@ -64,6 +66,7 @@ class GradientFlow:
 
     def before_backward(self, scaler: Scaler, scale: Any) -> None:
         """Make room for gradients scaled by `scale`: set aside, or scale, what is there."""
+        self.report_left_scaled()
         self._in_block = True
         self.masters.settle()
         self.take_unscaled()
@@ -166,18 +169,50 @@ class GradientFlow:
         self._found_inf = found if known is None else torch.maximum(known, found.to(known.device))
         return found
 
+    def seen(self) -> dict[int, tuple[int, int]]:
+        """Which gradients backward has left, and their versions, to tell later what it changed."""
+        return {
+            id(leaf): (id(leaf.grad), leaf.grad._version)
+            for leaf in self._leaves()
+            if leaf.grad is not None
+        }
+
+    def note_outsider(self, before: dict[int, tuple[int, int]]) -> None:
+        """A block that this optimizer was not given to has ended; `before` is what was `seen`."""
+        if not self._in_block and self.seen() != before:
+            self._left_scaled = True
+
+    def report_left_scaled(self) -> None:
+        """Say so if gradients are about to be used that some block left scaled."""
+        if self._left_scaled and self.seen():
+            logger.error(
+                "%s: gradients are used that an ampatch.scale_loss block left scaled, because it "
+                "was not given this optimizer. Pass every optimizer the loss reaches, "
+                "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
+                type(self.optimizer).__name__,
+            )
+        self._left_scaled = False
+
+    def _leaves(self) -> Iterator[Tensor]:
+        """Where autograd leaves gradients: the half parameters of masters, or the parameters."""
+        for param in self.parameters():
+            half = self.masters.half_of(param)
+            yield param if half is None else half
+
     def forget_gradients(self) -> None:
         """All gradients were zeroed: nothing is pending, no overflow is remembered."""
         self.pending = self._found_inf = None
+        self._left_scaled = False
         self.masters.drop_grads()
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
-        if self._found_inf is not None and all(
+        if (self._found_inf is not None or self._left_scaled) and all(
             param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
             for param in self.parameters()
         ):
             self._found_inf = None
+            self._left_scaled = False
 
     def take_unscaled(self) -> None:
         """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""

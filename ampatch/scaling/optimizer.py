@@ -162,6 +162,7 @@ class ManagedOptimizer(GradientFlow):
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         self.forget_found_state()
+        self.report_left_scaled()
         self.adopt_new()
         self.settle()
         if self._deferred is not None:
