@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 import torch
 
+from .casting import user_functions
 from .casting.casts import CHOOSERS
-from .casting.composites import user_function
 from .casting.policy import Policy, Under
 from .casting.tables import Rule
 from .errors import did_you_mean
-from .session import registry
+from .session import cast_state, registry
 
 
-def half_function(function: Callable) -> Callable:
-    """Decorator: the function's floating arguments are cast to the half type."""
-    return _decorated(function, Rule.HALF)
+def half_function(function: Any) -> Any:
+    """Decorator: the function's floating arguments are cast to the half type.
+
+    For functions, methods, static and class methods (above or below
+    `@staticmethod`) and subclasses of `torch.autograd.Function`: of these the
+    inputs of `apply` are cast, and `backward` runs under the casting its
+    forward ran under.  Raises `TypeError` for anything else.
+    """
+    return _decorated(function, Rule.HALF, "ampatch.half_function")
 
 
-def float_function(function: Callable) -> Callable:
-    """Decorator: the function's half arguments are cast to FP32."""
-    return _decorated(function, Rule.FLOAT)
+def float_function(function: Any) -> Any:
+    """As `half_function`, casting half arguments to FP32."""
+    return _decorated(function, Rule.FLOAT, "ampatch.float_function")
 
 
-def promote_function(function: Callable) -> Callable:
-    """Decorator: the function's floating arguments are cast to the widest among them."""
-    return _decorated(function, Rule.PROMOTE)
+def promote_function(function: Any) -> Any:
+    """As `half_function`, casting to the widest floating dtype among the arguments."""
+    return _decorated(function, Rule.PROMOTE, "ampatch.promote_function")
 
 
-def _decorated(function: Callable, rule: Rule) -> Callable:
-    return functools.wraps(function)(user_function(function, CHOOSERS[rule], registry.state))
+def _decorated(function: Any, rule: Rule, what: str) -> Any:
+    user_functions.check(function, what)
+    choose = CHOOSERS[rule]
+    if not user_functions.is_function_class(function):
+        return user_functions.following(function, choose, cast_state)
+    for name, make in user_functions.class_parts(function, choose, cast_state).items():
+        setattr(function, name, make(inspect.getattr_static(function, name)))
+    return function
 
 
 def register_half_function(module: Any, name: str | None = None) -> None:
@@ -40,7 +51,9 @@ def register_half_function(module: Any, name: str | None = None) -> None:
 
     `register_half_function(package.module, "function")` or one dotted string
     `"package.module.function"`, which may not be imported yet.  Before or
-    after `initialize`.  Raises `AttributeError` if the module lacks the name.
+    after `initialize`.  The module may be a class, the name that of a method or
+    of an autograd Function class.  Raises `AttributeError` if the module lacks
+    the name, `TypeError` for what `half_function` refuses.
     """
     registry.register(module, name, Rule.HALF)
 
@@ -73,8 +86,8 @@ def precision(dtype: str) -> Under:
 
     def forced() -> Policy | None:
         policy = registry.state.current()
-        if policy is None:
-            return None
+        if policy is None or not policy.follows_tables:
+            return policy
         return policy.forced(torch.float32 if dtype == "float" else policy.half_type)
 
     return registry.state.under(forced, by_user=True)

@@ -71,7 +71,9 @@ def initialize(
             2**-24 unless given and never 0.
         dtype: the half type, `torch.float16` or `torch.bfloat16`, on every device.
         overrides: precision by module path (globs), module class or function, such as
-            `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`.
+            `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`, at O1, O2
+            and O3.  In a half model (O2, O3) an overridden module or function takes and
+            gives the dtype around it, and computes in its own.  No effect at O0.
         init_scale, growth_interval, growth_factor, backoff_factor: of the dynamic loss
             scale, with `torch.amp.GradScaler`'s meaning.
         max_consecutive_skips: after so many skipped steps in a row, and each multiple,
@@ -123,6 +125,9 @@ def initialize(
     if properties.enabled:
         _check(listed_models, listed_optimizers, properties, rules)
         _release(listed_models, listed_optimizers)
+    if properties.opt_level == "O0" and any(rules):
+        logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
+        rules = ([], {})
     session = Session(properties, rules=rules, process_group=process_group)
     session.open(listed_models, listed_optimizers)
     registry.tell("on_initialize", properties)
@@ -168,7 +173,7 @@ def _check(
     checks.fused_steps_work(models, optimizers, properties)
     override_rules.check_all_used(rules[0], models)
     if rules[1]:
-        registry.check_functions(rules[1], properties)
+        registry.check_functions(rules[1])
 
 
 def _release(models: list[nn.Module], optimizers: list[Any]) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .casting import user_functions
 from .casting.install import (
     Installation,
     early_names,
     parse_place,
+    raw_attribute,
     resolve_user_place,
     when_importable,
 )
@@ -34,9 +36,11 @@ GradientPatches = Callable[
 class Registry:
     """The open sessions, newest last, and the things there is one of per process."""
 
-    def __init__(self, gradient_patches: GradientPatches) -> None:
+    def __init__(
+        self, gradient_patches: GradientPatches, ask_state: Callable[[], CastState]
+    ) -> None:
         self.state = CastState()
-        self.installation = Installation(self.state)
+        self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
         self._gradient_patches = gradient_patches
         self._gradient_tools = PatchSet()
@@ -59,17 +63,18 @@ class Registry:
     def refresh(self) -> None:
         """Make patches and the process's policy what the open sessions need."""
         casting = [session for session in self.sessions if session.policy is not None]
+        by_tables = [session for session in casting if session.policy.follows_tables]
         self.state.process = None
-        if casting and not self.installation.is_installed:
+        if not casting or bool(by_tables) != self.installation.has_tables:
+            self.installation.undo()
+        if by_tables and not self.installation.has_tables:
             self.installation.install()
             for place in self._user_functions:
                 self._put_user_function(*place)
-        elif not casting:
-            self.installation.undo()
         for session in casting:
             self._apply_special(session)
         if casting:
-            self.state.process = casting[-1].policy
+            self.state.process = (by_tables or casting)[-1].policy
         self._refresh_gradient_tools()
 
     def _apply_special(self, session: Session) -> None:
@@ -81,15 +86,10 @@ class Registry:
             dtype = torch.float32 if precision == "float" else session.properties.dtype
             session.override_function(original, dtype)
 
-    def check_functions(self, functions: dict[Callable, str], properties: Any) -> None:
+    def check_functions(self, functions: dict[Callable, str]) -> None:
         """Raise `ValueError` for functions in `overrides` that could not be patched."""
         for function, precision in functions.items():
             what = f"ampatch.initialize(overrides={{{function!r}: {precision!r}}})"
-            if not properties.patch_torch_functions:
-                raise ValueError(
-                    f"{what}: functions are patched at O1 only. Use a module path or "
-                    'class, or opt_level="O1".'
-                )
             if not self.installation.can_patch(self.installation.original(function)):
                 raise ValueError(
                     f"{what}: this function is not found in torch, "
@@ -207,17 +207,21 @@ class Registry:
     def register(self, place: Any, name: str | None, rule: Rule) -> None:
         """Have a function of the user's follow a rule, now if patches are in, else when they are.
 
-        Raises `AttributeError` if the module is there and the name is not.
+        Raises `AttributeError` if the module is there and the name is not, `TypeError`
+        for something that cannot follow a rule.
         """
         owner, attribute = parse_place(place, name)
         resolved = resolve_user_place(owner)
-        if resolved is not None and not hasattr(resolved, attribute):
-            raise AttributeError(
-                f"{getattr(resolved, '__name__', resolved)} has no attribute "
-                f"{attribute!r}; nothing was registered."
-            )
+        if resolved is not None:
+            title = getattr(resolved, "__name__", resolved)
+            if not hasattr(resolved, attribute):
+                raise AttributeError(
+                    f"{title} has no attribute {attribute!r}; nothing was registered."
+                )
+            what = f"ampatch.register_{rule.value}_function({title}, {attribute!r})"
+            user_functions.check(raw_attribute(resolved, attribute), what)
         self._user_functions.append((owner, attribute, rule))
-        if self.installation.is_installed:
+        if self.installation.has_tables:
             self._put_user_function(owner, attribute, rule)
 
     def _put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
@@ -227,7 +231,7 @@ class Registry:
             return
 
         def on_import(module: Any) -> None:
-            if self.installation.is_installed:
+            if self.installation.has_tables:
                 self.installation.put_user_function(module, name, rule)
 
         logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)

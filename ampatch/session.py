@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import frames, gradients, overrides
 from .casting.casts import tensors_in
-from .casting.policy import Policy
+from .casting.policy import CastState, Policy
 from .casting.weight_cache import CacheInfo
 from .log import logger
 from .managed_model import ManagedModel
@@ -55,6 +55,7 @@ class Session(Members):
             devices=_device_limit(),
         )
         self._module_rules, self.function_rules = rules
+        self._overrides_only = dataclasses.replace(self._policy, follows_tables=False)
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
 
     # Put in, take out
@@ -104,12 +105,11 @@ class Session(Members):
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
         found = overrides.matching(model, self._module_rules)
-        policy = self._policy if properties.patch_torch_functions else None
         managed = ManagedModel(
             model,
             properties,
             state=registry.state,
-            policy=policy,
+            policy=self._policy_under(properties),
             master_of=self.current_master_of,
             load_master=self.load_master,
             overrides=[
@@ -161,19 +161,24 @@ class Session(Members):
     @property
     def policy(self) -> Policy | None:
         """The rules this session has in force for the process; None: it casts no calls."""
-        models = list(self.models())
-        casts = (
-            any(managed.policy is not None for managed in models)
-            if self._models
-            else self.properties.patch_torch_functions
-        )
-        if not (casts and self.properties.enabled):
+        if not self.properties.enabled:
             return None
-        if self.properties.patch_scope == "model":
-            return self._outside_models()
-        return self._policy
+        if self._models:
+            policies = [managed.policy for managed in self.models() if managed.policy is not None]
+            policy = self._policy if self._policy in policies else next(iter(policies), None)
+        else:
+            policy = self._policy_under(self.properties)
+        if policy is None or self.properties.patch_scope == "process":
+            return policy
+        return self._outside_models(policy)
 
-    def _outside_models(self) -> Policy:
+    def _policy_under(self, properties: Properties) -> Policy | None:
+        """What casts at an opt level: the tables, the overrides of functions alone, or nothing."""
+        if properties.patch_torch_functions:
+            return self._policy
+        return self._overrides_only if self.function_rules else None
+
+    def _outside_models(self, policy: Policy) -> Policy:
         """`patch_scope="model"`, outside a forward: only calls that touch a model's own things."""
         parameters = {
             id(parameter) for managed in self.models() for parameter in managed.model.parameters()
@@ -185,7 +190,7 @@ class Session(Members):
                 for tensor in tensors_in((*args, *kwargs.values()))
             )
 
-        return dataclasses.replace(self._policy, gate=touches)
+        return dataclasses.replace(policy, gate=touches)
 
     def override_function(self, original: Any, dtype: torch.dtype) -> None:
         """Have one function cast to `dtype` whatever the tables say."""
@@ -259,7 +264,8 @@ class Session(Members):
         if self.properties.loss_scale != properties.loss_scale:
             self.scalers = [_scaler(properties) for _ in self.scalers]
         self.properties = properties
-        self._policy.half_to = self._policy.half_type = properties.dtype
+        for policy in (self._policy, self._overrides_only):
+            policy.half_to = policy.half_type = properties.dtype
         self._manage_model(model, properties)
         for optimizer in self.optimizers():
             optimizer.adopt_parameters(self._originals(), self._halves())
@@ -307,5 +313,10 @@ def _scaler(properties: Properties) -> Any:
     )
 
 
-registry = Registry(gradients.replacements)
+def cast_state() -> CastState:
+    """The process's `CastState`, read from this module's globals."""
+    return registry.state
+
+
+registry = Registry(gradients.replacements, cast_state)
 frames.run_eagerly()

@@ -84,7 +84,6 @@ BAD_INITIALIZE = [
     ({"overrides": {"0": "floot"}}, ValueError, 'Did you mean "float"?'),
     ({"overrides": {"deco.*": "float"}}, ValueError, "no submodule matches 'deco.*'"),
     ({"overrides": {3: "float"}}, TypeError, "a module path (globs allowed)"),
-    ({"overrides": {torch.bmm: "float"}, "opt_level": "O2"}, ValueError, "patched at O1 only"),
     ({"overrides": {training: "float"}}, ValueError, "register_float_function"),
 ]
 

@@ -82,6 +82,19 @@ def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple
     )
 
 
+def call_in(
+    to: torch.dtype, original: Callable, patched: Callable, args: Any, kwargs: dict, policy: Policy
+) -> Any:
+    """`original` with its arguments cast to `to`; where torch.fx records, `patched` recorded."""
+    try:
+        cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
+    except Recorded as proxy:
+        return proxy.record(patched, args, kwargs)
+    except NoHalfKernel:
+        cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
+    return original(*cast_args, **cast_kwargs)
+
+
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
     return value.dtype in (torch.float32, torch.float16, torch.bfloat16) and (
@@ -148,9 +161,9 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
             return original(*args, **kwargs)
-        to = choose(args, kwargs, policy)
         if policy.special:
-            to = policy.special.get(original, to)
+            return overridden(original, choose, patched, args, kwargs, policy)
+        to = choose(args, kwargs, policy)
         if to is None:
             return original(*args, **kwargs)
         try:
@@ -167,11 +180,32 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
     return patched
 
 
+def overridden(
+    original: Callable, choose: Callable, patched: Callable, args: Any, kwargs: dict, policy: Policy
+) -> Any:
+    """A patched call under a policy with overrides of functions.
+
+    In a model without casts (O2, O3) the code around the call expects the dtype
+    it put in, so that the result goes back to the widest of the arguments.
+    """
+    to = policy.special.get(original)
+    if to is None:
+        to = choose(args, kwargs, policy) if policy.follows_tables else None
+        return (
+            original(*args, **kwargs)
+            if to is None
+            else call_in(to, original, patched, args, kwargs, policy)
+        )
+    output = call_in(to, original, patched, args, kwargs, policy)
+    found = None if policy.follows_tables else widest(args, kwargs, policy)
+    return output if found is None else cast(output, found, policy)
+
+
 def banned(original: Callable, choose: Callable, state: CastState) -> Callable:
     """FLOAT, or an error where the policy does not allow it, for calls with half arguments."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = state.current()
+        policy = state.table_policy()
         if policy is None or not _has_half(args, kwargs, policy):
             return original(*args, **kwargs)
         choose(policy)

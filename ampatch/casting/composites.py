@@ -14,8 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from ..errors import BannedFunctionError
-from .casts import NoHalfKernel, cast, cast_call, castable
-from .foreign import Recorded
+from .casts import cast, castable
 from .policy import CastState
 
 Make = Callable[[Callable], Callable]
@@ -60,7 +59,7 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
     """RNNs refuse an input whose dtype is not the weights'; the cast comes after that check."""
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        policy = state.current()
+        policy = state.table_policy()
         weights = self._flat_weights[0]
         if (
             policy is not None
@@ -78,7 +77,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
     """The fused inference kernels of MultiheadAttention and TransformerEncoder run in FP32."""
 
     def get_fastpath_enabled() -> bool:
-        return state.current() is None and original()
+        return state.table_policy() is None and original()
 
     return get_fastpath_enabled
 
@@ -95,30 +94,11 @@ def _checkpoint(original: Callable, state: CastState) -> Callable:
     return checkpoint
 
 
-def user_function(function: Callable, rule_dtype: Callable, state: CastState) -> Callable:
-    """`function` with its arguments cast to `rule_dtype(args, kwargs, policy)`, casts on inside."""
-
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = state.current()
-        to = None if policy is None else rule_dtype(args, kwargs, policy)
-        if to is None:
-            return function(*args, **kwargs)
-        try:
-            cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
-        except Recorded as proxy:
-            return proxy.record(patched, args, kwargs)
-        except NoHalfKernel:
-            cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
-        return function(*cast_args, **cast_kwargs)
-
-    return patched
-
-
 def refused(function: Callable, message: str, state: CastState) -> Callable:
     """apex's flavour: an in-place function that would have to change a half tensor's dtype."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = state.current()
+        policy = state.table_policy()
         if (
             policy is not None
             and policy.apex_flavour

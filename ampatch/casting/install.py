@@ -18,7 +18,7 @@ import torch.nn.functional
 import wrapt
 
 from ..log import logger
-from . import composites
+from . import composites, user_functions
 from .casts import APEX_CHOOSERS, CHOOSERS, banned, refuse, replacement
 from .patches import PatchSet
 from .policy import CastState
@@ -47,29 +47,27 @@ def resolve(where: str) -> Any:
 class Installation:
     """The patches that are in the process now, and what asked for them."""
 
-    def __init__(self, state: CastState) -> None:
+    def __init__(self, state: CastState, ask_state: Callable[[], CastState]) -> None:
         self.missing: list[str] = []
         self._state = state
+        self._ask_state = ask_state
         self._patches = PatchSet()
         self._originals: dict[int, Any] = {}  # id of a replacement -> what it replaced
         self._by_original: dict[int, Any] = {}  # id of an original -> its replacement
+        self.has_tables = False
         self._has_apex_rows = False
         self._warned: set[str] = set()
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether torch is patched."""
-        return len(self._patches) > 0
-
     def install(self) -> None:
         """Patch everything the tables list.  Takes out what it put in if it fails halfway."""
+        self.has_tables = True
         try:
             for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED):
                 if not row.native:
                     self._put_row(row)
             for owner, name, make in composites.module_parts(self._state):
                 self._put(owner, name, make)
-            self._rebind_early_names()
+            self._rebind_early_names(self._by_original)
         except BaseException:
             self.undo()
             raise
@@ -94,7 +92,7 @@ class Installation:
         self._by_original.clear()
         self.missing.clear()
         self._warned.clear()
-        self._has_apex_rows = False
+        self.has_tables = self._has_apex_rows = False
 
     def original(self, function: Any) -> Any:
         """What `function` replaced, if it is one of our replacements; else itself."""
@@ -113,12 +111,18 @@ class Installation:
         return id(function) in self._by_original or bool(_places_of(function))
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
-        """Patch a function that the user registered."""
-        self._put(
-            owner,
-            name,
-            lambda original: composites.user_function(original, CHOOSERS[rule], self._state),
-        )
+        """Patch what the user registered: a function, a method, an autograd Function class."""
+        choose, ask, found = CHOOSERS[rule], self._ask_state, raw_attribute(owner, name)
+        if user_functions.is_function_class(found):
+            for part, make in user_functions.class_parts(found, choose, ask).items():
+                self._patches.replace(found, part, make)
+        elif isinstance(found, (staticmethod, classmethod)):
+            self._patches.replace(
+                owner, name, lambda raw: user_functions.following(raw, choose, ask)
+            )
+        else:
+            self._put(owner, name, lambda raw: user_functions.user_function(raw, choose, ask))
+            self._rebind_early_names([id(found)])
 
     def _put_row(self, row: Row) -> None:
         try:
@@ -165,9 +169,9 @@ class Installation:
             table[id(made)] = table[id(original)]
             self._patches.on_undo(lambda: table.pop(id(made), None))
 
-    def _rebind_early_names(self) -> None:
+    def _rebind_early_names(self, originals: Iterable[int]) -> None:
         """Rebind module globals bound before we came: `from torch.nn.functional import linear`."""
-        for module, name, original in early_names(self._by_original):
+        for module, name, original in early_names(originals):
             made = self._by_original[id(original)]
             self._patches.replace(module, name, lambda _, made=made: made)
 
@@ -240,6 +244,11 @@ def resolve_user_place(owner: Any) -> Any:
         return sys.modules[owner]
     parent, _, name = owner.rpartition(".")
     return getattr(sys.modules[parent], name, None) if parent in sys.modules else None
+
+
+def raw_attribute(owner: Any, name: str) -> Any:
+    """`owner.name` as it is stored: a static method as such, not the function inside."""
+    return wrapt.resolve_path(owner, name)[2]
 
 
 def when_importable(module: str, action: Callable[[Any], None]) -> None:

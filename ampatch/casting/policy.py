@@ -36,8 +36,9 @@ class Policy:
     `precision("float")` sets both to FP32.  `devices` are the device types whose
     tensors are cast, None for all.  `gate`, if any, sees a call's arguments and
     says whether the rules apply to it at all.  `special` maps an original
-    function to the dtype the user's overrides ask for.  `half_type` stays the half
-    type where a forced policy has FP32 for `half_to`.
+    function to the dtype the user's overrides ask for.  Where `follows_tables` is
+    False these are the only functions that cast: the rows count for nothing.
+    `half_type` stays the half type where a forced policy has FP32 for `half_to`.
     """
 
     half_to: torch.dtype
@@ -45,6 +46,7 @@ class Policy:
     devices: set[str] | None = None
     gate: Callable[[tuple, dict], bool] | None = None
     special: dict[Any, torch.dtype] = dataclasses.field(default_factory=dict)
+    follows_tables: bool = True
     allow_banned: bool = True
     apex_flavour: bool = False
     half_type: torch.dtype | None = None
@@ -82,6 +84,11 @@ class CastState:
         if self.overridden and self.thread.policy is not FOLLOW:
             return self.thread.policy
         return self.process
+
+    def table_policy(self) -> Policy | None:
+        """`current()` if it follows the tables; None: rows cast nothing here and now."""
+        policy = self.current()
+        return policy if policy is not None and policy.follows_tables else None
 
     def push(self, policy: Policy | None, owner: Any = None) -> None:
         """Give this thread a policy of its own, until `pop`."""

@@ -1,0 +1,111 @@
+"""Functions of the user's that follow a rule: plain ones, methods, autograd Functions.
+
+`class_parts` says what has to be replaced in an autograd Function class, so
+that a decorator can put it in for good and `install.py` with undo.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
+
+from ..errors import type_name
+from .casts import call_in, tensors_in
+from .policy import CastState, Policy
+
+Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
+Make = Callable[[Any], Any]
+Ask = Callable[[], CastState]
+
+
+def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
+    """`function` with its arguments cast to `choose(args, kwargs, policy)`, casts on inside."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy = ask().table_policy()
+        to = None if policy is None else choose(args, kwargs, policy)
+        if to is None:
+            return function(*args, **kwargs)
+        return call_in(to, function, patched, args, kwargs, policy)
+
+    return patched
+
+
+def following(function: Any, choose: Choose, ask: Ask) -> Any:
+    """What stands in for `function`: the like of it, a static method for a static method."""
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(following(function.__func__, choose, ask))
+    return functools.wraps(function)(user_function(function, choose, ask))
+
+
+def is_function_class(value: Any) -> bool:
+    """Whether `value` is a subclass of `torch.autograd.Function`."""
+    return isinstance(value, type) and issubclass(value, Function)
+
+
+def check(function: Any, what: str) -> None:
+    """Raise `TypeError` for what cannot follow a rule; `what` is the user's call."""
+    if isinstance(function, type) and not is_function_class(function):
+        raise TypeError(
+            f"{what}: {function.__name__} is a class. Expected a function, a method or a "
+            "subclass of torch.autograd.Function. For an nn.Module class use "
+            f'ampatch.initialize(..., overrides={{{function.__name__}: "half"}}) or "float".'
+        )
+    if not callable(function) and not isinstance(function, (staticmethod, classmethod)):
+        raise TypeError(
+            f"{what}: expected a function, a method or a subclass of torch.autograd.Function, "
+            f"got {type_name(function)}."
+        )
+
+
+def class_parts(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make]:
+    """`{name: make}` for the attributes of an autograd Function class to replace.
+
+    The casts belong in front of `apply`, where autograd sees them and a second
+    derivative finds its way.  Dynamo never calls an `apply` of ours: it goes
+    straight to `forward`, so that one casts too what has not been cast by then.
+    """
+    backward = "backward" if cls.backward is not Function.backward else "vjp"
+    return {
+        "apply": lambda original: _apply(original, choose, ask),
+        "forward": lambda original: following(original, choose, ask),
+        backward: lambda original: _backward(original, ask),
+    }
+
+
+def _apply(original: classmethod, choose: Choose, ask: Ask) -> classmethod:
+    inner = original.__func__
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        cast_and_call = user_function(functools.partial(inner, cls), choose, ask)
+        output = cast_and_call(*args, **kwargs)
+        if ask().overridden:
+            _remember(output, ask().current())
+        return output
+
+    return classmethod(functools.wraps(inner)(apply))
+
+
+def _remember(output: Any, policy: Policy | None) -> None:
+    """Leave the forward's policy where `backward` finds it: its thread may be another."""
+    for tensor in tensors_in(output if isinstance(output, tuple) else (output,)):
+        if isinstance(tensor.grad_fn, BackwardCFunction):
+            tensor.grad_fn._ampatch_policy = policy
+
+
+def _backward(original: staticmethod, ask: Ask) -> staticmethod:
+    inner = original.__func__
+
+    @functools.wraps(inner)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.compiler.is_compiling() or not hasattr(ctx, "_ampatch_policy"):
+            return inner(ctx, *grads)
+        policy = ctx._ampatch_policy
+        return ask().under(lambda: policy)(inner)(ctx, *grads)
+
+    return staticmethod(backward)

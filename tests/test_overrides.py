@@ -1,0 +1,180 @@
+"""`overrides`: submodules, module classes and functions in another precision than the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampatch
+
+X = torch.randn(4, 4)
+H = torch.bfloat16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+        self.act = nn.Softmax(-1)
+
+    def forward(self, x):
+        self.dtypes = []
+        for part in (self.body["one"], self.body["two"], self.act):
+            x = part(x)
+            self.dtypes.append(x.dtype)
+        return x
+
+
+def dtypes_under(overrides: dict, opt_level: str = "O1") -> list:
+    model = ampatch.initialize(
+        Net(), opt_level=opt_level, dtype=H, overrides=overrides, verbosity=0
+    )
+    model(X).sum().backward()
+    return model.dtypes
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ({}, [H, H, torch.float32]),
+        ({"body.two": "float"}, [H, torch.float32, torch.float32]),
+        ({"body.*": "float"}, [torch.float32] * 3),
+        ({nn.Linear: "float"}, [torch.float32] * 3),
+        ({nn.Linear: "float", "body.one": "half"}, [H, torch.float32, torch.float32]),
+        ({nn.Softmax: "half"}, [H, H, H]),
+        ({F.linear: "float"}, [torch.float32] * 3),
+        ({torch.Tensor.softmax: "half"}, [H, H, H]),
+    ],
+)
+def test_overrides_at_o1(overrides, expected):
+    assert dtypes_under(overrides) == expected
+
+
+def test_overrides_of_a_function_without_a_row():
+    ampatch.initialize([], dtype=H, overrides={torch.tanh: "float"}, verbosity=0)
+    assert torch.tanh(X.to(H)).dtype is torch.float32
+    ampatch.deactivate()
+    assert torch.tanh(X.to(H)).dtype is H
+
+
+def test_overrides_at_o2():
+    model = ampatch.initialize(
+        Net(), opt_level="O2", dtype=H, overrides={"body.two": "float"}, verbosity=0
+    )
+    assert model.body["two"].weight.dtype is torch.float32
+    assert model.body["one"].weight.dtype is H
+    seen = []
+    model.body["two"].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    assert model(X).dtype is torch.float32 and seen == [torch.float32]
+    assert model.dtypes == [H, H, H]  # its output goes on in half
+
+
+class Attention(nn.Module):
+    """One head; `bmm` twice, `softmax` once, linear layers around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in "qkv")
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        weights = torch.bmm(self.q(x), self.k(x).transpose(1, 2)).softmax(-1)
+        return self.out(torch.bmm(weights, self.v(x)))
+
+
+class DtypesOf(TorchDispatchMode):
+    """Notes the dtypes in which some aten operators run."""
+
+    def __init__(self, *ops) -> None:
+        super().__init__()
+        self.seen = {op: set() for op in ops}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in self.seen:
+            self.seen[op] |= {value.dtype for value in args if isinstance(value, torch.Tensor)}
+        return op(*args, **(kwargs or {}))
+
+
+BMM, SOFTMAX = torch.ops.aten.bmm.default, torch.ops.aten._softmax.default
+ADDMM = torch.ops.aten.addmm.default
+FUNCTIONS = {torch.bmm: "float", torch.Tensor.softmax: "half"}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_overrides_of_functions_at_every_level(level):
+    model, x = Attention(), torch.randn(2, 3, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=H, overrides=FUNCTIONS, verbosity=0)
+    with DtypesOf(BMM, SOFTMAX, ADDMM) as ops:
+        output = model(x)
+    assert ops.seen == {BMM: {torch.float32}, SOFTMAX: {H}, ADDMM: {H}}
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(fast(x), output)
+    before = model.q.weight.detach().clone()
+    with ampatch.scale_loss(output.float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not torch.equal(before, model.q.weight)
+    assert torch.bmm(x, x.mT).dtype is torch.float32  # FP32 in, FP32 out
+    if level != "O1":
+        assert torch.mm(X, X).dtype is torch.float32 and torch.mm is PLAIN_MM[0]
+
+
+PLAIN_MM = [torch.mm]  # in a list, where early names are not looked for
+
+
+def test_functions_at_o2_beside_a_session_at_o1():
+    """The tables come and go with the O1 session; the overrides stay what they are."""
+    half, x = Attention(), torch.randn(2, 3, 8)
+    ampatch.initialize(half, opt_level="O2", dtype=H, overrides=FUNCTIONS, verbosity=0)
+    with DtypesOf(BMM) as alone:
+        expected = half(x)
+    full = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(full.parameters(), lr=0.1)
+    ampatch.initialize(full, optimizer, opt_level="O1", dtype=H, verbosity=0)
+    with DtypesOf(BMM) as beside:
+        assert torch.equal(half(x), expected)
+        assert torch.bmm(x, x.mT).dtype is H and full(x).dtype is H
+    assert alone.seen == {BMM: {torch.float32}} and beside.seen == {BMM: {torch.float32, H}}
+    late = ampatch.initialize(
+        Attention(), opt_level="O3", dtype=H, overrides={torch.bmm: "float"}, verbosity=0
+    )
+    assert torch.mm(X, X).dtype is H and late(x).dtype is torch.float32
+    ampatch.initialize(full, optimizer, opt_level="O0", verbosity=0)
+    assert torch.mm is PLAIN_MM[0] and torch.equal(half(x), expected)
+
+
+def test_they_do_nothing_at_o0(caplog):
+    model, x = Attention(), torch.randn(2, 3, 8)
+    expected = model(x)
+    overrides = {torch.bmm: "half", "q": "half", nn.Linear: "half"}
+    with caplog.at_level("INFO", "ampatch"):
+        ampatch.initialize(model, opt_level="O0", dtype=H, overrides=overrides)
+    assert torch.equal(model(x), expected) and torch.mm is PLAIN_MM[0]
+    assert "overrides=... has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_half_module_class_at_o2(level):
+    """BatchNorm that O2 keeps in FP32 goes to half where the user says so."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ampatch.initialize(
+        model, opt_level=level, dtype=H, overrides={nn.BatchNorm1d: "half"}, verbosity=0
+    )
+    assert model[1].weight.dtype is H
+    assert model(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_float_module_gets_a_master_free_fp32_weight(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    weight = model[1].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(
+        model, optimizer, opt_level=level, dtype=H, overrides={"1": "float"}, verbosity=0
+    )
+    assert model[1].weight is weight and weight.dtype is torch.float32
+    assert any(weight is parameter for parameter in ampatch.master_params(optimizer))
