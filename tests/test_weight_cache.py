@@ -164,7 +164,8 @@ def test_a_thousand_evaluations_keep_nothing(model):
         before = tensors()
         for _ in range(1000):
             model(X)
-    assert ampatch.cache_info().entries == 0 and tensors() == before
+    # Fewer is fine: the collector may find what an earlier test left.
+    assert ampatch.cache_info().entries == 0 and tensors() <= before
 
 
 def test_an_exception_in_forward_leaves_it_closed(model):

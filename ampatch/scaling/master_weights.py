@@ -15,6 +15,8 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
+_SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
+
 
 class Pair(NamedTuple):
     """A half parameter of the model and its FP32 master."""
@@ -129,16 +131,22 @@ class MasterWeights:
         return any(pair.half.grad is not None for pair in self._by_half.values())
 
     def take_grads(self) -> dict[int, Tensor]:
-        """Move the gradients out of the half weights: FP32 copies by id of the master."""
+        """Move the gradients out of the half weights: FP32 copies by id of the master.
+
+        Some at a time, so that there are never two whole sets of them.
+        """
         pairs = [pair for pair in self._by_half.values() if pair.half.grad is not None]
-        dense = [pair for pair in pairs if not pair.half.grad.is_sparse]
-        taken = {id(pair.master): torch.empty_like(pair.master) for pair in dense}
-        if dense:
-            torch._foreach_copy_(list(taken.values()), [pair.half.grad for pair in dense])
+        taken = {}
+        for part in _in_parts([pair for pair in pairs if not pair.half.grad.is_sparse]):
+            copies = [torch.empty_like(pair.master) for pair in part]
+            torch._foreach_copy_(copies, [pair.half.grad for pair in part])
+            for pair, copy in zip(part, copies, strict=True):
+                taken[id(pair.master)] = copy
+                pair.half.grad = None
         for pair in pairs:
-            if pair.half.grad.is_sparse:
+            if pair.half.grad is not None:
                 taken[id(pair.master)] = pair.half.grad.float()
-            pair.half.grad = None
+                pair.half.grad = None
         return taken
 
     def drop_grads(self) -> None:
@@ -155,6 +163,20 @@ class MasterWeights:
             torch._foreach_copy_([p.half for p in pairs], [p.master for p in pairs])
         for pair in pairs:
             self._versions[id(pair.half)] = pair.half._version
+
+
+def _in_parts(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """Pairs in groups of about an eighth of all elements; small models in few groups."""
+    limit = max(_SMALL_PART, sum(pair.half.numel() for pair in pairs) // 8)
+    part, size = [], 0
+    for pair in pairs:
+        if part and size + pair.half.numel() > limit:
+            yield part
+            part, size = [], 0
+        part.append(pair)
+        size += pair.half.numel()
+    if part:
+        yield part
 
 
 def _world_size() -> int:
