@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .casting.policy import CastState, Policy
+from .casting.shadows import Shadows
 from .hooks import Hook, add_load_hook, add_state_dict_hook, drop_plain_hooks
 from .models import (
     Converted,
@@ -60,6 +61,7 @@ class ManagedModel:
         self._converted: list[Converted] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self._handles: list[Any] = []
+        self.shadows = Shadows() if policy is not None and policy.follows_tables else None
 
     # Put in, take out
 
@@ -137,7 +139,7 @@ class ManagedModel:
         if not self._state.under_user_control():
             self._state.push(self.policy, self)
         if self.policy is not None and not torch.compiler.is_compiling():
-            self.policy.cache.open(self)
+            self.policy.cache.open(self, self.shadows)
             self._note_device()
         if self._cast_in is None:
             return None
@@ -152,8 +154,10 @@ class ManagedModel:
     def _note_device(self) -> None:
         """The model may have moved since: cast where it lives now."""
         devices = self.policy.devices
+        if devices is None:
+            return
         parameter = next(self.model.parameters(), None)
-        if devices is not None and parameter is not None:
+        if parameter is not None:
             devices.add(parameter.device.type)
 
     # Checkpoints and copies hold FP32

@@ -27,23 +27,30 @@ if TYPE_CHECKING:
     from .scaling.optimizer import ManagedOptimizer
     from .session import Session
 
+Patches = list[tuple[Any, str, Callable[[Any], Any]]]
 GradientPatches = Callable[
     [Callable[[Tensor], "Tensor | None"], Callable[[], None], Callable[[set[int]], None]],
-    list[tuple[Any, str, Callable[[Any], Any]]],
+    Patches,
 ]
+BackwardPatches = Callable[[Callable[[Tensor], "list[Tensor]"], Callable[[], None]], Patches]
 
 
 class Registry:
     """The open sessions, newest last, and the things there is one of per process."""
 
     def __init__(
-        self, gradient_patches: GradientPatches, ask_state: Callable[[], CastState]
+        self,
+        gradient_patches: GradientPatches,
+        backward_patches: BackwardPatches,
+        ask_state: Callable[[], CastState],
     ) -> None:
         self.state = CastState()
         self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
         self._gradient_patches = gradient_patches
         self._gradient_tools = PatchSet()
+        self._backward_patches = backward_patches
+        self._backward_pass = PatchSet()
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
 
@@ -75,7 +82,7 @@ class Registry:
             self._apply_special(session)
         if casting:
             self.state.process = (by_tables or casting)[-1].policy
-        self._refresh_gradient_tools()
+        self._refresh_tools()
 
     def _apply_special(self, session: Session) -> None:
         if session.policy.apex_flavour:
@@ -98,21 +105,13 @@ class Registry:
                     "ampatch.register_float_function or register_half_function."
                 )
 
-    def _refresh_gradient_tools(self) -> None:
+    def _refresh_tools(self) -> None:
         needed = any(True for session in self.sessions for _ in session.optimizers())
-        if needed and not len(self._gradient_tools):
-            made = {}
-            patches = self._gradient_patches(
-                self.master_of, self.collect_grads, self.forget_overflow
-            )
-            for owner, name, make in patches:
-                original = self._gradient_tools.replace(owner, name, make)
-                made[id(original)] = getattr(owner, name)
-            for module, name, original in early_names(made):
-                put = made[id(original)]
-                self._gradient_tools.replace(module, name, lambda _, put=put: put)
-        elif not needed:
-            self._gradient_tools.undo()
+        made = self._gradient_patches(self.master_of, self.collect_grads, self.forget_overflow)
+        _put_in(self._gradient_tools, made if needed else [])
+        needed = any(session.shadows for session in self.sessions)
+        made = self._backward_patches(self.halves_of, self.collect_shadows)
+        _put_in(self._backward_pass, made if needed else [])
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -168,6 +167,19 @@ class Registry:
         for session in self.sessions:
             for managed in session.optimizers():
                 managed.take_unscaled()
+
+    def collect_shadows(self) -> None:
+        """Take the gradients that a backward pass left in shadows to their weights."""
+        for session in self.sessions:
+            for shadows in session.shadows:
+                shadows.collect()
+
+    def halves_of(self, weight: Tensor) -> list[Tensor]:
+        """The shadows of a weight, in any session."""
+        found = [
+            shadows.of.get(id(weight)) for session in self.sessions for shadows in session.shadows
+        ]
+        return [shadow.half for shadow in found if shadow is not None]
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed by their module."""
@@ -236,3 +248,17 @@ class Registry:
 
         logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)
         when_importable(owner, on_import)
+
+
+def _put_in(tools: PatchSet, patches: Patches) -> None:
+    """Put patches in, unless they are; none: take out what is.  Names bound early follow."""
+    if not patches:
+        tools.undo()
+    elif not len(tools):
+        made = {}
+        for owner, name, make in patches:
+            original = tools.replace(owner, name, make)
+            made[id(original)] = getattr(owner, name)
+        for module, name, original in early_names(made):
+            put = made[id(original)]
+            tools.replace(module, name, lambda _, put=put: put)

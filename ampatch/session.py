@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import frames, gradients, overrides
+from . import backward_pass, frames, gradients, overrides
 from .casting.casts import tensors_in
 from .casting.policy import CastState, Policy
 from .casting.weight_cache import CacheInfo
@@ -100,6 +100,7 @@ class Session(Members):
             optimizer.fit_state(changed)
             optimizer.restore_found_state()
         self._models, self._optimizers, self._bystanders = [], [], []
+        self.drop_shadows()
         self.is_open = False
         registry.remove(self)
 
@@ -117,7 +118,7 @@ class Session(Members):
                 for module, precision in found.items()
             ],
         )
-        self._models.append(weakref.ref(managed))
+        self.add_model(managed)
         if properties.casts_model:
             managed.convert(overrides.stays_float(properties, found))
         managed.install()
@@ -285,6 +286,8 @@ class Session(Members):
                     optimizer.release_parameters(ids)
                     optimizer.fit_state(managed.converted())
                 self._models = [ref for ref in self._models if ref() is not managed]
+                if managed.shadows is not None:
+                    managed.shadows.retire()
 
     def release_optimizer(self, optimizer: Any) -> None:
         """Take one optimizer out of care."""
@@ -318,5 +321,5 @@ def cast_state() -> CastState:
     return registry.state
 
 
-registry = Registry(gradients.replacements, cast_state)
+registry = Registry(gradients.replacements, backward_pass.replacements, cast_state)
 frames.run_eagerly()

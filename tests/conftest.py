@@ -24,6 +24,7 @@ _OWNERS = {
     "torch.nn.functional": torch.nn.functional,
     "torch._C._nn": torch._C._nn,
     "torch._VF": torch._VF,
+    "torch.autograd": torch.autograd,
     "torch.linalg": torch.linalg,
     "torch.special": torch.special,
     "torch.nn.RNNBase": torch.nn.RNNBase,

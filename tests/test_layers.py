@@ -20,9 +20,10 @@ ALLOWED = {
     "checks": LEAVES | {"opt_levels"},
     "hooks": set(),
     "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
-    "members": {"managed_model", "opt_levels", "scaling"},
+    "members": {"casting", "managed_model", "opt_levels", "scaling"},
     "models": set(),
     "gradients": set(),
+    "backward_pass": set(),
     "casting": LEAVES | {"casting"},
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
@@ -30,7 +31,7 @@ ALLOWED = {
     "registry": LEAVES | {"casting", "scaling", "session"},  # the last two for type checking only
     "session": LEAVES
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
-    | {"frames", "members", "registry"},
+    | {"backward_pass", "frames", "members", "registry"},
     "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "opt_levels", "session"},
     "control": LEAVES | {"casting", "session"},

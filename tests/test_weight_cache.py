@@ -1,4 +1,4 @@
-"""A weight is cast once per forward, and a stale copy is never used."""
+"""A weight is cast at most once per forward, and a stale copy is never used."""
 
 from __future__ import annotations
 
@@ -61,7 +61,18 @@ def test_a_weight_used_twice_is_cast_once(model, grad):
         model(X)
         assert casts.count == 1
         model(X)
-    assert casts.count == 2  # anew in every forward
+    assert casts.count == 1  # from then on brought up to date with the model's other weights
+    assert ampatch.cache_info().hits == 3 and ampatch.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_large_weight_is_cast_anew_in_every_forward(model, grad, monkeypatch):
+    monkeypatch.setattr("ampatch.casting.shadows.LARGEST", 15)
+    with torch.set_grad_enabled(grad), CountCasts(model.weight.shape) as casts:
+        model(X)
+        assert casts.count == 1
+        model(X)
+    assert casts.count == 2
     assert ampatch.cache_info().hits == 2 and ampatch.cache_info().misses == 2
 
 

@@ -1,9 +1,10 @@
-"""Half copies of FP32 weights, kept for the length of one forward.
+"""Half copies of FP32 weights, each up to date at the start of every outermost forward.
 
-A weight that several calls use within a forward is cast once.  Nothing is
-kept beyond the outermost forward of a managed model: a `.data` write (an EMA
-swap) and fused optimizers change weights without raising `_version`, so a copy
-that outlives a forward can go stale with no way to notice.
+Small weights have leaf half shadows (`shadows.py`), refreshed all at once.  Any
+other weight that several calls use within a forward is cast once, and the copy
+dropped after it: a `.data` write (an EMA swap) and fused optimizers change weights
+without raising `_version`, so what outlives a forward can go stale with no way to
+notice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .shadows import Shadow, Shadows
 
 try:
     from torch._C._functorch import peek_interpreter_stack
@@ -46,10 +49,12 @@ class WeightCache:
         self.is_open = False
         self._opener: object = None
         self._copies: dict[tuple, _Copy] = {}
+        self._shadows: Shadows | None = None
+        self._of: dict[int, Shadow] = {}
         self._info = CacheInfo()
 
-    def open(self, opener: object) -> None:
-        """Start a forward of `opener`: nothing from an earlier one is used.
+    def open(self, opener: object, shadows: Shadows | None = None) -> None:
+        """Start a forward of `opener`: nothing is used as an earlier one left it.
 
         Within another model's forward nothing happens: the outermost counts.
         An opener that finds itself was interrupted (Ctrl-C skips hooks) or calls
@@ -60,13 +65,19 @@ class WeightCache:
         self._copies.clear()
         self._opener = opener
         self.is_open = not _recording()
+        self._use(shadows if shadows is not None and self.is_open and shadows.begin() else None)
 
     def close(self, opener: object = None) -> None:
         """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed."""
         if opener is None or opener is self._opener:
             self.is_open = False
             self._opener = None
+            self._use(None)
             self._copies.clear()
+
+    def _use(self, shadows: Shadows | None) -> None:
+        self._shadows = shadows
+        self._of = {} if shadows is None else shadows.of
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts."""
@@ -74,8 +85,23 @@ class WeightCache:
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one."""
+        shadow = self._of.get(id(weight))
+        if (
+            shadow is not None
+            and shadow.version == weight._version
+            and shadow.pointer == weight.data_ptr()
+            and shadow.half.dtype is dtype
+        ):
+            self._info.hits += 1
+            return shadow.half
         if not self.is_open:
             return weight.to(dtype)
+        shadows = self._shadows  # another thread may close the cache meanwhile
+        if shadows is not None and dtype is not torch.float32 and not _recording():
+            shadow = shadows.add(weight, dtype)
+            if shadow is not None:
+                self._info.misses += 1
+                return shadow.half
         # A cast made under no_grad has no graph, one made under inference_mode
         # may not be saved for backward: the mode is part of the key.
         key = (
