@@ -84,20 +84,24 @@ def outcome(function: Callable, *args: Any, **kwargs: Any) -> Any:
         return error
 
 
-def check_like_autocast(function: Callable, args: tuple, half: torch.dtype) -> None:
-    """Dtypes as autocast for CUDA has them, values near FP32's; for FP32, half and mixed `args`.
+def check_like_autocast(
+    function: Callable, args: tuple, half: torch.dtype, constants: dict | None = None
+) -> None:
+    """Dtypes as autocast for CUDA has them, values near FP32's; for FP32, half and mixed tensors.
 
-    What autocast refuses is refused here too.  The gradients of FP32 arguments are FP32 and
-    near those of plain PyTorch.  Initializes ampatch; its state is left to the test's fixtures.
+    What autocast refuses is refused here too.  The gradients of FP32 `args` are FP32 and near
+    those of plain PyTorch; `constants`, passed by keyword, get none.  Initializes ampatch.
     """
-    ways = {"float32": args, "half": to(half, args), "mixed": mixed(half, args)}
+    given = (args, constants or {})
+    ways = {"float32": given, "half": to(half, given), "mixed": mixed(half, given)}
     expected = {
-        way: outcome(autocast_dtypes, half, function, *given) for way, given in ways.items()
+        way: outcome(autocast_dtypes, half, function, *some, **named)
+        for way, (some, named) in ways.items()
     }
-    plain, plain_grads = _with_gradients(function, args)
+    plain, plain_grads = _with_gradients(function, *given)
     ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
-    for way, given in ways.items():
-        found = outcome(function, *given)
+    for way, (some, named) in ways.items():
+        found = outcome(function, *some, **named)
         if isinstance(expected[way], Exception):
             assert isinstance(found, Exception), (way, expected[way])
             continue
@@ -105,12 +109,12 @@ def check_like_autocast(function: Callable, args: tuple, half: torch.dtype) -> N
             raise found
         assert dtypes(found) == expected[way], way
         _assert_near(half, found, plain)
-    _, grads = _with_gradients(function, args)
+    _, grads = _with_gradients(function, *given)
     _assert_near(half, grads, plain_grads)
     assert all(grad is None or grad.dtype is torch.float32 for grad in grads)
 
 
-def _with_gradients(function: Callable, args: tuple) -> tuple[Any, list]:
+def _with_gradients(function: Callable, args: tuple, constants: dict) -> tuple[Any, list]:
     args = tree_map(
         lambda leaf: (
             leaf.clone().requires_grad_()
@@ -118,13 +122,10 @@ def _with_gradients(function: Callable, args: tuple) -> tuple[Any, list]:
         ),
         args,
     )
-    result = function(*args)
-    total = sum(
-        out.abs().float().sum() for out in tree_leaves(result)
-        if isinstance(out, Tensor) and out.requires_grad
-    )
-    if isinstance(total, Tensor):
-        total.backward()
+    result = function(*args, **constants)
+    outs = [out for out in tree_leaves(result) if isinstance(out, Tensor) and out.requires_grad]
+    if outs:
+        sum(out.abs().float().sum() for out in outs).backward()
     leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return result, [leaf.grad for leaf in leaves if leaf.requires_grad]
 

@@ -6,12 +6,11 @@ The dtypes are those of autocast for CUDA, the values those of plain FP32.
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from autocast_oracle import cuda_autocast, dtypes, on_fake_cuda, outcome, to
+from autocast_oracle import cuda_autocast, dtypes, on_fake_cuda, outcome
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
@@ -169,6 +168,7 @@ def refusals() -> list[tuple]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Possible nested set")
 def test_what_torch_refuses_is_refused_in_the_same_words(half):
     cases = refusals()
     assert len(cases) > 100
