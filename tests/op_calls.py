@@ -26,19 +26,22 @@ from ampatch.casting.tables import BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
 
 RULE_OF = {
     f"{row.where}.{name}": row.rule
-    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED) if not row.native
+    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED)
+    if not row.native
     for name in row.names
 }
 HALVES = (torch.float16, torch.bfloat16)
 CASTABLE = (torch.float32, *HALVES)
 NAMES = [f"{op.name}-{op.variant_test_name}" if op.variant_test_name else op.name for op in op_db]
 OPS = {
-    name: op for name, op in zip(NAMES, op_db, strict=True)
+    name: op
+    for name, op in zip(NAMES, op_db, strict=True)
     if not op.name.startswith("jiterator")  # compiles CUDA source
 }
 
 
 WRITTEN_IN_PYTHON = ("torch", "torch.nn.functional")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -151,7 +154,8 @@ class Sample:
             for of_first, of_others in ((half, torch.float32), (torch.float32, half)):
                 yield self.fresh(
                     lambda leaf, first=first, of_first=of_first, of_others=of_others: (
-                        leaf if leaf.dtype not in CASTABLE
+                        leaf
+                        if leaf.dtype not in CASTABLE
                         else leaf.to(of_first if leaf is first else of_others)
                     )
                 )
@@ -170,12 +174,19 @@ def samples(op: Any, dtype: torch.dtype, limit: int | None, requires_grad: bool 
     """The first `limit` samples of PyTorch's for one dtype, none where it is not supported."""
     if dtype not in op.dtypes:
         return []
-    torch.manual_seed(0)
-    with quietly():
-        return [
-            Sample((sample.input, *sample.args), sample.kwargs)
-            for sample in islice(op.sample_inputs("cpu", dtype, requires_grad), limit)
-        ]
+    seed()
+    with quietly(), torch.no_grad():
+        made = op.sample_inputs_func(op, "cpu", dtype, requires_grad)
+        return [plain_sample(sample) for sample in islice(made, limit)]
+
+
+def plain_sample(sample: Any) -> Sample:
+    return Sample((sample.input, *sample.args), sample.kwargs)
+
+
+def seed(number: int = 0) -> None:
+    """As `torch.manual_seed`, which formats the stack three times when there is no GPU."""
+    torch.default_generator.manual_seed(number)
 
 
 @contextmanager
@@ -198,7 +209,7 @@ class Raised:
 
 def outcome(call: Callable, sample: Sample, **more: Any) -> list | Raised:
     """The leaves of the result, or what was raised; always with the same random numbers."""
-    torch.manual_seed(0)
+    seed()
     with quietly():
         try:
             return tree_leaves(call(*sample.args, **sample.kwargs, **more))
@@ -239,9 +250,10 @@ def dtypes(found: list | Raised) -> list:
 def under_autocast(call: Callable, sample: Sample, half: torch.dtype) -> list | Raised:
     """What autocast for CUDA makes of the call: fake tensors, which have dtypes but no values."""
     with FakeTensorMode(), cuda_autocast(half):
-        return outcome(call, sample.fresh(
-            lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda")
-        ))
+        return outcome(
+            call,
+            sample.fresh(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda")),
+        )
 
 
 @contextmanager
@@ -265,7 +277,7 @@ def backward(call: Callable) -> Callable:
         outputs = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not inputs or not outputs:
             return []
-        torch.manual_seed(1)
+        seed(1)
         like = [torch.randn(out.shape, dtype=wide(out.dtype)).to(out.dtype) for out in outputs]
         return list(torch.autograd.grad(outputs, inputs, like, allow_unused=True))
 

@@ -41,16 +41,21 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
     "nn.functional.smooth_l1_loss": ("torch._C._nn.l1_loss", "torch._C._nn.smooth_l1_loss"),
     "nn.functional.multilabel_soft_margin_loss": ("torch.Tensor.sum",),
     "nn.functional.triplet_margin_with_distance_loss": (
-        "torch.nn.functional.pairwise_distance", "torch.sum",  # op_db's own distance sums
+        "torch.nn.functional.pairwise_distance",
+        "torch.sum",  # op_db's own distance sums
     ),
     "nn.functional.gaussian_nll_loss": ("torch.Tensor.__pow__", "torch.log"),
     "nn.functional.linear_cross_entropy": (
-        "torch._C._nn.cross_entropy_loss", "torch.nn.functional.linear",
+        "torch._C._nn.cross_entropy_loss",
+        "torch.nn.functional.linear",
     ),
     "nn.functional.linear_cross_entropy-chunked": (*CHUNKS.split(), "torch.Tensor.dot"),
     "nn.functional.linear_cross_entropy-chunked_none": tuple(CHUNKS.split()),
     "nn.functional.multi_head_attention_forward": (
-        "torch.Tensor.softmax", "torch.baddbmm", "torch.bmm", "torch.nn.functional.linear",
+        "torch.Tensor.softmax",
+        "torch.baddbmm",
+        "torch.bmm",
+        "torch.nn.functional.linear",
     ),
     # Products around a decomposition; op_db's function for pinv makes its argument by one.
     "linalg.pinv-singular": ("torch.Tensor.__matmul__",),
