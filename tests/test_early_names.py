@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+import torch.distributions.transforms
 import torch.nn.functional as F
 
 import ampatch
@@ -207,7 +208,7 @@ def test_what_is_no_module_in_sys_modules_is_left_alone(monkeypatch):
 
 
 def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
-    monkeypatch.setitem(sys.modules, "another_name", torch.functional)
+    monkeypatch.setitem(sys.modules, "another_name", torch.distributions.transforms)
     before = torchs_globals()
     o1()
     after = torchs_globals()

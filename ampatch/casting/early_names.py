@@ -48,12 +48,12 @@ def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
 
 def _namespaces() -> Iterator[dict]:
     for title, module in list(sys.modules.items()):
-        if title.partition(".")[0] in _NOT_THE_USERS or not _is_module(module):
-            continue
-        namespace = object.__getattribute__(module, "__dict__")
-        name = namespace.get("__name__")
-        if not isinstance(name, str) or name.partition(".")[0] not in _NOT_THE_USERS:
-            yield namespace
+        if _is_module(module):
+            namespace = object.__getattribute__(module, "__dict__")
+            name = namespace.get("__name__")  # the title may be an alias of a module of torch's
+            home = name if isinstance(name, str) else title
+            if home.partition(".")[0] not in _NOT_THE_USERS:
+                yield namespace
 
 
 def _is_module(value: Any) -> bool:
