@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .casting import user_functions
+from .casting import early_names, user_functions
 from .casting.install import (
     Installation,
-    early_names,
     parse_place,
     raw_attribute,
     resolve_user_place,
@@ -101,16 +100,17 @@ class Registry:
     def _refresh_gradient_tools(self) -> None:
         needed = any(True for session in self.sessions for _ in session.optimizers())
         if needed and not len(self._gradient_tools):
-            made = {}
+            made: dict[int, Any] = {}
+            pairs: list[tuple[Any, Any]] = []
+            self._gradient_tools.on_undo(lambda: early_names.give_back(pairs))
             patches = self._gradient_patches(
                 self.master_of, self.collect_grads, self.forget_overflow
             )
             for owner, name, make in patches:
                 original = self._gradient_tools.replace(owner, name, make)
-                made[id(original)] = getattr(owner, name)
-            for module, name, original in early_names(made):
-                put = made[id(original)]
-                self._gradient_tools.replace(module, name, lambda _, put=put: put)
+                put = made[id(original)] = vars(owner)[name]
+                pairs.append((put, original))
+            early_names.rebind(self._gradient_tools, made)
         elif not needed:
             self._gradient_tools.undo()
 

@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import ampatch
-from ampatch.casting.install import resolve
+from ampatch.casting.install import has, resolve
 from ampatch.casting.tables import BLACKLIST, PROMOTE, WHITELIST, Rule
 
 PLACES = [
     (row.where, name, row.rule)
     for row in (*WHITELIST, *BLACKLIST, *PROMOTE)
     for name in row.names
-    if not row.native
+    if not row.native and has(row.where, name)
 ]
 PLACE_IDS = [f"{where}.{name}" for where, name, _ in PLACES]
 NO_CPU_KERNEL = {
@@ -51,6 +51,11 @@ NO_ORACLE = NO_CPU_KERNEL - {"_scaled_dot_product_flash_attention"} | {
     "gru", "gru_cell", "cov", "corrcoef", "grid_sampler",
 }
 """Functions whose CUDA version a CPU build cannot imitate; they must follow the rule's word."""
+
+if torch.version.cuda and not torch.cuda.is_available():  # these ask the driver, which is not there
+    NO_ORACLE |= {
+        "lstm", "rnn_relu", "rnn_tanh", "_convolution", "scaled_dot_product_attention",
+    }
 
 
 GIVEN = (torch.float32, torch.float16, torch.bfloat16)

@@ -37,10 +37,12 @@ ALLOWED = {
     "handle": LEAVES | {"opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
     # the rooms around the engine use its public API (and the tables)
-    "diagnose": LEAVES | {"__init__", "diagnose"},
+    "diagnose": LEAVES | {"__init__", "diagnose", "tables_command"},
     "compat": LEAVES | {"__init__", "compat", "session"},
     "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
-    "cli": LEAVES | {"__init__", "sweep", "compat", "casting", "diagnose", "opt_levels"},
+    "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
+    "cli": LEAVES
+    | {"__init__", "sweep", "compat", "diagnose", "opt_levels", "tables_command"},
     "__main__": {"cli"},
 }
 

@@ -235,7 +235,7 @@ def test_threads(model):
     assert not failures and ampatch.cache_info().entries == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_trace_does_not_bake_the_copy_in(model):
     with torch.no_grad():
         traced = torch.jit.trace(model, X, check_trace=False)

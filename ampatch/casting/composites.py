@@ -1,7 +1,7 @@
 """What a table of names cannot say: torch's parts that need more than a cast.
 
 Each function here returns `make(original) -> replacement` for one place, or a
-list of `(owner, name, make)` for `install.py` to put in.
+list of `(where, name, make)` for `install.py` to put in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.backends.mha
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -49,12 +50,16 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
     return patched
 
 
-def module_parts(state: CastState) -> list[tuple[Any, str, Make]]:
+def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
     """Places in torch's modules that ask about dtypes or autocast on their own."""
     return [
-        (nn.RNNBase, "check_input", lambda original: _rnn_check(original, state)),
-        (torch.backends.mha, "get_fastpath_enabled", lambda original: _fast_path(original, state)),
-        (torch.utils.checkpoint, "checkpoint", lambda original: _checkpoint(original, state)),
+        ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check(original, state)),
+        (
+            "torch.backends.mha",
+            "get_fastpath_enabled",
+            lambda original: _fast_path(original, state),
+        ),
+        ("torch.utils.checkpoint", "checkpoint", lambda original: _checkpoint(original, state)),
     ]
 
 

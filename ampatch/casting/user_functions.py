@@ -79,16 +79,14 @@ def class_parts(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make
 
 
 def _apply(original: classmethod, choose: Choose, ask: Ask) -> classmethod:
-    inner = original.__func__
-
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        cast_and_call = user_function(functools.partial(inner, cls), choose, ask)
+        cast_and_call = user_function(original.__get__(None, cls), choose, ask)
         output = cast_and_call(*args, **kwargs)
         if ask().overridden:
             _remember(output, ask().current())
         return output
 
-    return classmethod(functools.wraps(inner)(apply))
+    return classmethod(functools.wraps(original.__get__(None, Function))(apply))
 
 
 def _remember(output: Any, policy: Policy | None) -> None:
