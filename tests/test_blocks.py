@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch.casting.policy import FOLLOW
 
 X = torch.randn(4, 4)
 H, FP32 = torch.bfloat16, torch.float32
@@ -20,6 +21,8 @@ H, FP32 = torch.bfloat16, torch.float32
 @pytest.fixture(autouse=True)
 def o1():
     ampatch.initialize([], dtype=H, verbosity=0)
+    yield
+    assert ampatch.session.registry.state.thread.policy is FOLLOW
 
 
 def now() -> torch.dtype:
