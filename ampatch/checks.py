@@ -43,6 +43,12 @@ def as_models(models: Any) -> list[nn.Module]:
                 f"ampatch.initialize({where}=...): expected a torch.nn.Module, or a "
                 f"list or tuple of them, got {type_name(model)}.{hint}"
             )
+        if isinstance(model, torch.jit.RecursiveScriptModule):
+            raise TypeError(
+                f"ampatch.initialize(models=...): {model.original_name} was compiled by "
+                "torch.jit.script, and such modules take no hooks. Expected the model as it "
+                "was before, or a module around the compiled one: torch.nn.Sequential(model)."
+            )
     _no_repeats("models", listed)
     return listed
 

@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 import torch.backends.mha
+import torch.fx
 import torch.linalg
 import torch.nn.utils.clip_grad
 import torch.special
@@ -33,6 +34,8 @@ _OWNERS = {
     "torch.utils.checkpoint": torch.utils.checkpoint,
     "torch.backends.mha": torch.backends.mha,
     "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.fx.Tracer": torch.fx.Tracer,
+    "torch.jit": torch.jit,
 }
 
 # torch rewraps these at the first instance of each optimizer class; let it, once.

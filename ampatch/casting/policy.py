@@ -94,6 +94,8 @@ class CastState:
         """Give this thread a policy of its own, until `pop`."""
         thread = self.thread
         differs = policy is not self.current()
+        if not differs and not isinstance(owner, Under) and is_dynamo_compiling():
+            return  # strict export warns of every write, even of one that is taken back
         thread.frames.append(Frame(owner, thread.policy, differs))
         if differs:
             thread.policy = policy

@@ -1,0 +1,132 @@
+"""torch.fx and TorchScript, told about managed models.
+
+`symbolic_trace(model)` calls the class's `forward` past all hooks: the casts at
+a model's ends are put into the graph afterwards.  TorchScript calls torch's
+operators itself: whatever it compiles is not cast, and that is said.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from .casting.policy import CastState, Policy
+from .casting.tables import BLACKLIST, WHITELIST
+from .log import logger
+from .managed_model import ManagedModel
+from .models import cast_tensors
+
+_LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.names}
+_OPERATOR = re.compile(r"\baten::(\w+)\(")
+
+
+def replacements(
+    managed_of: Callable[[Any], ManagedModel | None], state: CastState
+) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """`(owner, name, make)` for each tool to replace."""
+    return [
+        (torch.fx.Tracer, "trace", lambda original: _trace(original, managed_of, state)),
+        (torch.jit, "script", lambda original: _script(original, state)),
+    ]
+
+
+def uncast_operators(compiled: Any) -> list[str]:
+    """Names of listed functions that a scripted or traced module or function calls itself."""
+    graph = getattr(compiled, "inlined_graph", None)
+    return sorted(set(_OPERATOR.findall(str(graph))) & _LISTED)
+
+
+def note_scripted_parts(model: nn.Module, policy: Policy | None) -> None:
+    """Say of TorchScript modules inside a managed model that they are not cast."""
+    if policy is None or not policy.follows_tables:
+        return
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        inside = bool(name) and isinstance(model.get_submodule(parent), torch.jit.ScriptModule)
+        if isinstance(module, torch.jit.ScriptModule) and not inside:
+            _warn(f"{type(model).__name__}.{name}" if name else type(model).__name__, module)
+
+
+def _warn(what: str, compiled: Any) -> None:
+    names = uncast_operators(compiled)
+    if names:
+        logger.warning(
+            "%s is TorchScript, which calls torch's operators itself: ampatch casts none of "
+            "those in it (%s). It computes in the dtypes it is given. To have the casts, leave "
+            "it unscripted, use torch.compile, or record them with torch.jit.trace after "
+            "initialize.",
+            what,
+            ", ".join(names),
+        )
+
+
+def _script(original: Callable, state: CastState) -> Callable:
+    @functools.wraps(original)
+    def script(
+        obj: Any, optimize: None = None, _frames_up: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
+        if compiled is not obj and state.table_policy() is not None:
+            _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
+        return compiled
+
+    return script
+
+
+def _trace(
+    original: Callable, managed_of: Callable[[Any], ManagedModel | None], state: CastState
+) -> Callable:
+    @functools.wraps(original)
+    def trace(self: torch.fx.Tracer, root: Any, *args: Any, **kwargs: Any) -> torch.fx.Graph:
+        graph = original(self, root, *args, **kwargs)
+        managed = managed_of(root)
+        if managed is not None:
+            _cast_ends(graph, managed)
+            _note_lost_policies(self, managed, state)
+        return graph
+
+    return trace
+
+
+def _cast_ends(graph: torch.fx.Graph, managed: ManagedModel) -> None:
+    """Put the casts of a model's hooks into its graph."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if managed.in_dtype is not None and inputs:
+        for node in inputs:
+            with graph.inserting_before(inputs[-1].next):
+                cast = graph.call_function(cast_tensors, (node, managed.in_dtype))
+            node.replace_all_uses_with(
+                cast, delete_user_cb=lambda user, cast=cast: user is not cast
+            )
+    if managed.out_dtype is not None:
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        with graph.inserting_before(output):
+            cast = graph.call_function(cast_tensors, (output.args[0], managed.out_dtype))
+        output.args = (cast,)
+    graph.lint()
+
+
+def _note_lost_policies(tracer: torch.fx.Tracer, managed: ManagedModel, state: CastState) -> None:
+    """A graph runs outside the model: what the model's hooks decide of casting is not in it."""
+    model = managed.model
+    lost = [
+        name
+        for name, module in model.named_modules()
+        if module in managed.overridden() and not tracer.is_leaf_module(module, name)
+    ]
+    if managed.policy is not state.process:
+        lost.append(f"{type(model).__name__} itself")
+    if lost:
+        logger.warning(
+            "torch.fx traced %s: its graph runs under the casting that is in force around it, "
+            "not under that of %s.",
+            type(model).__name__,
+            ", ".join(lost),
+        )
