@@ -1,7 +1,7 @@
 """torch.fx and TorchScript, told about managed models.
 
-`symbolic_trace(model)` calls the class's `forward` past all hooks: the casts at
-a model's ends are put into the graph afterwards.  TorchScript calls torch's
+`symbolic_trace(model)` calls the class's `forward` past all hooks: what it
+records in their stead casts at the model's ends too.  TorchScript calls torch's
 operators itself: whatever it compiles is not cast, and that is said.
 """
 
@@ -32,7 +32,11 @@ def replacements(
 ) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """`(owner, name, make)` for each tool to replace."""
     return [
-        (torch.fx.Tracer, "trace", lambda original: _trace(original, managed_of, state)),
+        (
+            torch.fx.Tracer,
+            "create_args_for_root",  # and not `trace`, which Dynamo replaces at its first use
+            lambda original: _arguments(original, managed_of, state),
+        ),
         (torch.jit, "script", lambda original: _script(original, state)),
     ]
 
@@ -80,37 +84,29 @@ def _script(original: Callable, state: CastState) -> Callable:
     return script
 
 
-def _trace(
+def _arguments(
     original: Callable, managed_of: Callable[[Any], ManagedModel | None], state: CastState
 ) -> Callable:
+    """What fx is about to record a module with: its `forward`, as a function, and proxies."""
+
     @functools.wraps(original)
-    def trace(self: torch.fx.Tracer, root: Any, *args: Any, **kwargs: Any) -> torch.fx.Graph:
-        graph = original(self, root, *args, **kwargs)
-        managed = managed_of(root)
-        if managed is not None:
-            _cast_ends(graph, managed)
-            _note_lost_policies(self, managed, state)
-        return graph
+    def create_args_for_root(self: torch.fx.Tracer, *args: Any, **kwargs: Any) -> Any:
+        forward, proxies = original(self, *args, **kwargs)
+        managed = managed_of(self.root)
+        if managed is None:
+            return forward, proxies
+        _note_lost_policies(self, managed, state)
+        return functools.partial(_with_casts, managed, forward), proxies
 
-    return trace
+    return create_args_for_root
 
 
-def _cast_ends(graph: torch.fx.Graph, managed: ManagedModel) -> None:
-    """Put the casts of a model's hooks into its graph."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    if managed.in_dtype is not None and inputs:
-        for node in inputs:
-            with graph.inserting_before(inputs[-1].next):
-                cast = graph.call_function(cast_tensors, (node, managed.in_dtype))
-            node.replace_all_uses_with(
-                cast, delete_user_cb=lambda user, cast=cast: user is not cast
-            )
-    if managed.out_dtype is not None:
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        with graph.inserting_before(output):
-            cast = graph.call_function(cast_tensors, (output.args[0], managed.out_dtype))
-        output.args = (cast,)
-    graph.lint()
+def _with_casts(managed: ManagedModel, forward: Callable, *args: Any) -> Any:
+    """As the model's hooks do it."""
+    if managed.in_dtype is not None:
+        args = cast_tensors(args, managed.in_dtype)
+    output = forward(*args)
+    return output if managed.out_dtype is None else cast_tensors(output, managed.out_dtype)
 
 
 def _note_lost_policies(tracer: torch.fx.Tracer, managed: ManagedModel, state: CastState) -> None:

@@ -42,7 +42,17 @@ _OWNERS = {
 for _optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.LBFGS):
     _optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
-_VOLATILE = {"_dynamo", "_inductor", "_higher_order_ops", "export", "compiler", "_functorch", "fx"}
+# Dynamo rewraps these at its first use.
+_REWRAPPED = {"trace", "trace_module", "_get_trace_graph"}
+_VOLATILE = _REWRAPPED | {
+    "_dynamo",
+    "_inductor",
+    "_higher_order_ops",
+    "export",
+    "compiler",
+    "_functorch",
+    "fx",
+}
 
 
 def snapshot() -> dict[tuple[str, str], object]:
