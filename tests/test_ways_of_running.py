@@ -157,27 +157,6 @@ def test_modes_see_originals():
     assert not any(function in (F.linear, torch.mm, torch.exp) for function in seen)
 
 
-@pytest.mark.parametrize("scope", ["process", "model"])
-def test_replicas_in_threads(scope):
-    """As DataParallel does it: shallow copies of the model, each forward in its thread."""
-    model = ampatch.initialize(net(), dtype=H, patch_scope=scope, verbosity=0)
-    replicas = [model._replicate_for_data_parallel() for _ in range(3)]
-    for replica in replicas:
-        replica._modules = dict(model._modules)
-    results: dict = {}
-
-    def work(index):
-        results[index] = replicas[index](X)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [results[index].dtype for index in range(3)] == [H] * 3
-    assert torch.equal(results[0], model(X))
-
-
 def test_names_bound_early_are_rebound_and_undone(monkeypatch):
     script = types.ModuleType("users_script")
     script.linear, script.mm, script.other = F.linear, torch.mm, 3
