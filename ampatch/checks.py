@@ -126,6 +126,21 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
                 )
 
 
+def weights_convert(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` where a model's weights cannot change their dtype in place."""
+    if properties.cast_model_type not in HALF_TYPES:
+        return
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "__tensor_flatten__"):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
+                    f"{type(model).__name__} is a {type(parameter).__name__}, which wraps other "
+                    "tensors; its dtype cannot be changed in place. Nothing was changed. Use "
+                    'opt_level="O1", which leaves weights as they are.'
+                )
+
+
 def fused_steps_work(
     models: list[nn.Module], optimizers: list[Any], properties: Properties
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -188,13 +189,25 @@ class ManagedModel:
     def plain_copy(self, memo: dict | None = None) -> nn.Module:
         """A deep copy without hooks and patches, its weights in FP32."""
         memo = {} if memo is None else memo
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            value = self.float_value(tensor)
+        for tensor, value in self._float_values():
             if value is not tensor and id(tensor) not in memo:
-                plain = value.detach().clone()
-                if isinstance(tensor, nn.Parameter):
-                    plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-                memo[id(tensor)] = plain
+                memo[id(tensor)] = _like(tensor, value.detach().clone())
+        return self._copy(memo)
+
+    def plain_view(self) -> nn.Module:
+        """As `plain_copy`, on the same memory where there are FP32 values to share."""
+        return self._copy(
+            {
+                id(tensor): tensor if value is tensor else _like(tensor, value.detach())
+                for tensor, value in self._float_values()
+            }
+        )
+
+    def _float_values(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            yield tensor, self.float_value(tensor)
+
+    def _copy(self, memo: dict) -> nn.Module:
         own = vars(self.model)
         ours = {name: own.pop(name) for name in _OWN_METHODS if name in own}
         try:
@@ -209,12 +222,44 @@ class ManagedModel:
         return self.plain_copy(memo)
 
     def _reduce(self, protocol: int) -> Any:
-        return self.plain_copy().__reduce_ex__(protocol)
+        """Pickle takes a plain copy; `copy.copy`, which asks here too, shares weights and hooks."""
+        model = self.model
+        make, args, state, *rest = type(model).__reduce_ex__(model, protocol)
+        if rest and any(rest) or not isinstance(state, dict):  # a class that pickles in its own way
+            return _kept(self.plain_view()).__reduce_ex__(protocol)
+        shared = {name: value for name, value in state.items() if name not in _OWN_METHODS}
+        return make, args, _SharedState(shared, self.plain_view)
 
     def _scriptable(self) -> nn.Module:
         """What torch.jit.script compiles, hooks being nothing it could: FP32, weights shared."""
         tensors = (*self.model.parameters(), *self.model.buffers())
         return self.plain_copy({id(t): t for t in tensors if self.float_value(t) is t})
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value
+
+
+def _kept(plain: nn.Module) -> nn.Module:
+    """`plain`; on its way to a spawned process its tensors live until that has opened them."""
+    process = get_spawning_popen()
+    if process is not None:
+        vars(process).setdefault("_ampatch_sent", []).append(plain)
+    return plain
+
+
+class _SharedState(dict):
+    """A model's attributes as they are; pickled, those of its plain copy."""
+
+    def __init__(self, shared: dict, plain_view: Callable[[], nn.Module]) -> None:
+        super().__init__(shared)
+        self._plain_view = plain_view
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        plain = _kept(self._plain_view())
+        return dict, (type(plain).__reduce_ex__(plain, protocol)[2],)
 
 
 def _hookable(model: nn.Module) -> Iterator[nn.Module]:

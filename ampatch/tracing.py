@@ -8,7 +8,6 @@ operators itself: whatever it compiles is not cast, and that is said.
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any

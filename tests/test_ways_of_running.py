@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import threading
 import types
 from typing import ClassVar
 
