@@ -170,6 +170,7 @@ def _check(
 ) -> None:
     checks.optimizers_own_parameters(models, optimizers, registry.half_of)
     checks.not_wrapped_before(models, properties)
+    checks.weights_convert(models, properties)
     checks.fused_steps_work(models, optimizers, properties)
     override_rules.check_all_used(rules[0], models)
     if rules[1]:

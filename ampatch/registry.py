@@ -23,26 +23,34 @@ from .errors import AmpatchError
 from .log import logger
 
 if TYPE_CHECKING:
+    from .managed_model import ManagedModel
     from .scaling.optimizer import ManagedOptimizer
     from .session import Session
 
+Patches = list[tuple[Any, str, Callable[[Any], Any]]]
 GradientPatches = Callable[
     [Callable[[Tensor], "Tensor | None"], Callable[[], None], Callable[[set[int]], None]],
-    list[tuple[Any, str, Callable[[Any], Any]]],
+    Patches,
 ]
+TracingPatches = Callable[[Callable[[Any], "ManagedModel | None"], CastState], Patches]
 
 
 class Registry:
     """The open sessions, newest last, and the things there is one of per process."""
 
     def __init__(
-        self, gradient_patches: GradientPatches, ask_state: Callable[[], CastState]
+        self,
+        gradient_patches: GradientPatches,
+        tracing_patches: TracingPatches,
+        ask_state: Callable[[], CastState],
     ) -> None:
         self.state = CastState()
         self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
         self._gradient_patches = gradient_patches
         self._gradient_tools = PatchSet()
+        self._tracing_patches = tracing_patches
+        self._tracing_tools = PatchSet()
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
 
@@ -74,7 +82,7 @@ class Registry:
             self._apply_special(session)
         if casting:
             self.state.process = (by_tables or casting)[-1].policy
-        self._refresh_gradient_tools()
+        self._refresh_tools()
 
     def _apply_special(self, session: Session) -> None:
         if session.policy.apex_flavour:
@@ -97,22 +105,18 @@ class Registry:
                     "ampatch.register_float_function or register_half_function."
                 )
 
-    def _refresh_gradient_tools(self) -> None:
-        needed = any(True for session in self.sessions for _ in session.optimizers())
-        if needed and not len(self._gradient_tools):
-            made: dict[int, Any] = {}
-            pairs: list[tuple[Any, Any]] = []
-            self._gradient_tools.on_undo(lambda: early_names.give_back(pairs))
-            patches = self._gradient_patches(
-                self.master_of, self.collect_grads, self.forget_overflow
-            )
-            for owner, name, make in patches:
-                original = self._gradient_tools.replace(owner, name, make)
-                put = made[id(original)] = vars(owner)[name]
-                pairs.append((put, original))
-            early_names.rebind(self._gradient_tools, made)
-        elif not needed:
-            self._gradient_tools.undo()
+    def _refresh_tools(self) -> None:
+        _keep(
+            self._gradient_tools,
+            any(True for session in self.sessions for _ in session.optimizers()),
+            self._gradient_patches(self.master_of, self.collect_grads, self.forget_overflow),
+        )
+        _keep(
+            self._tracing_tools,
+            self.state.process is not None
+            or any(True for session in self.sessions for _ in session.models()),
+            self._tracing_patches(self.managed_model, self.state),
+        )
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -154,6 +158,12 @@ class Registry:
             if any(managed.model is model for managed in session.models()):
                 return session
         return None
+
+    def managed_model(self, model: Any) -> ManagedModel | None:
+        """Our side of a model, or None."""
+        session = self.session_of_model(model)
+        found = () if session is None else session.models()
+        return next((managed for managed in found if managed.model is model), None)
 
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
@@ -236,3 +246,18 @@ class Registry:
 
         logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)
         when_importable(owner, on_import)
+
+
+def _keep(tools: PatchSet, needed: bool, patches: Patches) -> None:
+    """Have torch's tools replaced, early bound names too, for as long as it is needed."""
+    if not needed:
+        tools.undo()
+    elif not len(tools):
+        made: dict[int, Any] = {}
+        pairs: list[tuple[Any, Any]] = []
+        tools.on_undo(lambda: early_names.give_back(pairs))
+        for owner, name, make in patches:
+            original = tools.replace(owner, name, make)
+            put = made[id(original)] = vars(owner)[name]
+            pairs.append((put, original))
+        early_names.rebind(tools, made)

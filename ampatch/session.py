@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import frames, gradients, overrides
+from . import frames, gradients, overrides, tracing
 from .casting.casts import tensors_in
 from .casting.policy import CastState, Policy
 from .casting.weight_cache import CacheInfo
@@ -121,6 +121,7 @@ class Session(Members):
         if properties.casts_model:
             managed.convert(overrides.stays_float(properties, found))
         managed.install()
+        tracing.note_scripted_parts(model, managed.policy)
 
     def _module_override(
         self, module: nn.Module, precision: str, properties: Properties
@@ -318,5 +319,5 @@ def cast_state() -> CastState:
     return registry.state
 
 
-registry = Registry(gradients.replacements, cast_state)
+registry = Registry(gradients.replacements, tracing.replacements, cast_state)
 frames.run_eagerly()

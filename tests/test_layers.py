@@ -27,10 +27,12 @@ ALLOWED = {
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
-    "registry": LEAVES | {"casting", "scaling", "session"},  # the last two for type checking only
+    "tracing": LEAVES | {"casting", "managed_model", "models"},
+    # the last three for type checking only
+    "registry": LEAVES | {"casting", "managed_model", "scaling", "session"},
     "session": LEAVES
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
-    | {"frames", "members", "registry"},
+    | {"frames", "members", "registry", "tracing"},
     "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "opt_levels", "session"},
     "control": LEAVES | {"casting", "session"},

@@ -3,12 +3,14 @@
 A weight that several calls use within a forward is cast once.  Nothing is
 kept beyond the outermost forward of a managed model: a `.data` write (an EMA
 swap) and fused optimizers change weights without raising `_version`, so a copy
-that outlives a forward can go stale with no way to notice.
+that outlives a forward can go stale with no way to notice.  Each thread has its
+own copies: another thread's forward may begin and end at any moment.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import NamedTuple
 
 import torch
@@ -39,13 +41,18 @@ class CacheInfo:
     entries: int = 0
 
 
-class WeightCache:
-    """Casts of leaf weights; open only while a managed model's forward runs."""
-
+class _Held(threading.local):
     def __init__(self) -> None:
         self.is_open = False
-        self._opener: object = None
-        self._copies: dict[tuple, _Copy] = {}
+        self.opener: object = None
+        self.copies: dict[tuple, _Copy] = {}
+
+
+class WeightCache:
+    """Casts of leaf weights; open only while a managed model's forward runs, in its thread."""
+
+    def __init__(self) -> None:
+        self._held = _Held()
         self._info = CacheInfo()
 
     def open(self, opener: object) -> None:
@@ -55,26 +62,29 @@ class WeightCache:
         An opener that finds itself was interrupted (Ctrl-C skips hooks) or calls
         itself; both are safe with an empty cache.
         """
-        if self.is_open and self._opener is not opener:
+        held = self._held
+        if held.is_open and held.opener is not opener:
             return
-        self._copies.clear()
-        self._opener = opener
-        self.is_open = not _recording()
+        held.copies.clear()
+        held.opener = opener
+        held.is_open = not _recording()
 
     def close(self, opener: object = None) -> None:
         """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed."""
-        if opener is None or opener is self._opener:
-            self.is_open = False
-            self._opener = None
-            self._copies.clear()
+        held = self._held
+        if opener is None or opener is held.opener:
+            held.is_open = False
+            held.opener = None
+            held.copies.clear()
 
     def info(self) -> CacheInfo:
-        """A snapshot of the counts."""
-        return dataclasses.replace(self._info, entries=len(self._copies))
+        """A snapshot of the counts; entries are this thread's."""
+        return dataclasses.replace(self._info, entries=len(self._held.copies))
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one."""
-        if not self.is_open:
+        held = self._held
+        if not held.is_open:
             return weight.to(dtype)
         # A cast made under no_grad has no graph, one made under inference_mode
         # may not be saved for backward: the mode is part of the key.
@@ -84,7 +94,7 @@ class WeightCache:
             torch.is_grad_enabled() and weight.requires_grad,
             torch.is_inference_mode_enabled(),
         )
-        copy = self._copies.get(key)
+        copy = held.copies.get(key)
         if (
             copy is not None
             and copy.version == weight._version
@@ -95,7 +105,7 @@ class WeightCache:
         half = weight.to(dtype)
         self._info.misses += 1
         if not weight.is_inference() and not _recording():
-            self._copies[key] = _Copy(weight, weight._version, weight.data_ptr(), half)
+            held.copies[key] = _Copy(weight, weight._version, weight.data_ptr(), half)
         return half
 
 
