@@ -194,8 +194,6 @@ def test_what_is_missing_names_a_replacement():
 
     with pytest.raises(ImportError, match="AdamW"):
         from apex.optimizers import FusedLAMB  # noqa: F401
-    with pytest.raises(ImportError, match="ampatch.initialize"):
-        import apex.fp16_utils
     with pytest.raises(ImportError, match="scaled_dot_product_attention"):
         importlib.import_module("apex.contrib.multihead_attn")
     with pytest.raises(AttributeError, match="NovoGrad"):

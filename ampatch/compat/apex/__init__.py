@@ -13,7 +13,8 @@ from types import ModuleType
 
 from ampatch import AmpatchError, observe
 
-from . import amp, multi_tensor_apply, normalization, optimizers, parallel, state
+from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel, state
+from .fp16_utils import conversion, fp16_optimizer, loss_scaler
 from .packages import Finder, build
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -22,6 +23,10 @@ CONTENTS = {
     "apex": {},
     "apex.amp": amp,
     "apex.amp._amp_state": state,
+    "apex.fp16_utils": fp16_utils,
+    "apex.fp16_utils.fp16util": conversion,
+    "apex.fp16_utils.fp16_optimizer": fp16_optimizer,
+    "apex.fp16_utils.loss_scaler": loss_scaler,
     "apex.parallel": parallel,
     "apex.optimizers": optimizers,
     "apex.normalization": normalization,

@@ -18,7 +18,6 @@ REPLACEMENTS = {
     "from timm",
     "apex.parallel.Reducer": "use torch.nn.parallel.DistributedDataParallel",
     "apex.parallel.LARC": "use Lars from the package timm",
-    "apex.fp16_utils": "use ampatch.initialize(model, optimizer, opt_level='O2')",
     "apex.contrib": "use torch.nn.functional.scaled_dot_product_attention and torch.nn",
     "apex.transformer": "use torch.distributed.tensor.parallel, or Megatron-LM",
     "apex.mlp": "use torch.nn.Sequential of torch.nn.Linear",
