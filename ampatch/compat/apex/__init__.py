@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
 from ampatch import AmpatchError, observe
 
 from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel, state
 from .fp16_utils import conversion, fp16_optimizer, loss_scaler
+from .optimizers import adagrad, adam, lamb, novograd, sgd
+from .parallel import distributed, larc, sync_batch_norm
 from .packages import Finder, build
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -28,7 +31,16 @@ CONTENTS = {
     "apex.fp16_utils.fp16_optimizer": fp16_optimizer,
     "apex.fp16_utils.loss_scaler": loss_scaler,
     "apex.parallel": parallel,
+    "apex.parallel.LARC": larc,
+    "apex.parallel.distributed": distributed,
+    "apex.parallel.sync_batchnorm": sync_batch_norm,
+    "apex.parallel.optimized_sync_batchnorm": sync_batch_norm,
     "apex.optimizers": optimizers,
+    "apex.optimizers.fused_adagrad": adagrad,
+    "apex.optimizers.fused_adam": adam,
+    "apex.optimizers.fused_lamb": lamb,
+    "apex.optimizers.fused_novograd": novograd,
+    "apex.optimizers.fused_sgd": sgd,
     "apex.normalization": normalization,
     "apex.normalization.fused_layer_norm": normalization,
     "apex.multi_tensor_apply": multi_tensor_apply,
@@ -53,12 +65,20 @@ def install(force: bool = False) -> None:
     modules = build(CONTENTS)
     # As apex has it: `apex.amp._amp_state` is the state even after it was imported as a module.
     modules["apex.amp"]._amp_state = state._amp_state
+    modules["apex.parallel.LARC"].__class__ = _CallableLARC  # the class's name is its module's too
     finder = Finder(modules, _hide())
     sys.meta_path.insert(0, finder)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
     stop_observing = observe(cleaner)
     finder.stop = lambda: (cleaner.clean_all(), stop_observing())
+
+
+class _CallableLARC(ModuleType):
+    """`from apex.parallel import LARC` gives the module, and scripts call it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return larc.LARC(*args, **kwargs)
 
 
 def uninstall() -> None:

@@ -11,13 +11,8 @@ from typing import Any, NoReturn
 VERSION = "0.1+ampatch"
 
 REPLACEMENTS = {
-    "apex.optimizers.FusedLAMB": "torch has no LAMB; use torch.optim.AdamW, or Lamb from the "
-    "package timm or torch-optimizer",
-    "apex.optimizers.FusedMixedPrecisionLamb": "use torch.optim.AdamW, or Lamb from timm",
-    "apex.optimizers.FusedNovoGrad": "torch has no NovoGrad; use torch.optim.AdamW, or NovoGrad "
-    "from timm",
-    "apex.parallel.Reducer": "use torch.nn.parallel.DistributedDataParallel",
-    "apex.parallel.LARC": "use Lars from the package timm",
+    "apex.optimizers.FusedMixedPrecisionLamb": "use FusedLAMB with amp.initialize at O2",
+    "apex.optimizers.FusedLARS": "use LARC(optimizer, clip=False) from apex.parallel.LARC",
     "apex.contrib": "use torch.nn.functional.scaled_dot_product_attention and torch.nn",
     "apex.transformer": "use torch.distributed.tensor.parallel, or Megatron-LM",
     "apex.mlp": "use torch.nn.Sequential of torch.nn.Linear",
