@@ -1,6 +1,6 @@
 """DistributedDataParallel and Reducer."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: torch compares those of a communication hook.
 
 from collections.abc import Iterable
 from typing import Any
