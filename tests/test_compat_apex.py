@@ -144,7 +144,7 @@ def test_amp_state_is_an_object_as_an_attribute_and_a_module_by_import():
     assert _amp_state.opt_properties.loss_scale == 64.0
     assert _amp_state.opt_properties.options["opt_level"] == "O2"
     assert _amp_state.handle.is_active()
-    _amp_state.handle._deactivate()
+    ampatch.deactivate()
     assert not hasattr(_amp_state, "opt_properties") and model.weight.dtype is torch.float32
 
 

@@ -38,7 +38,7 @@ ALLOWED = {
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
     # the rooms around the engine use its public API (and the tables)
     "diagnose": LEAVES | {"__init__", "diagnose"},
-    "compat": LEAVES | {"__init__", "compat", "session"},
+    "compat": LEAVES | {"__init__", "compat", "session", "casting"},
     "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
     "cli": LEAVES | {"__init__", "sweep", "compat", "casting", "diagnose", "opt_levels"},
     "__main__": {"cli"},
