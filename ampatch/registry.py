@@ -13,6 +13,7 @@ from .casting.install import (
     Installation,
     parse_place,
     raw_attribute,
+    resolve,
     resolve_user_place,
     when_importable,
 )
@@ -53,6 +54,7 @@ class Registry:
         self._tracing_tools = PatchSet()
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
+        self._table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
 
@@ -86,7 +88,7 @@ class Registry:
 
     def _apply_special(self, session: Session) -> None:
         if session.policy.apex_flavour:
-            self.installation.install_apex_rows()
+            self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.function_rules.items():
             original = self.installation.original(function)
             self.installation.ensure(original)
@@ -212,7 +214,22 @@ class Registry:
             if method is not None:
                 method(*values)
 
-    # The user's own functions
+    # The user's own functions, and changes to the tables
+
+    def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
+        """Have torch's functions follow other rules than the tables', in apex's flavour.
+
+        An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and
+        a rule, or None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for an unknown name.
+        """
+        for where, name, _ in edits:
+            raw_attribute(resolve(where), name)
+        if edits == self._table_edits:
+            return
+        self._table_edits = list(edits)
+        if self.installation.has_tables:
+            self.installation.undo()
+            self.refresh()
 
     def register(self, place: Any, name: str | None, rule: Rule) -> None:
         """Have a function of the user's follow a rule, now if patches are in, else when they are.

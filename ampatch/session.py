@@ -48,6 +48,7 @@ class Session(Members):
         self._process_group = process_group
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.is_open = False
+        self.may_cast = True  # until `stop_casting`
         self._policy = Policy(
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
@@ -152,6 +153,13 @@ class Session(Members):
         self.scalers.extend(_scaler(self.properties) for _ in range(count))
         return range(first, first + count)
 
+    def stop_casting(self) -> None:
+        """Leave torch's functions alone from now on; models, masters and loss scales stay."""
+        self.may_cast = False
+        for managed in self.models():
+            managed.policy = None
+        registry.refresh()
+
     def follow_apex(self) -> None:
         """Keep to apex's tables where they differ from autocast's policy."""
         self._policy.apex_flavour = True
@@ -162,7 +170,7 @@ class Session(Members):
     @property
     def policy(self) -> Policy | None:
         """The rules this session has in force for the process; None: it casts no calls."""
-        if not self.properties.enabled:
+        if not (self.properties.enabled and self.may_cast):
             return None
         if self._models:
             policies = [managed.policy for managed in self.models() if managed.policy is not None]
@@ -265,6 +273,7 @@ class Session(Members):
         if self.properties.loss_scale != properties.loss_scale:
             self.scalers = [_scaler(properties) for _ in self.scalers]
         self.properties = properties
+        self.may_cast = True
         for policy in (self._policy, self._overrides_only):
             policy.half_to = policy.half_type = properties.dtype
         self._manage_model(model, properties)

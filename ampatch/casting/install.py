@@ -86,13 +86,20 @@ class Installation:
                 ", ".join(self.missing),
             )
 
-    def install_apex_rows(self) -> None:
-        """Add the rows that only apex's flavour has; they heed only policies of that flavour."""
-        if not self._has_apex_rows:
-            self._has_apex_rows = True
-            for row in APEX:
-                self._put_row(row)
-            early_names.rebind(self._patches, self._by_original)
+    def install_apex_rows(self, edits: Iterable[tuple[str, str, Rule | None]] = ()) -> None:
+        """Add the rows that only apex's flavour has; they heed only policies of that flavour.
+
+        `edits` give functions another rule than their row's; None: no cast.
+        """
+        if self._has_apex_rows:
+            return
+        self._has_apex_rows = True
+        for row in APEX:
+            self._put_row(row)
+        for where, name, rule in edits:
+            choose = CHOOSERS[rule] if rule is not None else lambda *call: None
+            self.put_torch_function(resolve(where), name, choose)
+        early_names.rebind(self._patches, self._by_original)
 
     def undo(self) -> None:
         """Leave torch, and what the user's modules bound of it, as found."""
@@ -134,9 +141,21 @@ class Installation:
             self._patches.replace(
                 owner, name, lambda raw: user_functions.following(raw, choose, ask)
             )
+        elif owner in map(resolve, _NAMESPACES):
+            self.put_torch_function(owner, name, choose)
         else:
             self._put(owner, name, lambda raw: user_functions.user_function(raw, choose, ask))
             early_names.rebind(self._patches, {id(found): self._by_original[id(found)]})
+
+    def put_torch_function(self, owner: Any, name: str, choose: Callable) -> None:
+        """Have a function of torch's cast to what `choose` says, whatever the tables say of it."""
+        found = raw_attribute(owner, name)
+        self._put(
+            owner,
+            name,
+            lambda raw: user_functions.torch_function(raw, choose, self._ask_state),
+        )
+        early_names.rebind(self._patches, {id(found): self._by_original[id(found)]})
 
     def _put_row(self, row: Row) -> None:
         for name in row.names:
