@@ -26,9 +26,11 @@ from .handle import init
 from .training import (
     load_state_dict,
     loss_scale,
+    loss_scale_settings,
     master_params,
     scale_loss,
     set_loss_scale,
+    set_loss_scale_settings,
     state_dict,
     step_was_skipped,
 )
@@ -48,6 +50,7 @@ __all__ = [
     "load_state_dict",
     "log_metrics",
     "loss_scale",
+    "loss_scale_settings",
     "master_params",
     "observe",
     "precision",
@@ -57,6 +60,7 @@ __all__ = [
     "register_promote_function",
     "scale_loss",
     "set_loss_scale",
+    "set_loss_scale_settings",
     "set_opt_level",
     "state_dict",
     "step_was_skipped",

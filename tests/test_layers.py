@@ -32,7 +32,7 @@ ALLOWED = {
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
     | {"frames", "members", "registry"},
     "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
-    "training": LEAVES | {"checks", "opt_levels", "session"},
+    "training": LEAVES | {"checks", "scaling", "session"},
     "control": LEAVES | {"casting", "session"},
     "handle": LEAVES | {"opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
