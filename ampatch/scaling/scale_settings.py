@@ -105,7 +105,9 @@ def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict
     if not isinstance(entry, dict):
         raise TypeError(f"{what}: expected a dictionary, got {type_name(entry)}.")
     if "loss_scale" not in entry:
-        raise ValueError(f"{what}: expected 'loss_scale' and 'unskipped', got {sorted(map(str, entry))}.")
+        raise ValueError(
+            f"{what}: expected 'loss_scale' and 'unskipped', got {sorted(map(str, entry))}."
+        )
     rules = {name: entry[name] for name in SETTINGS if name in entry}
     if settings is not None:
         settings.changed(what, rules)
