@@ -70,21 +70,21 @@ class GradientFlow:
     def before_backward(self, scaler: Scaler, scale: Any) -> None:
         """Make room for gradients scaled by `scale`: set aside, or scale, what is there."""
         self.report_left_scaled()
-        self._in_block = self._fed = True
+        self._fed = True
         self.masters.settle()
         self.take_unscaled()
-        held = [param for param in self.parameters() if param.grad is not None]
         self.check_spent()
+        held = [param for param in self.parameters() if param.grad is not None]
+        alone = _world_size() == 1
+        own = [param for param in held if alone and self.masters.half_of(param) is None]
+        self._aside = [(param, param.grad) for param in own]
+        self._in_block = True  # from here on there is something to put back
         if not held:
             self.pending = self._found_inf = None
-        elif _world_size() > 1:
+        elif not alone:
             self._put_back_scaled(held, scaler, scale)
-        else:  # what backward adds must be told from what was there
-            self._aside = [
-                (param, param.grad) for param in held if self.masters.half_of(param) is None
-            ]
-            for param, _ in self._aside:
-                param.grad = None
+        for param in own:  # what backward adds must be told from what was there
+            param.grad = None
 
     def _put_back_scaled(self, held: list[Tensor], scaler: Scaler, scale: Any) -> None:
         """Leave earlier gradients where backward adds to them, so one all-reduce serves both."""
@@ -139,6 +139,8 @@ class GradientFlow:
         With several ranks the earlier gradients are where backward added to
         them; they stay, and what the failed pass added stays with them.
         """
+        if not self._in_block:
+            return
         self._in_block = False
         fresh = self.masters.take_grads()
         if _world_size() > 1:
@@ -150,6 +152,14 @@ class GradientFlow:
         for param, grad in self._aside:
             param.grad = grad
         self._aside = []
+
+    def drop_gradients(self) -> None:
+        """Have no gradients, those set aside among them, rather than some that are half done."""
+        self._in_block = False
+        self._aside = []
+        self.forget_gradients()
+        for param in self.parameters():
+            param.grad = None
 
     def finish_pending(self) -> None:
         """Unscale what `delay_unscale` left scaled."""
@@ -163,8 +173,8 @@ class GradientFlow:
 
     def _unscale(self, scaler: Scaler, grads: list[Tensor], scale: Any) -> Tensor | None:
         found = scaler.unscale_(_values(grads), scale)
-        if found is None:
-            return None
+        if found is None or not (grads or self._process_group):
+            return None  # without gradients there is nothing to learn for the scale
         if self._process_group is not None:
             torch.distributed.all_reduce(
                 found, torch.distributed.ReduceOp.MAX, group=self._process_group
