@@ -24,6 +24,7 @@ from .frontend import (
 from .diagnose import debug
 from .handle import init
 from .training import (
+    hold_scheduler,
     load_state_dict,
     loss_scale,
     loss_scale_settings,
@@ -32,6 +33,7 @@ from .training import (
     set_loss_scale,
     set_loss_scale_settings,
     state_dict,
+    step_counts,
     step_was_skipped,
 )
 
@@ -45,6 +47,7 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
+    "hold_scheduler",
     "init",
     "initialize",
     "load_state_dict",
@@ -63,6 +66,7 @@ __all__ = [
     "set_loss_scale_settings",
     "set_opt_level",
     "state_dict",
+    "step_counts",
     "step_was_skipped",
     "unwrap",
 ]

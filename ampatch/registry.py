@@ -22,6 +22,7 @@ from .casting.policy import CastState
 from .casting.tables import Rule
 from .errors import AmpatchError
 from .log import logger
+from .schedulers import HeldSchedulers
 
 if TYPE_CHECKING:
     from .scaling.optimizer import ManagedOptimizer
@@ -44,6 +45,7 @@ class Registry:
         self.sessions: list[Session] = []
         self._gradient_patches = gradient_patches
         self._gradient_tools = PatchSet()
+        self.schedulers = HeldSchedulers(self.managed)
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
 
@@ -124,6 +126,7 @@ class Registry:
         """Close every session, newest first."""
         for session in list(reversed(self.sessions)):
             session.close()
+        self.schedulers.release()
 
     # Questions
 

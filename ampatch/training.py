@@ -18,6 +18,7 @@ from .scaling.scale_settings import (
     is_grad_scalers,
     positive_number,
 )
+from .scaling.step_counts import StepCounts
 from .session import registry
 
 
@@ -197,13 +198,58 @@ def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last `optimizer.step()` was left out because of an overflow.
 
     Waits for the device if the optimizer is a fused one, which decides there.
+    Raises `AmpatchError` for an optimizer that `initialize` was not given.
     """
+    managed = _known(optimizer, "step_was_skipped")
+    return managed is not None and bool(managed.skipped)
+
+
+def step_counts(optimizer: Any) -> StepCounts:
+    """How many steps were `taken`, `skipped` and `skipped_in_a_row` (the last ones), as ints.
+
+    Counted since `initialize`; a step with a closure is one step.  Waits for the device
+    if the optimizer is a fused one; steps replayed in a CUDA graph are counted too.
+    With `enabled=False` nothing is counted.  Raises `AmpatchError` for an optimizer that
+    `initialize` was not given.
+    """
+    managed = _known(optimizer, "step_counts")
+    return StepCounts(0, 0, 0) if managed is None else managed.counter.read()
+
+
+def hold_scheduler(scheduler: Any) -> Any:
+    """Let a learning-rate scheduler wait while steps are skipped; returns the scheduler.
+
+        scheduler = ampatch.hold_scheduler(StepLR(optimizer, 30))
+
+    Its `step()` then does nothing if the optimizer has skipped every step since the
+    scheduler's last.  For any object with `step` and `optimizer`, built before or after
+    `initialize`, until `deactivate`.  Of a `SequentialLR` or `ChainedScheduler` hold the
+    outer one.  With a fused optimizer `scheduler.step()` waits for the device.
+
+    Raises:
+        TypeError: `scheduler` has no `step` of its class or no `optimizer`.
+        AmpatchError: its optimizer was not given to `initialize`.
+    """
+    if (
+        not callable(getattr(type(scheduler), "step", None))
+        or "step" in getattr(scheduler, "__dict__", {})
+        or not hasattr(scheduler, "optimizer")
+    ):
+        raise TypeError(
+            "ampatch.hold_scheduler(scheduler=...): expected an object with .optimizer whose class "
+            f"has step(), such as a torch.optim.lr_scheduler.LRScheduler, got {type_name(scheduler)}."
+        )
+    if _known(scheduler.optimizer, "hold_scheduler") is not None:
+        registry.schedulers.hold(scheduler)
+    return scheduler
+
+
+def _known(optimizer: Any, call: str) -> Any:
+    """Our side of an optimizer, None in a disabled session.  Raises `AmpatchError`."""
     managed = registry.managed(optimizer)
-    if managed is None:
-        if registry.session_of(optimizer) is not None:
-            return False
+    if managed is None and registry.session_of(optimizer) is None:
         raise AmpatchError(
-            f"ampatch.step_was_skipped(<{type(optimizer).__name__}>): this "
+            f"ampatch.{call}(<{type(optimizer).__name__}>): this "
             "optimizer was not given to ampatch.initialize."
         )
-    return bool(managed.skipped)
+    return managed

@@ -27,7 +27,8 @@ ALLOWED = {
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
-    "registry": LEAVES | {"casting", "scaling", "session"},  # the last two for type checking only
+    "schedulers": {"casting"},
+    "registry": LEAVES | {"casting", "schedulers", "scaling", "session"},  # the last two for type checking only
     "session": LEAVES
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
     | {"frames", "members", "registry"},
