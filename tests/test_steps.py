@@ -1,11 +1,9 @@
-"""The step is still the optimizer's: signature, result, schedulers, and what was counted."""
+"""The step is still the optimizer's: its signature and its result, with scaling and without."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import math
-import warnings
 
 import pytest
 import torch
@@ -40,30 +38,6 @@ def test_step_keeps_its_signature(scheduled):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     ampatch.initialize(model, optimizer, verbosity=0)
     assert inspect.signature(optimizer.step) == before and "note" in before.parameters
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_schedulers_do_not_warn_of_a_skip(opt_level, when, fused):
-    model = seeded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
-    make = lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler = make() if when == "before" else None
-        ampatch.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic", verbosity=0)
-        scheduler = scheduler or make()
-        for factor in (math.inf, 1e-3):
-            backward(model, optimizer, data(), factor)
-            before = everything(model, optimizer)
-            optimizer.step()
-            skipped = factor == math.inf
-            assert ampatch.step_was_skipped(optimizer) is skipped
-            after = everything(model, optimizer)[: len(before)]  # a first step adds state
-            assert same(before, after) is skipped
-            optimizer.zero_grad()
-            scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 # Without scaling
