@@ -22,6 +22,7 @@ from .casting.policy import CastState
 from .casting.tables import Rule
 from .errors import AmpatchError
 from .log import logger
+from .schedulers import HeldSchedulers
 
 if TYPE_CHECKING:
     from .managed_model import ManagedModel
@@ -52,6 +53,7 @@ class Registry:
         self._gradient_tools = PatchSet()
         self._tracing_patches = tracing_patches
         self._tracing_tools = PatchSet()
+        self.schedulers = HeldSchedulers(self.managed)
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
         self._table_edits: list[tuple[str, str, Rule | None]] = []
@@ -130,6 +132,7 @@ class Registry:
         """Close every session, newest first."""
         for session in list(reversed(self.sessions)):
             session.close()
+        self.schedulers.release()
 
     # Questions
 

@@ -241,9 +241,10 @@ class Session(Members):
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._drop_cache()
         registry.state.drop_interrupted()
-        limit = self.properties.max_consecutive_skips
-        if managed.consecutive_skips and managed.consecutive_skips % limit == 0:
+        if managed.counter.stuck(self.properties.max_consecutive_skips):
             self._report_skips(managed)
+        if any(scaler.is_dynamic for scaler in self.scalers):
+            managed.report_unfed()
         registry.tell("on_step", managed.optimizer, managed.skipped)
 
     def _report_skips(self, managed: ManagedOptimizer) -> None:
@@ -252,8 +253,7 @@ class Session(Members):
             for model in self.models()
             for name, parameter in model.model.named_parameters()
         }
-        scales = [scaler.get() for scaler in self.scalers]
-        logger.error(skip_report(managed, names, scales))
+        logger.error(skip_report(managed, names, self.scalers))
 
     # Changes at run time
 

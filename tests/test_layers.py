@@ -29,12 +29,13 @@ ALLOWED = {
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
     "tracing": LEAVES | {"casting", "managed_model", "models"},
     # the last three for type checking only
-    "registry": LEAVES | {"casting", "managed_model", "scaling", "session"},
+    "registry": LEAVES | {"casting", "schedulers", "managed_model", "scaling", "session"},
+    "schedulers": {"casting"},
     "session": LEAVES
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
     | {"frames", "members", "registry", "tracing"},
     "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
-    "training": LEAVES | {"checks", "opt_levels", "session"},
+    "training": LEAVES | {"checks", "scaling", "session"},
     "control": LEAVES | {"casting", "session"},
     "handle": LEAVES | {"opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
