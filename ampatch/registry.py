@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .casting import user_functions
+from . import backward_pass, gradients, tracing
+from .casting import early_names, user_functions
 from .casting.install import (
     Installation,
-    early_names,
     parse_place,
     raw_attribute,
+    resolve,
     resolve_user_place,
     when_importable,
 )
@@ -22,37 +23,32 @@ from .casting.policy import CastState
 from .casting.tables import Rule
 from .errors import AmpatchError
 from .log import logger
+from .schedulers import HeldSchedulers
 
 if TYPE_CHECKING:
+    from .managed_model import ManagedModel
     from .scaling.optimizer import ManagedOptimizer
     from .session import Session
 
 Patches = list[tuple[Any, str, Callable[[Any], Any]]]
-GradientPatches = Callable[
-    [Callable[[Tensor], "Tensor | None"], Callable[[], None], Callable[[set[int]], None]],
-    Patches,
-]
-BackwardPatches = Callable[[Callable[[Tensor], "list[Tensor]"], Callable[[], None]], Patches]
 
 
 class Registry:
     """The open sessions, newest last, and the things there is one of per process."""
 
-    def __init__(
-        self,
-        gradient_patches: GradientPatches,
-        backward_patches: BackwardPatches,
-        ask_state: Callable[[], CastState],
-    ) -> None:
+    def __init__(self, ask_state: Callable[[], CastState]) -> None:
         self.state = CastState()
         self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
-        self._gradient_patches = gradient_patches
-        self._gradient_tools = PatchSet()
-        self._backward_patches = backward_patches
-        self._backward_pass = PatchSet()
+        self.schedulers = HeldSchedulers(self.managed)
+        self._gradient_tools, self._backward_pass, self._tracing_tools = (
+            PatchSet(),
+            PatchSet(),
+            PatchSet(),
+        )
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
+        self._table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
 
@@ -86,7 +82,7 @@ class Registry:
 
     def _apply_special(self, session: Session) -> None:
         if session.policy.apex_flavour:
-            self.installation.install_apex_rows()
+            self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.function_rules.items():
             original = self.installation.original(function)
             self.installation.ensure(original)
@@ -106,12 +102,22 @@ class Registry:
                 )
 
     def _refresh_tools(self) -> None:
-        needed = any(True for session in self.sessions for _ in session.optimizers())
-        made = self._gradient_patches(self.master_of, self.collect_grads, self.forget_overflow)
-        _put_in(self._gradient_tools, made if needed else [])
-        needed = any(session.shadows for session in self.sessions)
-        made = self._backward_patches(self.halves_of, self.collect_shadows)
-        _put_in(self._backward_pass, made if needed else [])
+        _keep(
+            self._gradient_tools,
+            any(True for session in self.sessions for _ in session.optimizers()),
+            gradients.replacements(self.master_of, self.collect_grads, self.forget_overflow),
+        )
+        _keep(
+            self._backward_pass,
+            any(session.shadows for session in self.sessions),
+            backward_pass.replacements(self.halves_of, self.collect_shadows),
+        )
+        _keep(
+            self._tracing_tools,
+            self.state.process is not None
+            or any(True for session in self.sessions for _ in session.models()),
+            tracing.replacements(self.managed_model, self.state),
+        )
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -123,6 +129,7 @@ class Registry:
         """Close every session, newest first."""
         for session in list(reversed(self.sessions)):
             session.close()
+        self.schedulers.release()
 
     # Questions
 
@@ -153,6 +160,12 @@ class Registry:
             if any(managed.model is model for managed in session.models()):
                 return session
         return None
+
+    def managed_model(self, model: Any) -> ManagedModel | None:
+        """Our side of a model, or None."""
+        session = self.session_of_model(model)
+        found = () if session is None else session.models()
+        return next((managed for managed in found if managed.model is model), None)
 
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
@@ -214,7 +227,22 @@ class Registry:
             if method is not None:
                 method(*values)
 
-    # The user's own functions
+    # The user's own functions, and changes to the tables
+
+    def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
+        """Have torch's functions follow other rules than the tables', in apex's flavour.
+
+        An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and
+        a rule, or None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for an unknown name.
+        """
+        for where, name, _ in edits:
+            raw_attribute(resolve(where), name)
+        if edits == self._table_edits:
+            return
+        self._table_edits = list(edits)
+        if self.installation.has_tables:
+            self.installation.undo()
+            self.refresh()
 
     def register(self, place: Any, name: str | None, rule: Rule) -> None:
         """Have a function of the user's follow a rule, now if patches are in, else when they are.
@@ -250,15 +278,16 @@ class Registry:
         when_importable(owner, on_import)
 
 
-def _put_in(tools: PatchSet, patches: Patches) -> None:
-    """Put patches in, unless they are; none: take out what is.  Names bound early follow."""
-    if not patches:
+def _keep(tools: PatchSet, needed: bool, patches: Patches) -> None:
+    """Have torch's tools replaced, early bound names too, for as long as it is needed."""
+    if not needed:
         tools.undo()
     elif not len(tools):
-        made = {}
+        made: dict[int, Any] = {}
+        pairs: list[tuple[Any, Any]] = []
+        tools.on_undo(lambda: early_names.give_back(pairs))
         for owner, name, make in patches:
             original = tools.replace(owner, name, make)
-            made[id(original)] = getattr(owner, name)
-        for module, name, original in early_names(made):
-            put = made[id(original)]
-            tools.replace(module, name, lambda _, put=put: put)
+            put = made[id(original)] = vars(owner)[name]
+            pairs.append((put, original))
+        early_names.rebind(tools, made)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import backward_pass, frames, gradients, overrides
+from . import frames, overrides, tracing
 from .casting.casts import tensors_in
 from .casting.policy import CastState, Policy
 from .casting.weight_cache import CacheInfo
@@ -48,6 +48,7 @@ class Session(Members):
         self._process_group = process_group
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.is_open = False
+        self.may_cast = True  # until `stop_casting`
         self._policy = Policy(
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
@@ -122,6 +123,7 @@ class Session(Members):
         if properties.casts_model:
             managed.convert(overrides.stays_float(properties, found))
         managed.install()
+        tracing.note_scripted_parts(model, managed.policy)
 
     def _module_override(
         self, module: nn.Module, precision: str, properties: Properties
@@ -152,6 +154,13 @@ class Session(Members):
         self.scalers.extend(_scaler(self.properties) for _ in range(count))
         return range(first, first + count)
 
+    def stop_casting(self) -> None:
+        """Leave torch's functions alone from now on; models, masters and loss scales stay."""
+        self.may_cast = False
+        for managed in self.models():
+            managed.policy = None
+        registry.refresh()
+
     def follow_apex(self) -> None:
         """Keep to apex's tables where they differ from autocast's policy."""
         self._policy.apex_flavour = True
@@ -162,7 +171,7 @@ class Session(Members):
     @property
     def policy(self) -> Policy | None:
         """The rules this session has in force for the process; None: it casts no calls."""
-        if not self.properties.enabled:
+        if not (self.properties.enabled and self.may_cast):
             return None
         if self._models:
             policies = [managed.policy for managed in self.models() if managed.policy is not None]
@@ -233,9 +242,10 @@ class Session(Members):
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._drop_cache()
         registry.state.drop_interrupted()
-        limit = self.properties.max_consecutive_skips
-        if managed.consecutive_skips and managed.consecutive_skips % limit == 0:
+        if managed.counter.stuck(self.properties.max_consecutive_skips):
             self._report_skips(managed)
+        if any(scaler.is_dynamic for scaler in self.scalers):
+            managed.report_unfed()
         registry.tell("on_step", managed.optimizer, managed.skipped)
 
     def _report_skips(self, managed: ManagedOptimizer) -> None:
@@ -244,8 +254,7 @@ class Session(Members):
             for model in self.models()
             for name, parameter in model.model.named_parameters()
         }
-        scales = [scaler.get() for scaler in self.scalers]
-        logger.error(skip_report(managed, names, scales))
+        logger.error(skip_report(managed, names, self.scalers))
 
     # Changes at run time
 
@@ -265,6 +274,7 @@ class Session(Members):
         if self.properties.loss_scale != properties.loss_scale:
             self.scalers = [_scaler(properties) for _ in self.scalers]
         self.properties = properties
+        self.may_cast = True
         for policy in (self._policy, self._overrides_only):
             policy.half_to = policy.half_type = properties.dtype
         self._manage_model(model, properties)
@@ -321,5 +331,5 @@ def cast_state() -> CastState:
     return registry.state
 
 
-registry = Registry(gradients.replacements, backward_pass.replacements, cast_state)
+registry = Registry(cast_state)
 frames.run_eagerly()

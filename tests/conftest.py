@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 import torch.backends.mha
+import torch.fx
 import torch.linalg
 import torch.nn.utils.clip_grad
 import torch.special
@@ -34,13 +35,25 @@ _OWNERS = {
     "torch.utils.checkpoint": torch.utils.checkpoint,
     "torch.backends.mha": torch.backends.mha,
     "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.fx.Tracer": torch.fx.Tracer,
+    "torch.jit": torch.jit,
 }
 
 # torch rewraps these at the first instance of each optimizer class; let it, once.
 for _optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.LBFGS):
     _optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
-_VOLATILE = {"_dynamo", "_inductor", "_higher_order_ops", "export", "compiler", "_functorch", "fx"}
+# Dynamo rewraps these at its first use.
+_REWRAPPED = {"trace", "trace_module", "_get_trace_graph"}
+_VOLATILE = _REWRAPPED | {
+    "_dynamo",
+    "_inductor",
+    "_higher_order_ops",
+    "export",
+    "compiler",
+    "_functorch",
+    "fx",
+}
 
 
 def snapshot() -> dict[tuple[str, str], object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 
 import pytest
 import torch
@@ -227,23 +226,6 @@ def test_checkpoint(reentrant):
     out.float().sum().backward()
     assert torch.equal(model.inner.weight.grad, torch.full((4, 4), 6.0))
     assert ampatch.cache_info().entries == 0
-
-
-def test_threads(model):
-    failures = []
-
-    def work():
-        with torch.no_grad():
-            for _ in range(50):
-                if not torch.equal(model(X).float(), X):
-                    failures.append(1)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and ampatch.cache_info().entries == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

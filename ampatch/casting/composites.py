@@ -1,17 +1,21 @@
 """What a table of names cannot say: torch's parts that need more than a cast.
 
 Each function here returns `make(original) -> replacement` for one place, or a
-list of `(owner, name, make)` for `install.py` to put in.
+list of `(where, name, make)` for `install.py` to put in.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.backends.mha
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
 from .casts import cast, castable
@@ -46,12 +50,16 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
     return patched
 
 
-def module_parts(state: CastState) -> list[tuple[Any, str, Make]]:
+def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
     """Places in torch's modules that ask about dtypes or autocast on their own."""
     return [
-        (nn.RNNBase, "check_input", lambda original: _rnn_check(original, state)),
-        (torch.backends.mha, "get_fastpath_enabled", lambda original: _fast_path(original, state)),
-        (torch.utils.checkpoint, "checkpoint", lambda original: _checkpoint(original, state)),
+        ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check(original, state)),
+        (
+            "torch.backends.mha",
+            "get_fastpath_enabled",
+            lambda original: _fast_path(original, state),
+        ),
+        ("torch.utils.checkpoint", "checkpoint", lambda original: _checkpoint(original, state)),
     ]
 
 
@@ -74,12 +82,35 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
 
 
 def _fast_path(original: Callable, state: CastState) -> Callable:
-    """The fused inference kernels of MultiheadAttention and TransformerEncoder run in FP32."""
+    """The fused inference kernels of MultiheadAttention and TransformerEncoder run in FP32.
+
+    They stay with modules the policy does not cover, and with nested tensors, which
+    those modules take on no other path.  Only the asking module's frame says whose
+    call it is; compiled code has no frames and takes the kernels one by one.
+    """
 
     def get_fastpath_enabled() -> bool:
-        return state.table_policy() is None and original()
+        policy = state.table_policy()
+        return original() and (
+            policy is None
+            or (not is_dynamo_compiling() and _left_alone(inspect.currentframe(), policy))
+        )
 
     return get_fastpath_enabled
+
+
+def _left_alone(here: FrameType | None, policy: Policy) -> bool:
+    """Whether the module that called the function of frame `here` is none of the policy's."""
+    asking = here.f_back.f_locals if here is not None and here.f_back is not None else {}
+    module = asking.get("self")
+    inputs = [value for value in asking.values() if isinstance(value, Tensor)]
+    if not isinstance(module, nn.Module):
+        return False
+    if any(tensor.is_nested for tensor in inputs):
+        return True
+    if policy.gate is None:
+        return not any(castable(tensor, policy) for tensor in (*inputs, *module.parameters()))
+    return not policy.gate((*inputs, *module.parameters()), {})
 
 
 def _checkpoint(original: Callable, state: CastState) -> Callable:

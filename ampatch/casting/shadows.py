@@ -93,8 +93,8 @@ class Shadows:
             return None
         half = weight.detach().to(dtype).requires_grad_(weight.requires_grad)
         of = self.of
-        of[key] = shadow = Shadow(weakref.ref(weight, lambda _: of.pop(key, None)), half)
-        return shadow
+        shadow = Shadow(weakref.ref(weight, lambda _: of.pop(key, None)), half)
+        return of.setdefault(key, shadow)  # another thread may have been faster
 
     def collect(self) -> None:
         """A backward pass has ended: take the gradients in the shadows to the weights."""

@@ -34,6 +34,9 @@ class GradientFlow:
         self.pending: Pending | None = None
         self._process_group = process_group
         self._found_inf: Tensor | None = None
+        self._spent: tuple[Scaler, Any] | None = None  # who unscaled what a step has used
+        self._last_unscaled: tuple[Scaler, Any] | None = None
+        self._fed = False  # a block was entered since the last step
         self._deferred: Scaler | None = None  # its update waits for the step
         self._in_block = False
         self._left_scaled = False  # by a block that this optimizer was not given to
@@ -67,20 +70,21 @@ class GradientFlow:
     def before_backward(self, scaler: Scaler, scale: Any) -> None:
         """Make room for gradients scaled by `scale`: set aside, or scale, what is there."""
         self.report_left_scaled()
-        self._in_block = True
+        self._fed = True
         self.masters.settle()
         self.take_unscaled()
+        self.check_spent()
         held = [param for param in self.parameters() if param.grad is not None]
+        alone = _world_size() == 1
+        own = [param for param in held if alone and self.masters.half_of(param) is None]
+        self._aside = [(param, param.grad) for param in own]
+        self._in_block = True  # from here on there is something to put back
         if not held:
             self.pending = self._found_inf = None
-        elif _world_size() > 1:
+        elif not alone:
             self._put_back_scaled(held, scaler, scale)
-        else:  # what backward adds must be told from what was there
-            self._aside = [
-                (param, param.grad) for param in held if self.masters.half_of(param) is None
-            ]
-            for param, _ in self._aside:
-                param.grad = None
+        for param in own:  # what backward adds must be told from what was there
+            param.grad = None
 
     def _put_back_scaled(self, held: list[Tensor], scaler: Scaler, scale: Any) -> None:
         """Leave earlier gradients where backward adds to them, so one all-reduce serves both."""
@@ -135,6 +139,8 @@ class GradientFlow:
         With several ranks the earlier gradients are where backward added to
         them; they stay, and what the failed pass added stays with them.
         """
+        if not self._in_block:
+            return
         self._in_block = False
         fresh = self.masters.take_grads()
         if _world_size() > 1:
@@ -146,6 +152,14 @@ class GradientFlow:
         for param, grad in self._aside:
             param.grad = grad
         self._aside = []
+
+    def drop_gradients(self) -> None:
+        """Have no gradients, those set aside among them, rather than some that are half done."""
+        self._in_block = False
+        self._aside = []
+        self.forget_gradients()
+        for param in self.parameters():
+            param.grad = None
 
     def finish_pending(self) -> None:
         """Unscale what `delay_unscale` left scaled."""
@@ -159,12 +173,13 @@ class GradientFlow:
 
     def _unscale(self, scaler: Scaler, grads: list[Tensor], scale: Any) -> Tensor | None:
         found = scaler.unscale_(_values(grads), scale)
-        if found is None:
-            return None
+        if found is None or not (grads or self._process_group):
+            return None  # without gradients there is nothing to learn for the scale
         if self._process_group is not None:
             torch.distributed.all_reduce(
                 found, torch.distributed.ReduceOp.MAX, group=self._process_group
             )
+        self._last_unscaled = scaler, scale
         known = self._found_inf
         self._found_inf = found if known is None else torch.maximum(known, found.to(known.device))
         return found
@@ -201,17 +216,18 @@ class GradientFlow:
 
     def forget_gradients(self) -> None:
         """All gradients were zeroed: nothing is pending, no overflow is remembered."""
-        self.pending = self._found_inf = None
+        self.pending = self._found_inf = self._spent = None
         self._left_scaled = False
         self.masters.drop_grads()
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
-        if (self._found_inf is not None or self._left_scaled) and all(
+        known = self._found_inf is not None or self._spent is not None or self._left_scaled
+        if known and all(
             param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
             for param in self.parameters()
         ):
-            self._found_inf = None
+            self._found_inf = self._spent = None
             self._left_scaled = False
 
     def take_unscaled(self) -> None:
@@ -238,7 +254,17 @@ class GradientFlow:
     def take_found_inf(self) -> Tensor | None:
         """The overflow flag of the gradients gathered since it was last taken; None: unchecked."""
         found, self._found_inf = self._found_inf, None
+        self._spent = None if found is None else self._last_unscaled
         return found
+
+    def check_spent(self) -> None:
+        """Look again at gradients that a step has used and nobody zeroed: inf may be left there."""
+        if self._spent is None:
+            return
+        (scaler, scale), self._spent = self._spent, None
+        grads = self._all_grads()
+        if grads and self.pending is None:
+            self._unscale(scaler, grads, torch.ones_like(scale))
 
 
 def _values(grads: list[Tensor]) -> list[Tensor]:
