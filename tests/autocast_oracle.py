@@ -6,13 +6,14 @@ applies the real autocast policy to them.  Ask before `ampatch.initialize`.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -63,6 +64,23 @@ def autocast_dtypes(half: torch.dtype, function: Callable, *args: Any, **kwargs:
     with FakeTensorMode(), cuda_autocast(half):
         args, kwargs = on_fake_cuda((args, kwargs))
         return dtypes(function(*args, **kwargs))
+
+
+def module_dtypes(half: torch.dtype, module: nn.Module, *args: Any, **kwargs: Any) -> list:
+    """The dtypes of a module's outputs under autocast for CUDA.
+
+    Without gradients, cuDNN and running statistics: a CPU build has no CUDA to write in place.
+    """
+    module = copy.deepcopy(module)
+    with torch.backends.cudnn.flags(enabled=False), FakeTensorMode(), cuda_autocast(half):
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                setattr(part, name, nn.Parameter(on_fake_cuda(parameter), requires_grad=False))
+            for name, buffer in part.named_buffers(recurse=False):
+                forget = part.training and isinstance(part, nn.modules.batchnorm._NormBase)
+                setattr(part, name, None if forget else on_fake_cuda(buffer))
+        args, kwargs = on_fake_cuda((args, kwargs))
+        return dtypes(module(*args, **kwargs))
 
 
 def mixed(half: torch.dtype, tree: Any) -> Any:

@@ -7,46 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix_kernels import Kernels, run, tensor_of
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
-
-aten = torch.ops.aten
-MATRIX_KERNELS = (
-    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "mkldnn_rnn_layer",
-    "_scaled_dot_product_flash_attention_for_cpu", "_transformer_encoder_layer_fwd",
-    "_native_multi_head_attention",
-)
-
-
-class Kernels(TorchDispatchMode):
-    """The dtypes that kernels multiplying matrices are given, by kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, set] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._overloadpacket.__name__
-        if name in MATRIX_KERNELS:
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            self.seen.setdefault(name, set()).update(
-                tensor.dtype for tensor in tensors if tensor.is_floating_point()
-            )
-        return function(*args, **(kwargs or {}))
-
-    def dtypes(self) -> set:
-        assert self.seen, "no matrix kernel ran"
-        return set().union(*self.seen.values())
-
-
-def tensor_of(output) -> torch.Tensor:
-    while not isinstance(output, torch.Tensor):
-        output = output[0] if not hasattr(output, "data") else output.data
-    return output
 
 
 class ConvNet(nn.Module):
@@ -112,14 +78,6 @@ MODULES = {
     "conv net": ConvNet,
     "embedding bag": Bag,
 }
-
-
-def run(model, x, monitor=None):
-    """Loss, gradients by name."""
-    model.zero_grad()
-    output = tensor_of(model(x))
-    output.float().square().mean().backward()
-    return output, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
