@@ -8,6 +8,7 @@ operators itself: whatever it compiles is not cast, and that is said.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -70,13 +71,18 @@ def _warn(what: str, compiled: Any) -> None:
         )
 
 
+def _is_torch_s_own(obj: Any) -> bool:
+    """Whether torch scripts a function of its own: it does so to differentiate in forward mode."""
+    return inspect.isfunction(obj) and obj.__module__.partition(".")[0] == "torch"
+
+
 def _script(original: Callable, state: CastState) -> Callable:
     @functools.wraps(original)
     def script(
         obj: Any, optimize: None = None, _frames_up: int = 0, *args: Any, **kwargs: Any
     ) -> Any:
         compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
-        if compiled is not obj and state.table_policy() is not None:
+        if state.table_policy() is not None and not _is_torch_s_own(obj):
             _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
         return compiled
 

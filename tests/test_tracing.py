@@ -167,6 +167,14 @@ def lambda_free(x: torch.Tensor) -> torch.Tensor:
 
 
 @JIT
+def test_what_torch_scripts_of_its_own_is_not_spoken_of(said):
+    """Forward-mode AD has torch script its decompositions."""
+    managed("O1", [], verbosity=1)
+    assert tracing.uncast_operators(torch.jit.script(F.normalize))
+    assert not said()
+
+
+@JIT
 def test_script_finds_the_names_around_its_caller():
     """It looks into its caller's frame; ours lies between."""
     managed("O1", [])

@@ -102,8 +102,15 @@ def test_copies_of_layers_that_hold_functions():
 
 def test_pickles_load_where_ampatch_is_not(tmp_path):
     o1()
-    functions = [F.linear, F.softplus, torch.mm, torch.linalg.norm, torch.Tensor.exp,
-                 torch.special.expm1, torch._VF.lstm]
+    functions = [
+        F.linear,
+        F.softplus,
+        torch.mm,
+        torch.linalg.norm,
+        torch.Tensor.exp,
+        torch.special.expm1,
+        torch._VF.lstm,
+    ]
     (tmp_path / "functions.pickle").write_bytes(pickle.dumps(functions))
     code = """
         import pickle, sys, torch
@@ -116,44 +123,7 @@ def test_pickles_load_where_ampatch_is_not(tmp_path):
     assert in_a_process(code, cwd=tmp_path) == "7"
 
 
-# Subclasses, modes, threads
-
-
-class Recording(torch.Tensor):
-    seen: ClassVar[list] = []
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        cls.seen.append(function)
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-def test_subclasses_see_originals():
-    originals = [F.linear, torch.mm, torch.exp]
-    o1()
-    Recording.seen.clear()
-    x = X.as_subclass(Recording)
-    results = [F.linear(x, X), torch.mm(x, X), torch.exp(x.to(H))]
-    assert [out.dtype for out in results] == [H, H, torch.float32]
-    assert all(isinstance(out, Recording) for out in results)
-    for original in originals:
-        assert any(function is original for function in Recording.seen)
-    assert not any(function in (F.linear, torch.mm, torch.exp) for function in Recording.seen)
-
-
-def test_modes_see_originals():
-    originals, seen = [F.linear, torch.mm, torch.exp], []
-    o1()
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Mode():
-        F.linear(X, X), torch.mm(X, X), torch.exp(X)
-    assert all(any(function is original for function in seen) for original in originals)
-    assert not any(function in (F.linear, torch.mm, torch.exp) for function in seen)
+# Names
 
 
 def test_names_bound_early_are_rebound_and_undone(monkeypatch):
@@ -174,7 +144,10 @@ def test_names_bound_early_are_rebound_and_undone(monkeypatch):
 def in_a_process(code: str, **options) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, check=False, **options,
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -6,6 +6,7 @@ list of `(where, name, make)` for `install.py` to put in.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import FrameType
@@ -19,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
 from .casts import cast, castable
-from .policy import CastState
+from .policy import CastState, Policy
 
 Make = Callable[[Callable], Callable]
 
@@ -117,12 +118,33 @@ def _checkpoint(original: Callable, state: CastState) -> Callable:
     """The recompute runs in backward, perhaps in another thread: it takes its policy along."""
 
     def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not state.overridden or torch.compiler.is_compiling():
+        policy = state.current()
+        if torch.compiler.is_compiling():
             return original(function, *args, **kwargs)
-        policy, by_user = state.current(), state.under_user_control()
-        return original(state.under(lambda: policy, by_user)(function), *args, **kwargs)
+        if policy is not None:
+            function = _casting_weights_once(function, policy)
+        if state.overridden:
+            function = state.under(lambda: policy, state.under_user_control())(function)
+        return original(function, *args, **kwargs)
 
     return checkpoint
+
+
+def _casting_weights_once(function: Callable, policy: Policy) -> Callable:
+    """`function` with the weight cache open, in its recompute as in the model's forward.
+
+    So a weight used twice sums its gradients in the same dtype with and without checkpoints.
+    """
+
+    @functools.wraps(function)
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        policy.cache.open(opened)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            policy.cache.close(opened)
+
+    return opened
 
 
 def refused(function: Callable, message: str, state: CastState) -> Callable:
