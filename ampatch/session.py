@@ -195,10 +195,15 @@ class Session(Members):
         }
 
         def touches(args: tuple, kwargs: dict) -> bool:
-            return any(
-                tensor.dtype in HALF_TYPES or id(tensor) in parameters
-                for tensor in tensors_in((*args, *kwargs.values()))
-            )
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if type(value) is Tensor:  # asked by every call: no generator for the usual kinds
+                    if value.dtype in HALF_TYPES:
+                        return True
+                elif value is not None and type(value) not in (int, float, bool):
+                    for tensor in tensors_in((value,)):
+                        if tensor.dtype in HALF_TYPES or id(tensor) in parameters:
+                            return True
+            return False
 
         return dataclasses.replace(policy, gate=touches)
 

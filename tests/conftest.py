@@ -16,6 +16,7 @@ import torch.linalg
 import torch.nn.utils.clip_grad
 import torch.special
 import torch.utils.checkpoint
+from old_torch import lacking
 
 import ampatch
 
@@ -89,6 +90,14 @@ def torch_is_as_we_found_it():
     assert not ours & set(torch.jit._builtins._get_builtin_table()), "left in torch.jit's table"
     state = ampatch.session.registry.state
     assert state.process is None and not state.overridden and not state.thread.frames
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs something that the running torch lacks, and name it."""
+    for item in items:
+        reason = lacking(item.path.stem, item.name)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["O0", "O1", "O2", "O3"])

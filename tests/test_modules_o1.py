@@ -130,7 +130,7 @@ def test_half_input_is_refused_again_without_casting():
     model = nn.LSTM(8, 4)
     ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
     x = torch.randn(3, 5, 8)
-    with ampatch.disable_casts(), pytest.raises(ValueError, match="does not match weight dtype"):
+    with ampatch.disable_casts(), pytest.raises(ValueError, match="weight dtype|must have the type"):
         torch.nn.LSTM(8, 4)(x.bfloat16())
     with pytest.raises(ValueError):
         model(x.double())

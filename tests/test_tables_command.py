@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from op_samples import sample
-from test_casting import NO_CPU_KERNEL, NO_ORACLE, call, cuda_autocast, dtypes, on_fake_cuda
+from test_casting import (
+    DRIVERLESS,
+    NO_CPU_KERNEL,
+    NO_ORACLE,
+    call,
+    cuda_autocast,
+    dtypes,
+    on_fake_cuda,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -143,6 +151,8 @@ def outcome(where: str, name: str, arguments) -> list | type:
         with FakeTensorMode():
             return dtypes(call(where, name, *on_fake_cuda(arguments)))
     except (RuntimeError, ValueError) as error:
+        if DRIVERLESS and "driver" in str(error):
+            return None
         return type(error)
 
 
@@ -166,7 +176,10 @@ def test_autocast_differs_where_we_say_so_and_nowhere_else():
         theirs = outcomes()
     ampatch.initialize([], opt_level="O1", dtype=torch.float16, verbosity=0)
     ours = outcomes()
-    differing = {place[:2] for place in theirs if theirs[place] != ours[place]}
+    differing = {
+        place[:2] for place in theirs
+        if None not in (theirs[place], ours[place]) and theirs[place] != ours[place]
+    }
     assert differing == {
         (row.where, name) for row, name in places if differences.from_autocast(row, False)
     }

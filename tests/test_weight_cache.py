@@ -209,6 +209,7 @@ def test_func_grad_and_vmap(model):
     assert result(model) == 1
 
 
+@pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")  # of torch 2.4's own
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant):
     class Checkpointed(nn.Module):
@@ -266,6 +267,7 @@ def test_a_transform_within_a_forward_leaves_no_tensor_of_its_level():
     assert ampatch.cache_info().hits == 0  # the transform's own cast was not kept
 
 
+@pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")  # of torch 2.4's own
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_recomputes_as_it_computed(reentrant):
     """The recompute runs in backward, outside the block that the forward was in."""

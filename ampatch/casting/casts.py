@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
 from .foreign import Recorded, is_internal, proxy_of
-from .policy import CastState, Policy
+from .policy import FOLLOW, CastState, Policy
 from .tables import Rule
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -153,8 +153,10 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.process
-        if state.overridden:
-            policy = state.current()
+        if state.overridden:  # as `state.current()`, without the price of a call
+            own = state.thread.policy
+            if own is not FOLLOW:
+                policy = own
         if (
             policy is None
             or ("out" in kwargs and kwargs["out"] is not None)

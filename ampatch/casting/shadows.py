@@ -27,7 +27,7 @@ from .shadow_grads import deliver_by_itself, hooks_of, is_watched, move
 MOST_WAITING = 4
 """Forwards under grad that may wait for a backward pass; in further ones weights are cast."""
 
-LARGEST = 2**16
+LARGEST = 2**14
 """Elements, on the CPU.  The cast of a larger weight costs bandwidth, and its shadow memory."""
 
 SUPPORTED = all(
