@@ -95,6 +95,7 @@ class Installation:
     def undo(self) -> None:
         """Leave torch as it was found."""
         self._patches.undo()
+        _forget_names_in_compiler()
         self._originals.clear()
         self._by_original.clear()
         self.missing.clear()
@@ -200,6 +201,14 @@ class Installation:
             logger.warning(
                 "%s It runs in FP32; pass allow_banned=False to have it refused.", message
             )
+
+
+def _forget_names_in_compiler() -> None:
+    """Dynamo looks torch's functions up by name, once; what was patched then would stay unknown."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    names = getattr(rules, "get_torch_obj_rule_map", None)
+    if hasattr(names, "cache_clear"):
+        names.cache_clear()
 
 
 def _places_of(function: Any) -> list[tuple[Any, str]]:
