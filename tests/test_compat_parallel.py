@@ -61,7 +61,11 @@ DDP = {
 
 def reduced(rank: int) -> dict:
     """The gradients of one backward under each way of reducing."""
-    from apex.parallel import DistributedDataParallel, Reducer
+    from apex.parallel import (
+        DistributedDataParallel,
+        Reducer,
+        create_syncbn_process_group,
+    )
 
     found = {name: gradients(DistributedDataParallel(network(rank), **options), rank)
              for name, options in DDP.items()}  # fmt: skip
@@ -79,6 +83,12 @@ def reduced(rank: int) -> dict:
     values = torch.full((2,), float(rank))
     Reducer([values]).reduce()
     found["list"] = [values]
+    alone = create_syncbn_process_group(1)
+    found["groups"] = [dist.get_world_size(alone), create_syncbn_process_group(0)]
+    try:
+        create_syncbn_process_group(3)
+    except ValueError as error:
+        found["groups"].append(str(error))
     return found
 
 
@@ -182,6 +192,8 @@ def test_gradients_stay_local_while_reduction_is_off(ranks):
         expected = gradients(network(), rank)
         assert all(map(torch.equal, found["reduced"]["local"], expected))
         assert found["reduced"]["list"][0].tolist() == [0.5, 0.5]
+        size, everybody, error = found["reduced"]["groups"]
+        assert (size, everybody) == (1, None) and "divides the 2 ranks" in error
 
 
 def test_half_gradients_are_added_up_in_fp32(ranks):
@@ -305,3 +317,34 @@ def test_rms_norms(name):
     assert getattr(apex.normalization, name)(4).eps == 1e-5  # apex's, not torch's
     if name.startswith("Mixed"):
         assert ours.half()(x).dtype is torch.float16
+
+
+def test_norms_as_functions():
+    from apex.normalization.fused_layer_norm import (
+        FusedLayerNormAffineFunction,
+        fused_layer_norm,
+        fused_layer_norm_affine,
+        fused_rms_norm,
+        fused_rms_norm_affine,
+    )
+
+    x, weight, bias = torch.randn(3, 4), torch.arange(1.0, 5.0), torch.arange(4.0)
+    expected = F.layer_norm(x, [4], weight, bias, 1e-3)
+    assert torch.equal(fused_layer_norm_affine(x, weight, bias, 4, 1e-3), expected)
+    assert torch.equal(FusedLayerNormAffineFunction.apply(x, weight, bias, (4,), 1e-3), expected)
+    assert torch.equal(fused_layer_norm(x, (4,)), F.layer_norm(x, [4], eps=1e-6))
+    assert torch.equal(fused_rms_norm_affine(x, weight, 4), F.rms_norm(x, [4], weight, 1e-6))
+    assert torch.equal(fused_rms_norm(x, 4), F.rms_norm(x, [4], eps=1e-6))
+
+
+def test_a_norm_s_forward_is_registered_as_bert_does_it(monkeypatch):
+    import apex
+    from apex import amp
+
+    monkeypatch.setattr(ampatch.session.registry, "_user_functions", [])
+    amp.register_half_function(apex.normalization.FusedLayerNorm, "forward")
+    norm = apex.normalization.FusedLayerNorm(4).half()
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert norm(torch.randn(2, 4)).dtype is torch.float32  # layer_norm itself is in FP32
+    ampatch.deactivate()
+    assert "forward" not in vars(apex.normalization.FusedLayerNorm)

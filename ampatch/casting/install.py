@@ -108,6 +108,7 @@ class Installation:
             early_names.give_back(
                 [(made, self.original(made)) for made, _ in self._originals.values()]
             )
+        _forget_names_in_compiler()
         self._originals.clear()
         self._by_original.clear()
         self.missing.clear()
@@ -206,6 +207,14 @@ class Installation:
             logger.warning(
                 "%s It runs in FP32; pass allow_banned=False to have it refused.", message
             )
+
+
+def _forget_names_in_compiler() -> None:
+    """Dynamo looks torch's functions up by name, once; what was patched then would stay unknown."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    names = getattr(rules, "get_torch_obj_rule_map", None)
+    if hasattr(names, "cache_clear"):
+        names.cache_clear()
 
 
 def _places_of(function: Any) -> list[tuple[Any, str]]:

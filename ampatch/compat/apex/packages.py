@@ -13,6 +13,7 @@ VERSION = "0.1+ampatch"
 REPLACEMENTS = {
     "apex.optimizers.FusedMixedPrecisionLamb": "use FusedLAMB with amp.initialize at O2",
     "apex.optimizers.FusedLARS": "use LARC(optimizer, clip=False) from apex.parallel.LARC",
+    "apex.parallel.multiproc": "use torchrun",
     "apex.contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
     "apex.contrib.xentropy": "use torch.nn.functional.cross_entropy(label_smoothing=...)",
     "apex.contrib.layer_norm": "use torch.nn.LayerNorm",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["DistributedDataParallel", "Reducer"]
+__all__ = ["DistributedDataParallel", "Reducer", "create_syncbn_process_group"]
 
 _MESSAGE_SIZE = 10_000_000  # elements; apex's default
 
@@ -130,3 +130,22 @@ class Reducer:
         for grad in grads:
             dist.all_reduce(grad)
             grad.div_(ranks)
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """The process group of this rank, of `group_size` neighbouring ranks; None for all (0).
+
+    Every rank has to call it.  Raises `ValueError` if the ranks do not divide so.
+    """
+    ranks = dist.get_world_size()
+    if group_size == 0:
+        return None
+    if not 0 < group_size <= ranks or ranks % group_size:
+        raise ValueError(
+            f"create_syncbn_process_group(group_size={group_size}): expected 0, or a number "
+            f"that divides the {ranks} ranks."
+        )
+    groups = [
+        dist.new_group(range(first, first + group_size)) for first in range(0, ranks, group_size)
+    ]
+    return groups[dist.get_rank() // group_size]
