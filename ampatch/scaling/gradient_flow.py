@@ -236,6 +236,10 @@ class GradientFlow:
             self.finish_pending()
             self._add_to_masters(self.masters.take_grads())
 
+    def has_gradients(self) -> bool:
+        """Whether there is anything to step on."""
+        return any(param.grad is not None for param in self.parameters())
+
     def _all_grads(self) -> list[Tensor]:
         return [param.grad for param in self.parameters() if param.grad is not None]
 

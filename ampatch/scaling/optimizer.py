@@ -188,6 +188,8 @@ class ManagedOptimizer(GradientFlow):
         """The original step on the gradients there are, or none after an overflow."""
         self.check_spent()
         found = self.take_found_inf()
+        if not self.has_gradients():
+            found = None  # whoever set them to None took the overflow away too
         in_kernel = found is not None and skips_in_kernel(self.optimizer)
         skipped = found if in_kernel else found is not None and bool(found.item())
         if skipped is True:
@@ -228,7 +230,7 @@ class ManagedOptimizer(GradientFlow):
         if (
             self.was_fed
             or self._told_unfed
-            or not any(p.grad is not None for p in self.parameters())
+            or not self.has_gradients()
         ):
             return
         self._told_unfed = True
