@@ -194,13 +194,19 @@ def _places_of(function: Any) -> list[tuple[Any, str]]:
 
 def early_names(originals: Iterable[int]) -> list[tuple[Any, str, Any]]:
     """`(module, name, function)` of each module global, outside torch, that is an original."""
+    wanted = frozenset(originals)
     found = []
     for title, module in list(sys.modules.items()):
         if title.partition(".")[0] in ("torch", "ampatch") or not inspect.ismodule(module):
             continue
-        for name, value in list(vars(module).items()):
-            if id(value) in originals and callable(value):
-                found.append((module, name, value))
+        bound = vars(module)
+        # Thousands of modules, few hits.  In C throughout, so that no thread can import meanwhile.
+        if not wanted.isdisjoint(map(id, bound.values())):
+            found += [
+                (module, name, value)
+                for name, value in list(bound.items())
+                if id(value) in wanted and callable(value)
+            ]
     return found
 
 
