@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import foreach
+
 try:
     from torch import _amp_foreach_non_finite_check_and_unscale_ as _check_and_unscale_
 except ImportError:
@@ -75,12 +77,12 @@ class StaticScaler:
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
         if scale != 1.0 and grads:
-            torch._foreach_mul_(grads, scale)
+            foreach.mul_(grads, scale)
 
     def unscale_(self, grads: list[Tensor], scale: float) -> Tensor | None:
         """Divide FP32 gradients by `scale`, in place.  None: nothing was checked."""
         if scale != 1.0 and grads:
-            torch._foreach_mul_(grads, 1.0 / scale)
+            foreach.mul_(grads, 1.0 / scale)
         return None
 
     def defer(self, found_infs: list[Tensor]) -> None:
@@ -153,7 +155,7 @@ class DynamicScaler:
     def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
         for device, group in _by_device(grads):
-            torch._foreach_mul_(group, scale.to(device))
+            foreach.mul_(group, scale.to(device))
 
     def unscale_(self, grads: list[Tensor], scale: Tensor) -> Tensor | None:
         """Divide FP32 gradients by `scale`, in place.
