@@ -1,4 +1,11 @@
-"""One model in the care of a session: its hooks, put in and taken out exactly."""
+"""One model in the care of a session: its hooks, put in and taken out exactly.
+
+`copy.deepcopy`, `pickle`, `torch.save(model)` and sending it to another process
+give plain models: no hooks, FP32 weights (O0, O1: the same values; O2: the
+masters'; O3: the rounded ones, widened), usable where ampatch is not installed.
+`copy.copy` and DataParallel's replicas share weights and hooks: they are cast
+as the model is, for as long as the session is open.
+"""
 
 from __future__ import annotations
 
