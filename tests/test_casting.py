@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,9 +87,14 @@ def expected_dtypes(where: str, name: str, rule: Rule, given: torch.dtype, half)
     args, kwargs = to(given, sample(where, name))
     if rule is Rule.PROMOTE and given not in (torch.float32, half):
         return None  # autocast refuses the other half type
+    return autocasts_answer(half, lambda: call(where, name, *on_fake_cuda((args, kwargs))))
+
+
+def autocasts_answer(half: torch.dtype, ask: Callable[[], Any]) -> list | None:
+    """The dtypes of `ask()` under autocast for fake CUDA; None where it needs a real driver."""
     try:
         with FakeTensorMode(), cuda_autocast(half):
-            return dtypes(call(where, name, *on_fake_cuda((args, kwargs))))
+            return dtypes(ask())
     except RuntimeError as error:
         if DRIVERLESS and "driver" in str(error):
             return None
@@ -356,8 +362,9 @@ def test_python_functions_have_autocasts_dtypes(name, given, half):
     elif half is torch.bfloat16 and name == "tensordot" and given == "float32":
         expected = [torch.float32]
     else:
-        with FakeTensorMode(), cuda_autocast(half):
-            expected = dtypes(function(on_cuda))
+        expected = autocasts_answer(half, lambda: function(on_cuda))
+    if expected is None:
+        pytest.skip("this build of torch asks the CUDA driver, and there is none")
     ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
     assert dtypes(function(lambda tensor: tensor.to(dtype))) == expected
 
