@@ -195,17 +195,13 @@ class ManagedOptimizer(GradientFlow):
         if skipped is True:
             self.note_step(True)
             return None
-        done = False
         try:
             with self._casts_off():
                 if in_kernel:
                     result = self._step_in_kernel(original, args, kwargs, found)
                 else:
                     result = original(*args, **kwargs)
-            done = True
-        finally:
-            if not done:
-                self._found_inf = found  # for another try
+        finally:  # should it raise half-way, the model follows what was done
             self.masters.push()
         self.note_step(skipped)
         return result
