@@ -17,14 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 
-METHODS = (
-    "item",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "cpu",
-    "numpy",
-)  # tolist of CPU memory is no wait
+# Not tolist: of CPU memory it reads without a wait, and is how skips are looked at there.
+METHODS = ("item", "__bool__", "__float__", "__int__", "cpu", "numpy")
 
 
 class Reads(TorchDispatchMode):
