@@ -28,7 +28,8 @@ ALLOWED = {
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
     "schedulers": {"casting"},
-    "registry": LEAVES | {"casting", "schedulers", "scaling", "session"},  # the last two for type checking only
+    "registry": LEAVES
+    | {"casting", "schedulers", "scaling", "session"},  # the last two for type checking only
     "session": LEAVES
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
     | {"frames", "members", "registry"},

@@ -223,11 +223,7 @@ class ManagedOptimizer(GradientFlow):
 
     def report_unfed(self) -> None:
         """Say once if the last step came without `scale_loss`, where there is dynamic scaling."""
-        if (
-            self.was_fed
-            or self._told_unfed
-            or not self.has_gradients()
-        ):
+        if self.was_fed or self._told_unfed or not self.has_gradients():
             return
         self._told_unfed = True
         name = type(self.optimizer).__name__
