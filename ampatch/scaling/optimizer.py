@@ -195,17 +195,13 @@ class ManagedOptimizer(GradientFlow):
         if skipped is True:
             self.note_step(True)
             return None
-        done = False
         try:
             with self._casts_off():
                 if in_kernel:
                     result = self._step_in_kernel(original, args, kwargs, found)
                 else:
                     result = original(*args, **kwargs)
-            done = True
-        finally:
-            if not done:
-                self._found_inf = found  # for another try
+        finally:  # should it raise half-way, the model follows what was done
             self.masters.push()
         self.note_step(skipped)
         return result
@@ -227,11 +223,7 @@ class ManagedOptimizer(GradientFlow):
 
     def report_unfed(self) -> None:
         """Say once if the last step came without `scale_loss`, where there is dynamic scaling."""
-        if (
-            self.was_fed
-            or self._told_unfed
-            or not self.has_gradients()
-        ):
+        if self.was_fed or self._told_unfed or not self.has_gradients():
             return
         self._told_unfed = True
         name = type(self.optimizer).__name__
