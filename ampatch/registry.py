@@ -151,7 +151,7 @@ class Registry:
     def session_of_model(self, model: Any) -> Session | None:
         """The session that manages a model."""
         for session in reversed(self.sessions):
-            if any(managed.model is model for managed in session.models()):
+            if session.manages(model):
                 return session
         return None
 

@@ -21,6 +21,7 @@ ALLOWED = {
     "hooks": set(),
     "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
     "members": {"managed_model", "opt_levels", "scaling"},
+    "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
     "models": set(),
     "gradients": set(),
     "casting": LEAVES | {"casting"},
@@ -30,8 +31,8 @@ ALLOWED = {
     "registry": LEAVES | {"casting", "scaling", "session"},  # the last two for type checking only
     "session": LEAVES
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
-    | {"frames", "members", "registry"},
-    "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
+    | {"frames", "handover", "members", "registry"},
+    "frontend": LEAVES | {"checks", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "opt_levels", "session"},
     "control": LEAVES | {"casting", "session"},
     "handle": LEAVES | {"opt_levels", "session"},

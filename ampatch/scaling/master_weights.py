@@ -41,14 +41,17 @@ class MasterWeights:
     def __iter__(self) -> Iterator[Pair]:
         return iter(list(self._by_half.values()))
 
-    def add(self, half: Tensor, original: Tensor | None) -> Parameter:
-        """Make the master of `half` and return it.
+    def add(
+        self, half: Tensor, original: Tensor | None, master: Parameter | None = None
+    ) -> Parameter:
+        """Make the master of `half`, unless there is one already, and return it.
 
         It holds `original`, the FP32 values `half` was rounded from, where they
         are known, so that converting a model loses nothing.
         """
-        values = half.detach().float() if original is None else original
-        master = Parameter(values, requires_grad=half.requires_grad)
+        if master is None:
+            values = half.detach().float() if original is None else original
+            master = Parameter(values, requires_grad=half.requires_grad)
         pair = Pair(half, master)
         self._by_half[id(half)] = self._by_master[id(master)] = pair
         self._versions[id(half)] = half._version
