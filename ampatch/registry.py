@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from .session import Session
 
 GradientPatches = Callable[
-    [Callable[[Tensor], "Tensor | None"], Callable[[], None], Callable[[set[int]], None]],
+    [
+        Callable[[Tensor], "Tensor | None"],
+        Callable[[list[Tensor]], None],
+        Callable[[set[int]], None],
+    ],
     list[tuple[Any, str, Callable[[Any], Any]]],
 ]
 
@@ -102,9 +106,7 @@ class Registry:
         needed = any(True for session in self.sessions for _ in session.optimizers())
         if needed and not len(self._gradient_tools):
             made = {}
-            patches = self._gradient_patches(
-                self.master_of, self.collect_grads, self.forget_overflow
-            )
+            patches = self._gradient_patches(self.master_of, self.ready_grads, self.forget_overflow)
             for owner, name, make in patches:
                 original = self._gradient_tools.replace(owner, name, make)
                 made[id(original)] = getattr(owner, name)
@@ -163,11 +165,12 @@ class Registry:
                 return master
         return None
 
-    def collect_grads(self) -> None:
-        """Move what a plain `backward()` left in half parameters to their masters."""
+    def ready_grads(self, tensors: list[Tensor]) -> None:
+        """Gradients of these tensors are about to be used: gather and unscale what waits."""
+        wanted = {id(tensor) for tensor in tensors}
         for session in self.sessions:
             for managed in session.optimizers():
-                managed.take_unscaled()
+                managed.ready(wanted)
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed by their module."""

@@ -28,6 +28,7 @@ from .registry import Registry
 from .scaling.backward import ScaledBackward
 from .scaling.loss_scaler import make_scaler
 from .scaling.optimizer import ManagedOptimizer
+from .scaling.sharing import with_sharers
 from .scaling.skips import skip_report
 
 
@@ -140,6 +141,7 @@ class Session(Members):
             casts_on=lambda: registry.state.under(registry.outside_step),
             after_step=self._after_step,
             halves=self._halves,
+            master_of=self.master_of,
             process_group=self._process_group,
         )
         self._optimizers.append(weakref.ref(managed))
@@ -216,6 +218,7 @@ class Session(Members):
         registry.state.drop_interrupted()
         for optimizer in managed:
             optimizer.adopt_new()
+        managed = with_sharers(managed, list(self.optimizers()))
         registry.tell("on_loss", loss, loss_id)
         return ScaledBackward(
             loss,

@@ -22,7 +22,8 @@ class ManagedOptimizer(GradientFlow):
 
     `casts_off` and `casts_on` make the context managers that `step` and its
     closure run in; `after_step(self)` is told of every step, skipped or not.
-    `halves` gives the ids of the parameters that are to have masters now.  The
+    `halves` gives the ids of the parameters that are to have masters now,
+    `master_of` the master that another optimizer has made for one of them.  The
     ranks of `process_group` share their overflow flag.
     """
 
@@ -34,6 +35,7 @@ class ManagedOptimizer(GradientFlow):
         casts_on: Callable[[], AbstractContextManager],
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
+        master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
         process_group: Any = None,
     ) -> None:
         super().__init__(optimizer, process_group)
@@ -43,6 +45,7 @@ class ManagedOptimizer(GradientFlow):
         self._casts_on = casts_on
         self._after_step = after_step
         self._halves = halves
+        self._master_of = master_of
         self._methods = Methods(optimizer)
         self._found_state: list[tuple[Any, dict]] | None = None  # to go back, should opening fail
 
@@ -85,7 +88,8 @@ class ManagedOptimizer(GradientFlow):
                     continue
                 master = self.masters.of(param)
                 if master is None:
-                    original, known = originals.get(id(param)), masters.get(id(param))
+                    original = originals.get(id(param))
+                    known = masters.get(id(param), self._master_of(param))
                     master = self.masters.add(param, original, known)
                     if param.grad is not None:
                         master.grad, param.grad = param.grad.float(), None
@@ -144,6 +148,7 @@ class ManagedOptimizer(GradientFlow):
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        self.refuse_step_in_block()
         self.forget_found_state()
         self.report_left_scaled()
         self.adopt_new()
