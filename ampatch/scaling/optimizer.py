@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .apex_layouts import torch_layout
 from .closures import step_with_closure
 from .gradient_flow import GradientFlow
 from .methods import Methods
@@ -70,8 +71,12 @@ class ManagedOptimizer(GradientFlow):
 
     def _put_methods(self) -> None:
         self._methods.put("step", self._step)
-        if hasattr(self.optimizer, "zero_grad"):
-            self._methods.put("zero_grad", self._zero_grad)
+        for name, answer in (
+            ("zero_grad", self._zero_grad),
+            ("load_state_dict", self._load_state_dict),
+        ):
+            if hasattr(self.optimizer, name):
+                self._methods.put(name, answer)
 
     def adopt_parameters(
         self, originals: dict[int, Tensor], halves: set[int], masters: dict[int, Parameter]
@@ -205,6 +210,26 @@ class ManagedOptimizer(GradientFlow):
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         self.forget_gradients()
         return original(*args, **kwargs)
+
+    def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """As the original; understands apex's layouts, and takes their masters' values over."""
+        self.adopt_new()
+        self.masters.settle()
+        if args:
+            state, args = args[0], args[1:]
+        else:
+            kwargs = dict(kwargs)
+            state = kwargs.pop("state_dict")
+        state, values = torch_layout(
+            state, self.optimizer.param_groups, lambda p: self.masters.half_of(p) is not None
+        )
+        result = original(state, *args, **kwargs)
+        with torch.no_grad():
+            for param, value in values:
+                param.copy_(value)
+        if values:
+            self.masters.push()
+        return result
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
