@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from . import broadcast
 from .casting import user_functions
 from .casting.install import (
     Installation,
@@ -106,7 +107,10 @@ class Registry:
         needed = any(True for session in self.sessions for _ in session.optimizers())
         if needed and not len(self._gradient_tools):
             made = {}
-            patches = self._gradient_patches(self.master_of, self.ready_grads, self.forget_overflow)
+            patches = [
+                *self._gradient_patches(self.master_of, self.ready_grads, self.forget_overflow),
+                *broadcast.replacements(self.agree_masters),
+            ]
             for owner, name, make in patches:
                 original = self._gradient_tools.replace(owner, name, make)
                 made[id(original)] = getattr(owner, name)
@@ -164,6 +168,14 @@ class Registry:
             if master is not None:
                 return master
         return None
+
+    def agree_masters(self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]) -> None:
+        """Have `send` make the masters of these parameters equal on all ranks."""
+        for session in self.sessions:
+            for managed in session.optimizers():
+                for parameter in parameters:
+                    if managed.masters.of(parameter) is not None:
+                        managed.masters.agree(parameter, send)
 
     def ready_grads(self, tensors: list[Tensor]) -> None:
         """Gradients of these tensors are about to be used: gather and unscale what waits."""

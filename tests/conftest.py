@@ -33,6 +33,7 @@ _OWNERS = {
     "torch.utils.checkpoint": torch.utils.checkpoint,
     "torch.backends.mha": torch.backends.mha,
     "torch.optim.Optimizer": torch.optim.Optimizer,
+    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
 }
 
 # torch rewraps these at the first instance of each optimizer class; let it, once.
@@ -48,7 +49,7 @@ def snapshot() -> dict[tuple[str, str], object]:
         (title, name): value
         for title, owner in _OWNERS.items()
         for name, value in vars(owner).items()
-        if not name.startswith("__") and name not in _VOLATILE
+        if (name == "__init__" or not name.startswith("__")) and name not in _VOLATILE
     }
 
 

@@ -24,11 +24,13 @@ ALLOWED = {
     "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
     "models": set(),
     "gradients": set(),
+    "broadcast": set(),
     "casting": LEAVES | {"casting"},
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
-    "registry": LEAVES | {"casting", "scaling", "session"},  # the last two for type checking only
+    "registry": LEAVES
+    | {"broadcast", "casting", "scaling", "session"},  # the last two for type checking only
     "session": LEAVES
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
     | {"frames", "handover", "members", "registry"},
