@@ -132,7 +132,7 @@ class MasterWeights:
         with torch.no_grad():
             for half, master in pairs:
                 same = half == master.to(half.dtype)
-                if not bool(same.all()):
+                if not half.is_meta and not bool(same.all()):
                     master.copy_(torch.where(same, master, half.to(master.dtype)))
                 self._versions[id(half)] = half._version
 
