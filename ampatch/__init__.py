@@ -24,12 +24,16 @@ from .frontend import (
 from .diagnose import debug
 from .handle import init
 from .training import (
+    hold_scheduler,
     load_state_dict,
     loss_scale,
+    loss_scale_settings,
     master_params,
     scale_loss,
     set_loss_scale,
+    set_loss_scale_settings,
     state_dict,
+    step_counts,
     step_was_skipped,
 )
 
@@ -43,11 +47,13 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
+    "hold_scheduler",
     "init",
     "initialize",
     "load_state_dict",
     "log_metrics",
     "loss_scale",
+    "loss_scale_settings",
     "master_params",
     "observe",
     "precision",
@@ -57,8 +63,10 @@ __all__ = [
     "register_promote_function",
     "scale_loss",
     "set_loss_scale",
+    "set_loss_scale_settings",
     "set_opt_level",
     "state_dict",
+    "step_counts",
     "step_was_skipped",
     "unwrap",
 ]

@@ -43,6 +43,12 @@ def as_models(models: Any) -> list[nn.Module]:
                 f"ampatch.initialize({where}=...): expected a torch.nn.Module, or a "
                 f"list or tuple of them, got {type_name(model)}.{hint}"
             )
+        if isinstance(model, torch.jit.RecursiveScriptModule):
+            raise TypeError(
+                f"ampatch.initialize(models=...): {model.original_name} was compiled by "
+                "torch.jit.script, and such modules take no hooks. Expected the model as it "
+                "was before, or a module around the compiled one: torch.nn.Sequential(model)."
+            )
     _no_repeats("models", listed)
     return listed
 
@@ -117,6 +123,21 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
                     f"{'.' + name if name else ''} is already wrapped in DistributedDataParallel, "
                     f"which would miss the gradients of parameters cast to {target}. "
                     "Call initialize first and wrap the model it returns."
+                )
+
+
+def weights_convert(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` where a model's weights cannot change their dtype in place."""
+    if properties.cast_model_type not in HALF_TYPES:
+        return
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "__tensor_flatten__"):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
+                    f"{type(model).__name__} is a {type(parameter).__name__}, which wraps other "
+                    "tensors; its dtype cannot be changed in place. Nothing was changed. Use "
+                    'opt_level="O1", which leaves weights as they are.'
                 )
 
 

@@ -8,16 +8,12 @@ script's own; 2 for a wrong command line; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from ampatch._version import __version__
-
-TABLES = ("WHITELIST", "BLACKLIST", "PROMOTE", "BANNED")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,8 +119,33 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_tables(commands: Any) -> None:
-    parser = commands.add_parser("tables", help="which function gets which dtype, and why")
+    parser = commands.add_parser(
+        "tables",
+        help="which function gets which dtype, and why",
+        description="Prints what is patched, where, by which rule and why, what this torch lacks "
+        "of it, and where torch.autocast for CUDA and apex differ.",
+        epilog="Exit status: 0; 1 where no row names NAME, or --check finds a function out of "
+        "reach; 2 for a wrong command line or a MODULE that cannot be imported.",
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="only functions with this in their name, or that match it: 'torch.linalg.*'",
+    )
     parser.add_argument("--rule", help="only the rows with this rule, such as half or float")
+    parser.add_argument(
+        "--format",
+        choices=("text", "markdown", "json"),
+        default="text",
+        help="markdown is docs/op_tables.md (default: text)",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="MODULE",
+        help="import a module or a .py file and name each patched function that it holds from "
+        "before the patches: what is rebound, what is out of reach and how to write it",
+    )
     parser.set_defaults(command=tables_command, parser=parser)
 
 
@@ -190,56 +211,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-# tables
+# tables and doctor
 
 
 def tables_command(options: argparse.Namespace) -> int:
-    from ampatch.casting import tables
+    from ampatch.tables_command.command import run
 
-    rules = [rule.value for rule in tables.Rule]
-    if options.rule not in (None, *rules):
-        options.parser.error(f"unknown rule {options.rule!r}; expected one of {', '.join(rules)}")
-    missing: list[str] = []
-    for title in TABLES:
-        rows = [row for row in getattr(tables, title) if options.rule in (None, row.rule.value)]
-        if rows:
-            print(f"{title}\n")
-        for row in rows:
-            print(_row_text(row))
-            missing += [f"{row.where}.{name}" for name in row.names if not _exists(row.where, name)]
-    lacks = ", ".join(missing) if missing else "nothing of these"
-    version = importlib.metadata.version("torch")
-    print(textwrap.fill(f"This torch ({version}) lacks {lacks}.", 88))
-    return 0
-
-
-def _row_text(row: Any) -> str:
-    native = "; PyTorch does this itself" if row.native else ""
-    names = textwrap.fill(
-        " ".join(row.names),
-        88,
-        initial_indent="    ",
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-    )
-    why = textwrap.fill(row.why, 88, initial_indent="  ", subsequent_indent="  ")
-    return f"{row.rule.value}: {row.where}{native}\n{names}\n{why}\n"
-
-
-def _exists(where: str, name: str) -> bool:
-    """Whether this torch has `where.name`."""
-    import torch
-    import wrapt
-
-    path = where.removeprefix("torch").lstrip(".")
-    try:
-        wrapt.resolve_path(torch, f"{path}.{name}".lstrip("."))
-    except AttributeError:
-        return False
-    return True
-
-
-# doctor
+    return run(options)
 
 
 def doctor_command(options: argparse.Namespace) -> int:

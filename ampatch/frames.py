@@ -17,9 +17,19 @@ from typing import Any
 import wrapt
 
 from . import hooks, managed_model, models, overrides
-from .casting import policy, weight_cache
+from .casting import policy, shadow_grads, shadows, under, weight_cache
 
-_OURS = (hooks, managed_model, models, overrides, policy, weight_cache)
+_OURS = (
+    hooks,
+    managed_model,
+    models,
+    overrides,
+    policy,
+    shadow_grads,
+    shadows,
+    under,
+    weight_cache,
+)
 
 
 def run_eagerly() -> None:

@@ -77,9 +77,10 @@ def initialize(
             gives the dtype around it, and computes in its own.  No effect at O0.
         init_scale, growth_interval, growth_factor, backoff_factor: of the dynamic loss
             scale, with `torch.amp.GradScaler`'s meaning.
-        max_consecutive_skips: after so many skipped steps in a row, and each multiple,
-            one error is logged that names parameters and what to try.  Fused optimizers
-            skip on the device, where nobody counts.
+        max_consecutive_skips: after so many skipped steps in a row one error is logged
+            that names parameters, the scale's history and what to try.  Fused optimizers
+            skip and count on the device; what they count arrives without a wait, on an
+            accelerator up to about a quarter of this number later.
         allow_banned: whether a function unsafe in half (binary_cross_entropy) runs in FP32
             with a warning (True) or is refused (False).
         process_group: ranks that share their gradients' overflow flag.
@@ -176,6 +177,7 @@ def _check(
 ) -> None:
     checks.optimizers_own_parameters(models, optimizers, registry.half_of)
     checks.not_wrapped_before(models, properties)
+    checks.weights_convert(models, properties)
     checks.fused_steps_work(models, optimizers, properties)
     override_rules.check_all_used(rules[0], models)
     if rules[1]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .errors import AmpatchError, type_name
 from .log import logger, set_verbosity
-from .opt_levels import resolve
+from .opt_levels import level_name, resolve
 from .session import Session, registry
 
 
@@ -49,16 +49,26 @@ def init(
     While one handle is active a second `init` returns the same handle, and warns if it
     was asked for something else; after `handle._deactivate()` it makes a new one.
 
-    The environment variables `AMPATCH_DTYPE` and `AMPATCH_ENABLED` (`0`) count here too.
+    The environment variables `AMPATCH_OPT_LEVEL` (`O0`, or the `O1` this is),
+    `AMPATCH_DTYPE` and `AMPATCH_ENABLED` (`0`) count here too.  Raises `AmpatchError`
+    where they ask for O2 or O3, which need the models.
     """
-    if os.environ.get("AMPATCH_ENABLED", "").lower() in ("0", "false"):
+    dtype = os.environ.get("AMPATCH_DTYPE") or "float16"
+    level = level_name(os.environ.get("AMPATCH_OPT_LEVEL") or "O1")
+    if level not in ("O0", "O1", "O4"):
+        raise AmpatchError(
+            f"ampatch.init(): AMPATCH_OPT_LEVEL={level} asks for a converted model, and init "
+            "knows no models. Expected O0 or O1; call ampatch.initialize(model, optimizer) "
+            f"in the script for {level}."
+        )
+    if level == "O0" or os.environ.get("AMPATCH_ENABLED", "").lower() in ("0", "false"):
         enabled = False
     asked = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
     for session in registry.sessions:
         if session.handle is not None:
             return _again(session, asked)
     set_verbosity(1)
-    properties = resolve("O1", os.environ.get("AMPATCH_DTYPE") or "float16", verbosity=1, **asked)
+    properties = resolve(level.replace("O0", "O1"), dtype, verbosity=1, **asked)
     session = Session(properties, apex_flavour=True)
     session.handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])
@@ -95,6 +105,10 @@ class Handle:
     def is_active(self) -> bool:
         """Whether functions are cast and losses scaled."""
         return self._session.is_open and self._session.properties.enabled
+
+    @property
+    def _is_active(self) -> bool:
+        return self.is_active()
 
     @property
     def has_cache(self) -> bool:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .casting.policy import CastState, Policy
+from .casting.shadows import Shadows
 from .hooks import Hook, add_load_hook, add_state_dict_hook, drop_plain_hooks
 from .models import (
     Converted,
-    caster,
+    cast_tensors,
     convert_weights,
     flatten_rnns,
-    map_tensors,
     set_data,
 )
 from .opt_levels import HALF_TYPES, Properties
@@ -29,7 +30,8 @@ class ManagedModel:
     """A model under one opt level.
 
     `policy` is what the model's forward runs under: the session's rules at O1,
-    None (no casting) at O0, O2 and O3.  `master_of` finds the FP32 master of a
+    None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are what
+    floating inputs and outputs are cast to, None for as they are.  `master_of` finds the FP32 master of a
     half parameter, up to date; `load_master` gives it a checkpoint's values.
     """
 
@@ -48,18 +50,18 @@ class ManagedModel:
         self.properties = properties
         self.policy = policy
         self._state = state
-        self._cast_in = self._cast_out = None
+        self.in_dtype = self.out_dtype = None
         if properties.casts_model:
-            self._cast_in = caster(properties.cast_model_type)
-            self._cast_out = caster(torch.float32)
+            self.in_dtype, self.out_dtype = properties.cast_model_type, torch.float32
         if properties.cast_model_outputs is not None:
-            self._cast_out = caster(properties.cast_model_outputs)
+            self.out_dtype = properties.cast_model_outputs
         self._overrides = overrides
         self._master_of = master_of
         self._load_master = load_master
         self._converted: list[Converted] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self._handles: list[Any] = []
+        self.shadows = Shadows() if policy is not None and policy.follows_tables else None
 
     # Put in, take out
 
@@ -80,6 +82,10 @@ class ManagedModel:
         """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""
         return set(self._dtypes)
 
+    def overridden(self) -> set[nn.Module]:
+        """The submodules that run in a precision of their own."""
+        return {override.module for override in self._overrides}
+
     def forget_originals(self) -> None:
         """Let go of the unconverted values; masters hold those that are still needed."""
         self._converted = [
@@ -98,7 +104,7 @@ class ManagedModel:
         for override in self._overrides:
             self._handles.extend(override.install())
         if self.properties.cast_model_type in HALF_TYPES:
-            for module in model.modules():
+            for module in _hookable(model):
                 self._handles.append(add_state_dict_hook(module, Hook(self._save_float)))
                 self._handles.append(add_load_hook(module, Hook(self._load_masters, module)))
         vars(model)["__deepcopy__"] = self._deepcopy
@@ -137,23 +143,25 @@ class ManagedModel:
         if not self._state.under_user_control():
             self._state.push(self.policy, self)
         if self.policy is not None and not torch.compiler.is_compiling():
-            self.policy.cache.open(self)
+            self.policy.cache.open(self, self.shadows)
             self._note_device()
-        if self._cast_in is None:
+        if self.in_dtype is None:
             return None
-        return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
+        return cast_tensors(args, self.in_dtype), cast_tensors(kwargs, self.in_dtype)
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
         self._state.pop(self)
         if self.policy is not None and not torch.compiler.is_compiling():
             self.policy.cache.close(self)
-        return None if self._cast_out is None else map_tensors(output, self._cast_out)
+        return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
     def _note_device(self) -> None:
         """The model may have moved since: cast where it lives now."""
         devices = self.policy.devices
+        if devices is None:
+            return
         parameter = next(self.model.parameters(), None)
-        if devices is not None and parameter is not None:
+        if parameter is not None:
             devices.add(parameter.device.type)
 
     # Checkpoints and copies hold FP32
@@ -168,30 +176,42 @@ class ManagedModel:
         return tensor
 
     def _save_float(self, module: nn.Module, state_dict: dict, prefix: str, metadata: Any) -> None:
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in _own_tensors(module):
             saved = state_dict.get(prefix + name)
-            if tensor is not None and saved is not None:
+            if saved is not None:
                 value = self.float_value(tensor)
                 if value is not tensor:
                     state_dict[prefix + name] = value if saved is tensor else value.detach()
 
     def _load_masters(self, module: nn.Module, state_dict: dict, prefix: str, *rest: Any) -> None:
-        for name, tensor in module._parameters.items():
+        for name, tensor in _own_tensors(module):
             loaded = state_dict.get(prefix + name)
-            master = None if tensor is None else self._master_of(tensor)
+            master = self._master_of(tensor)
             if master is not None and isinstance(loaded, Tensor) and loaded.shape == master.shape:
                 self._load_master(tensor, loaded)
 
     def plain_copy(self, memo: dict | None = None) -> nn.Module:
         """A deep copy without hooks and patches, its weights in FP32."""
         memo = {} if memo is None else memo
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            value = self.float_value(tensor)
+        for tensor, value in self._float_values():
             if value is not tensor and id(tensor) not in memo:
-                plain = value.detach().clone()
-                if isinstance(tensor, nn.Parameter):
-                    plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-                memo[id(tensor)] = plain
+                memo[id(tensor)] = _like(tensor, value.detach().clone())
+        return self._copy(memo)
+
+    def plain_view(self) -> nn.Module:
+        """As `plain_copy`, on the same memory where there are FP32 values to share."""
+        return self._copy(
+            {
+                id(tensor): tensor if value is tensor else _like(tensor, value.detach())
+                for tensor, value in self._float_values()
+            }
+        )
+
+    def _float_values(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            yield tensor, self.float_value(tensor)
+
+    def _copy(self, memo: dict) -> nn.Module:
         own = vars(self.model)
         ours = {name: own.pop(name) for name in _OWN_METHODS if name in own}
         try:
@@ -206,9 +226,59 @@ class ManagedModel:
         return self.plain_copy(memo)
 
     def _reduce(self, protocol: int) -> Any:
-        return self.plain_copy().__reduce_ex__(protocol)
+        """Pickle takes a plain copy; `copy.copy`, which asks here too, shares weights and hooks."""
+        model = self.model
+        make, args, state, *rest = type(model).__reduce_ex__(model, protocol)
+        if rest and any(rest) or not isinstance(state, dict):  # a class that pickles in its own way
+            return _kept(self.plain_view()).__reduce_ex__(protocol)
+        shared = {name: value for name, value in state.items() if name not in _OWN_METHODS}
+        return make, args, _SharedState(shared, self.plain_view)
 
     def _scriptable(self) -> nn.Module:
         """What torch.jit.script compiles, hooks being nothing it could: FP32, weights shared."""
         tensors = (*self.model.parameters(), *self.model.buffers())
         return self.plain_copy({id(t): t for t in tensors if self.float_value(t) is t})
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value
+
+
+def _kept(plain: nn.Module) -> nn.Module:
+    """`plain`; on its way to a spawned process its tensors live until that has opened them."""
+    process = get_spawning_popen()
+    if process is not None:
+        vars(process).setdefault("_ampatch_sent", []).append(plain)
+    return plain
+
+
+class _SharedState(dict):
+    """A model's attributes as they are; pickled, those of its plain copy."""
+
+    def __init__(self, shared: dict, plain_view: Callable[[], nn.Module]) -> None:
+        super().__init__(shared)
+        self._plain_view = plain_view
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        plain = _kept(self._plain_view())
+        return dict, (type(plain).__reduce_ex__(plain, protocol)[2],)
+
+
+def _hookable(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module but TorchScript ones, which take no state_dict hooks; the model itself."""
+    for module in model.modules():
+        if module is model or not isinstance(module, torch.jit.ScriptModule):
+            yield module
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`(name, tensor)` of what a module's hooks answer for: its own, its TorchScript children's."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+    for name, child in module.named_children():
+        if isinstance(child, torch.jit.ScriptModule):
+            yield from child.named_parameters(name, remove_duplicate=False)
+            yield from child.named_buffers(name, remove_duplicate=False)

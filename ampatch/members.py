@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from .casting.shadows import Shadows
 from .managed_model import ManagedModel
 from .opt_levels import HALF_TYPES
 from .scaling.optimizer import ManagedOptimizer
@@ -26,6 +27,19 @@ class Members:
         self._models: list[weakref.ref[ManagedModel]] = []
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self.bystanders: list[weakref.ref] = []  # optimizers of a disabled session
+        self.shadows: list[Shadows] = []  # they outlive their model, for graphs that do
+
+    def add_model(self, managed: ManagedModel) -> None:
+        """A model joins."""
+        self._models.append(weakref.ref(managed))
+        in_use = [model.shadows for model in self.models() if model.shadows is not None]
+        self.shadows = [one for one in self.shadows if one.of and one not in in_use] + in_use
+
+    def drop_shadows(self) -> None:
+        """Nobody will collect gradients from shadows any more."""
+        for shadows in self.shadows:
+            shadows.retire()
+        self.shadows = []
 
     def models(self) -> Iterator[ManagedModel]:
         """The managed models that are still there."""
@@ -103,6 +117,8 @@ class Members:
                     optimizer.release_parameters(ids)
                     optimizer.fit_state(managed.converted())
                 self._models = [ref for ref in self._models if ref() is not managed]
+                if managed.shadows is not None:
+                    managed.shadows.retire()
 
     def release_optimizer(self, optimizer: Any) -> None:
         """Take one optimizer out of care."""

@@ -15,8 +15,22 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+_BATCH_NORMS: tuple[type, ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)
+_BATCH_NORM_NAMES = {norm.__name__ for norm in _BATCH_NORMS}
+try:
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    _BATCH_NORMS = (_BatchNorm,)  # their common base, and that of other people's
+except ImportError:
+    pass
 
 
 def map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
@@ -24,9 +38,9 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
 
     Looks into mappings (`ModelOutput`-like ones too), lists, tuples,
     namedtuples and dataclasses; anything else is returned as it is, and so is
-    a container in which nothing changed.
+    a container in which nothing changed.  A torch.fx proxy counts as a tensor.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, torch.fx.Proxy)):
         return convert(value)
     if isinstance(value, Mapping):
         return _map_mapping(value, convert)
@@ -72,12 +86,23 @@ def _map_dataclass(value: Any, convert: Callable) -> Any:
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Converts floating tensors to `dtype` and leaves the others alone."""
+    """Converts floating tensors to `dtype` and leaves the others alone.
 
-    def convert(tensor: Tensor) -> Tensor:
+    Where torch.fx is recording, the conversion of whatever a proxy stands for is recorded.
+    """
+
+    def convert(tensor: Any) -> Any:
+        if isinstance(tensor, torch.fx.Proxy):
+            record = tensor.tracer.create_proxy
+            return record("call_function", cast_tensors, (tensor, dtype), {})
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return convert
+
+
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with each floating tensor in it converted to `dtype`."""
+    return map_tensors(value, caster(dtype))
 
 
 class Converted(NamedTuple):
@@ -90,8 +115,10 @@ class Converted(NamedTuple):
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether `keep_batchnorm_fp32` is about this module (BatchNorm, SyncBatchNorm)."""
-    return isinstance(module, _BatchNorm)
+    """Whether `keep_batchnorm_fp32` is about this module (BatchNorm, SyncBatchNorm, scripted ones)."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.original_name in _BATCH_NORM_NAMES
+    return isinstance(module, _BATCH_NORMS)
 
 
 def convert_weights(

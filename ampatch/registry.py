@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import broadcast
-from .casting import user_functions
+from . import backward_pass, broadcast, gradients, tracing
+from .casting import early_names, user_functions
 from .casting.install import (
     Installation,
-    early_names,
     parse_place,
     raw_attribute,
+    resolve,
     resolve_user_place,
     when_importable,
 )
@@ -23,34 +23,32 @@ from .casting.policy import CastState
 from .casting.tables import Rule
 from .errors import AmpatchError
 from .log import logger
+from .schedulers import HeldSchedulers
 
 if TYPE_CHECKING:
+    from .managed_model import ManagedModel
     from .scaling.optimizer import ManagedOptimizer
     from .session import Session
 
-GradientPatches = Callable[
-    [
-        Callable[[Tensor], "Tensor | None"],
-        Callable[[list[Tensor]], None],
-        Callable[[set[int]], None],
-    ],
-    list[tuple[Any, str, Callable[[Any], Any]]],
-]
+Patches = list[tuple[Any, str, Callable[[Any], Any]]]
 
 
 class Registry:
     """The open sessions, newest last, and the things there is one of per process."""
 
-    def __init__(
-        self, gradient_patches: GradientPatches, ask_state: Callable[[], CastState]
-    ) -> None:
+    def __init__(self, ask_state: Callable[[], CastState]) -> None:
         self.state = CastState()
         self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
-        self._gradient_patches = gradient_patches
-        self._gradient_tools = PatchSet()
+        self.schedulers = HeldSchedulers(self.managed)
+        self._gradient_tools, self._backward_pass, self._tracing_tools = (
+            PatchSet(),
+            PatchSet(),
+            PatchSet(),
+        )
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
+        self._table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
 
@@ -80,11 +78,11 @@ class Registry:
             self._apply_special(session)
         if casting:
             self.state.process = (by_tables or casting)[-1].policy
-        self._refresh_gradient_tools()
+        self._refresh_tools()
 
     def _apply_special(self, session: Session) -> None:
         if session.policy.apex_flavour:
-            self.installation.install_apex_rows()
+            self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.function_rules.items():
             original = self.installation.original(function)
             self.installation.ensure(original)
@@ -103,22 +101,26 @@ class Registry:
                     "ampatch.register_float_function or register_half_function."
                 )
 
-    def _refresh_gradient_tools(self) -> None:
-        needed = any(True for session in self.sessions for _ in session.optimizers())
-        if needed and not len(self._gradient_tools):
-            made = {}
-            patches = [
-                *self._gradient_patches(self.master_of, self.ready_grads, self.forget_overflow),
+    def _refresh_tools(self) -> None:
+        _keep(
+            self._gradient_tools,
+            any(True for session in self.sessions for _ in session.optimizers()),
+            [
+                *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
                 *broadcast.replacements(self.agree_masters),
-            ]
-            for owner, name, make in patches:
-                original = self._gradient_tools.replace(owner, name, make)
-                made[id(original)] = getattr(owner, name)
-            for module, name, original in early_names(made):
-                put = made[id(original)]
-                self._gradient_tools.replace(module, name, lambda _, put=put: put)
-        elif not needed:
-            self._gradient_tools.undo()
+            ],
+        )
+        _keep(
+            self._backward_pass,
+            any(session.shadows for session in self.sessions),
+            backward_pass.replacements(self.halves_of, self.collect_shadows),
+        )
+        _keep(
+            self._tracing_tools,
+            self.state.process is not None
+            or any(True for session in self.sessions for _ in session.models()),
+            tracing.replacements(self.managed_model, self.state),
+        )
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -130,6 +132,7 @@ class Registry:
         """Close every session, newest first."""
         for session in list(reversed(self.sessions)):
             session.close()
+        self.schedulers.release()
 
     # Questions
 
@@ -161,6 +164,12 @@ class Registry:
                 return session
         return None
 
+    def managed_model(self, model: Any) -> ManagedModel | None:
+        """Our side of a model, or None."""
+        session = self.session_of_model(model)
+        found = () if session is None else session.models()
+        return next((managed for managed in found if managed.model is model), None)
+
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
         for session in reversed(self.sessions):
@@ -183,6 +192,19 @@ class Registry:
         for session in self.sessions:
             for managed in session.optimizers():
                 managed.ready(wanted)
+
+    def collect_shadows(self) -> None:
+        """Take the gradients that a backward pass left in shadows to their weights."""
+        for session in self.sessions:
+            for shadows in session.shadows:
+                shadows.collect()
+
+    def halves_of(self, weight: Tensor) -> list[Tensor]:
+        """The shadows of a weight, in any session."""
+        found = [
+            shadows.of.get(id(weight)) for session in self.sessions for shadows in session.shadows
+        ]
+        return [shadow.half for shadow in found if shadow is not None]
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed by their module."""
@@ -217,7 +239,22 @@ class Registry:
             if method is not None:
                 method(*values)
 
-    # The user's own functions
+    # The user's own functions, and changes to the tables
+
+    def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
+        """Have torch's functions follow other rules than the tables', in apex's flavour.
+
+        An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and
+        a rule, or None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for an unknown name.
+        """
+        for where, name, _ in edits:
+            raw_attribute(resolve(where), name)
+        if edits == self._table_edits:
+            return
+        self._table_edits = list(edits)
+        if self.installation.has_tables:
+            self.installation.undo()
+            self.refresh()
 
     def register(self, place: Any, name: str | None, rule: Rule) -> None:
         """Have a function of the user's follow a rule, now if patches are in, else when they are.
@@ -251,3 +288,18 @@ class Registry:
 
         logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)
         when_importable(owner, on_import)
+
+
+def _keep(tools: PatchSet, needed: bool, patches: Patches) -> None:
+    """Have torch's tools replaced, early bound names too, for as long as it is needed."""
+    if not needed:
+        tools.undo()
+    elif not len(tools):
+        made: dict[int, Any] = {}
+        pairs: list[tuple[Any, Any]] = []
+        tools.on_undo(lambda: early_names.give_back(pairs))
+        for owner, name, make in patches:
+            original = tools.replace(owner, name, make)
+            put = made[id(original)] = vars(owner)[name]
+            pairs.append((put, original))
+        early_names.rebind(tools, made)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from . import frames, gradients, overrides
+from . import frames, overrides, tracing
 from .casting.casts import tensors_in
 from .casting.policy import CastState, Policy
 from .casting.weight_cache import CacheInfo
@@ -51,6 +51,7 @@ class Session(Members):
         self._process_group = process_group
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.is_open = False
+        self.may_cast = True  # until `stop_casting`
         self._policy = Policy(
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
@@ -102,6 +103,7 @@ class Session(Members):
             optimizer.fit_state(changed)
             optimizer.restore_found_state()
         self._models, self._optimizers, self.bystanders = [], [], []
+        self.drop_shadows()
         self.is_open = False
         registry.remove(self)
 
@@ -119,10 +121,11 @@ class Session(Members):
                 for module, precision in found.items()
             ],
         )
-        self._models.append(weakref.ref(managed))
+        self.add_model(managed)
         if properties.casts_model:
             managed.convert(overrides.stays_float(properties, found))
         managed.install()
+        tracing.note_scripted_parts(model, managed.policy)
 
     def _module_override(
         self, module: nn.Module, precision: str, properties: Properties
@@ -154,6 +157,13 @@ class Session(Members):
         self.scalers.extend(_scaler(self.properties) for _ in range(count))
         return range(first, first + count)
 
+    def stop_casting(self) -> None:
+        """Leave torch's functions alone from now on; models, masters and loss scales stay."""
+        self.may_cast = False
+        for managed in self.models():
+            managed.policy = None
+        registry.refresh()
+
     def follow_apex(self) -> None:
         """Keep to apex's tables where they differ from autocast's policy."""
         self._policy.apex_flavour = True
@@ -164,7 +174,7 @@ class Session(Members):
     @property
     def policy(self) -> Policy | None:
         """The rules this session has in force for the process; None: it casts no calls."""
-        if not self.properties.enabled:
+        if not (self.properties.enabled and self.may_cast):
             return None
         if self._models:
             policies = [managed.policy for managed in self.models() if managed.policy is not None]
@@ -188,10 +198,15 @@ class Session(Members):
         }
 
         def touches(args: tuple, kwargs: dict) -> bool:
-            return any(
-                tensor.dtype in HALF_TYPES or id(tensor) in parameters
-                for tensor in tensors_in((*args, *kwargs.values()))
-            )
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if type(value) is Tensor:  # asked by every call: no generator for the usual kinds
+                    if value.dtype in HALF_TYPES:
+                        return True
+                elif value is not None and type(value) not in (int, float, bool):
+                    for tensor in tensors_in((value,)):
+                        if tensor.dtype in HALF_TYPES or id(tensor) in parameters:
+                            return True
+            return False
 
         return dataclasses.replace(policy, gate=touches)
 
@@ -236,9 +251,10 @@ class Session(Members):
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._drop_cache()
         registry.state.drop_interrupted()
-        limit = self.properties.max_consecutive_skips
-        if managed.consecutive_skips and managed.consecutive_skips % limit == 0:
+        if managed.counter.stuck(self.properties.max_consecutive_skips):
             self._report_skips(managed)
+        if any(scaler.is_dynamic for scaler in self.scalers):
+            managed.report_unfed()
         registry.tell("on_step", managed.optimizer, managed.skipped)
 
     def _report_skips(self, managed: ManagedOptimizer) -> None:
@@ -247,8 +263,7 @@ class Session(Members):
             for model in self.models()
             for name, parameter in model.model.named_parameters()
         }
-        scales = [scaler.get() for scaler in self.scalers]
-        logger.error(skip_report(managed, names, scales))
+        logger.error(skip_report(managed, names, self.scalers))
 
     # Changes at run time
 
@@ -290,6 +305,7 @@ class Session(Members):
         if not others:
             anew = self.properties.loss_scale != properties.loss_scale
             self.properties = properties
+            self.may_cast = True
         elif properties.loss_scale == "dynamic":
             anew = all(scaler.is_one for scaler in self.scalers)
         else:
@@ -343,5 +359,5 @@ def cast_state() -> CastState:
     return registry.state
 
 
-registry = Registry(gradients.replacements, cast_state)
+registry = Registry(cast_state)
 frames.run_eagerly()

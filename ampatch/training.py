@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,8 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from . import checks
-from .errors import AmpatchError
-from .opt_levels import loss_scale_value
+from .errors import AmpatchError, type_name
+from .scaling.scale_settings import (
+    checked_entry,
+    from_grad_scaler,
+    is_grad_scalers,
+    positive_number,
+)
+from .scaling.step_counts import StepCounts
 from .session import registry
 
 
@@ -87,7 +94,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 def state_dict() -> dict[str, dict[str, Any]]:
     """The loss scalers of the session opened last, in apex's format.
 
-    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`.  Waits for the device.
+    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`, to which come
+    `"dynamic": False` for a static scale, and the settings that
+    `set_loss_scale_settings` has changed.  Waits for the device.
     """
     session = registry.latest("ampatch.state_dict()")
     return {
@@ -95,22 +104,34 @@ def state_dict() -> dict[str, dict[str, Any]]:
     }
 
 
-def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
-    """Restore the loss scalers of the session opened last; apex's checkpoints load too.
+def load_state_dict(state: dict[str, Any]) -> None:
+    """Restore the loss scalers of the session opened last.
 
-    Raises `ValueError` if the entries are not those of this session, and changes nothing.
+    Takes what `state_dict` gave, apex's checkpoints, and the `state_dict()` of a
+    `torch.amp.GradScaler`, which then goes to every loss.  A dynamic scale is not
+    loaded into a static scaler nor the other way round; it is logged.
+
+    Raises `TypeError` or `ValueError` if the entries are not those of this session, and
+    changes nothing.
     """
     session = registry.latest("ampatch.load_state_dict(...)")
     expected = [f"loss_scaler{index}" for index in range(len(session.scalers))]
-    if sorted(state) != sorted(expected):
+    if is_grad_scalers(state):
+        state = dict.fromkeys(expected, from_grad_scaler(state))
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"ampatch.load_state_dict(state): expected a dictionary, got {type_name(state)}."
+        )
+    if sorted(map(str, state)) != sorted(expected):
         raise ValueError(
-            f"ampatch.load_state_dict(state): it holds {sorted(state)}, expected "
+            f"ampatch.load_state_dict(state): it holds {sorted(map(str, state))}, expected "
             f"{expected}. Call initialize with the num_losses of the saved run."
         )
-    for name, entry in state.items():
-        loss_scale_value(f"state[{name!r}]['loss_scale']", entry["loss_scale"])
-    for name, scaler in zip(expected, session.scalers, strict=True):
-        scaler.load_state_dict(state[name])
+    pairs = [(scaler, state[name]) for name, scaler in zip(expected, session.scalers, strict=True)]
+    for name, (scaler, entry) in zip(expected, pairs, strict=True):
+        checked_entry(f"ampatch.load_state_dict(state): state[{name!r}]", entry, scaler.settings)
+    for scaler, entry in pairs:
+        scaler.load_state_dict(entry)
 
 
 def loss_scale(loss_id: int = 0) -> float:
@@ -121,29 +142,114 @@ def loss_scale(loss_id: int = 0) -> float:
 
 
 def set_loss_scale(value: float, loss_id: int = 0) -> None:
-    """Set the loss scale of the session opened last, within its floor and cap."""
+    """Set the loss scale of the session opened last, within its floor and cap.
+
+    Raises `TypeError` or `ValueError` unless `value` is a positive finite number (or such
+    a one in a string), and changes nothing.
+    """
     session = registry.latest("ampatch.set_loss_scale(...)")
     checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale")
-    number = loss_scale_value("loss_scale", value)
-    if number == "dynamic":
+    what = f"ampatch.set_loss_scale(value={value!r})"
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
         raise ValueError(
-            'ampatch.set_loss_scale(value="dynamic"): expected a number; '
-            'pass loss_scale="dynamic" to initialize.'
+            f'{what}: expected a number; pass loss_scale="dynamic" to initialize.'
+        ) from None
+    session.scalers[loss_id].set(positive_number(what, number))
+
+
+def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
+    """The rules of a dynamic loss scale of the session opened last; empty for a static scale.
+
+    Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
+    `min_loss_scale`, `max_loss_scale`.
+    """
+    session = registry.latest("ampatch.loss_scale_settings()")
+    checks.loss_number(loss_id, len(session.scalers), "ampatch.loss_scale_settings")
+    settings = session.scalers[loss_id].settings
+    return {} if settings is None else dataclasses.asdict(settings)
+
+
+def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
+    """Change rules of a dynamic loss scale: the keys of `loss_scale_settings`, as keywords.
+
+    They count from now on.  A new `init_scale` starts the scale anew from there; new
+    limits draw it in at once.  They go into `state_dict()`, and come back from it.
+
+    Raises:
+        TypeError, ValueError: for a setting that is unknown or wrong.
+        AmpatchError: if the loss scale is static.
+        In each case nothing has been changed.
+    """
+    session = registry.latest("ampatch.set_loss_scale_settings(...)")
+    what = "ampatch.set_loss_scale_settings(...)"
+    checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale_settings")
+    scaler = session.scalers[loss_id]
+    if scaler.settings is None:
+        raise AmpatchError(
+            f"{what}: loss scale {loss_id} is static and has no settings. Use "
+            'ampatch.set_loss_scale, or initialize(..., loss_scale="dynamic").'
         )
-    session.scalers[loss_id].set(number)
+    scaler.change(what, settings)
 
 
 def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last `optimizer.step()` was left out because of an overflow.
 
     Waits for the device if the optimizer is a fused one, which decides there.
+    Raises `AmpatchError` for an optimizer that `initialize` was not given.
     """
+    managed = _known(optimizer, "step_was_skipped")
+    return managed is not None and bool(managed.skipped)
+
+
+def step_counts(optimizer: Any) -> StepCounts:
+    """How many steps were `taken`, `skipped` and `skipped_in_a_row` (the last ones), as ints.
+
+    Counted since `initialize`; a step with a closure is one step.  Waits for the device
+    if the optimizer is a fused one; steps replayed in a CUDA graph are counted too.
+    With `enabled=False` nothing is counted.  Raises `AmpatchError` for an optimizer that
+    `initialize` was not given.
+    """
+    managed = _known(optimizer, "step_counts")
+    return StepCounts(0, 0, 0) if managed is None else managed.counter.read()
+
+
+def hold_scheduler(scheduler: Any) -> Any:
+    """Let a learning-rate scheduler wait while steps are skipped; returns the scheduler.
+
+        scheduler = ampatch.hold_scheduler(StepLR(optimizer, 30))
+
+    Its `step()` then does nothing if the optimizer has skipped every step since the
+    scheduler's last.  For any object with `step` and `optimizer`, built before or after
+    `initialize`, until `deactivate`.  Of a `SequentialLR` or `ChainedScheduler` hold the
+    outer one.  With a fused optimizer `scheduler.step()` waits for the device.
+
+    Raises:
+        TypeError: `scheduler` has no `step` of its class or no `optimizer`.
+        AmpatchError: its optimizer was not given to `initialize`.
+    """
+    if (
+        not callable(getattr(type(scheduler), "step", None))
+        or "step" in getattr(scheduler, "__dict__", {})
+        or not hasattr(scheduler, "optimizer")
+    ):
+        raise TypeError(
+            "ampatch.hold_scheduler(scheduler=...): expected an object with .optimizer whose class "
+            f"has step(), such as a torch.optim.lr_scheduler.LRScheduler, got {type_name(scheduler)}."
+        )
+    if _known(scheduler.optimizer, "hold_scheduler") is not None:
+        registry.schedulers.hold(scheduler)
+    return scheduler
+
+
+def _known(optimizer: Any, call: str) -> Any:
+    """Our side of an optimizer, None in a disabled session.  Raises `AmpatchError`."""
     managed = registry.managed(optimizer)
-    if managed is None:
-        if registry.session_of(optimizer) is not None:
-            return False
+    if managed is None and registry.session_of(optimizer) is None:
         raise AmpatchError(
-            f"ampatch.step_was_skipped(<{type(optimizer).__name__}>): this "
+            f"ampatch.{call}(<{type(optimizer).__name__}>): this "
             "optimizer was not given to ampatch.initialize."
         )
-    return bool(managed.skipped)
+    return managed

@@ -11,10 +11,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 import torch.backends.mha
+import torch.fx
 import torch.linalg
 import torch.nn.utils.clip_grad
 import torch.special
 import torch.utils.checkpoint
+from old_torch import lacking
 
 import ampatch
 
@@ -24,6 +26,7 @@ _OWNERS = {
     "torch.nn.functional": torch.nn.functional,
     "torch._C._nn": torch._C._nn,
     "torch._VF": torch._VF,
+    "torch.autograd": torch.autograd,
     "torch.linalg": torch.linalg,
     "torch.special": torch.special,
     "torch.nn.RNNBase": torch.nn.RNNBase,
@@ -34,13 +37,25 @@ _OWNERS = {
     "torch.backends.mha": torch.backends.mha,
     "torch.optim.Optimizer": torch.optim.Optimizer,
     "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+    "torch.fx.Tracer": torch.fx.Tracer,
+    "torch.jit": torch.jit,
 }
 
 # torch rewraps these at the first instance of each optimizer class; let it, once.
 for _optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.LBFGS):
     _optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
-_VOLATILE = {"_dynamo", "_inductor", "_higher_order_ops", "export", "compiler", "_functorch", "fx"}
+# Dynamo rewraps these at its first use.
+_REWRAPPED = {"trace", "trace_module", "_get_trace_graph"}
+_VOLATILE = _REWRAPPED | {
+    "_dynamo",
+    "_inductor",
+    "_higher_order_ops",
+    "export",
+    "compiler",
+    "_functorch",
+    "fx",
+}
 
 
 def snapshot() -> dict[tuple[str, str], object]:
@@ -76,6 +91,14 @@ def torch_is_as_we_found_it():
     assert not ours & set(torch.jit._builtins._get_builtin_table()), "left in torch.jit's table"
     state = ampatch.session.registry.state
     assert state.process is None and not state.overridden and not state.thread.frames
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs something that the running torch lacks, and name it."""
+    for item in items:
+        reason = lacking(item.path.stem, item.name)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["O0", "O1", "O2", "O3"])

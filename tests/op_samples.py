@@ -106,6 +106,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "scaled_dot_product_attention": _call((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)),
     "_scaled_dot_product_flash_attention": _call((1, 2, 8, 8), (1, 2, 8, 8), (1, 2, 8, 8)),
     "matrix_power": _call((3, 3), [3]),
+    "matrix_sqrth": lambda: ((torch.eye(3) + 0.1 * r(3, 3),), {}),
     "chain_matmul": lambda: (([r(2, 3), r(3, 4), r(4, 2)],), {}),
     "multi_dot": lambda: (([r(2, 3), r(3, 4), r(4, 2)],), {}),
     "einsum": lambda: (("ij,jk->ik", [r(2, 3), r(3, 4)]), {}),

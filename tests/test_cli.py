@@ -215,13 +215,6 @@ def test_tables_of_one_rule(capsys):
     assert "half: " not in out and "WHITELIST" not in out
 
 
-def test_what_this_torch_lacks_is_found(monkeypatch, capsys):
-    row = tables.Row("torch.nn.functional", ("linear", "no_such"), tables.Rule.HALF, "Because.")
-    monkeypatch.setattr(tables, "WHITELIST", (row,))
-    cli.main(["tables", "--rule", "half"])
-    assert capsys.readouterr().out.endswith("lacks torch.nn.functional.no_such.\n")
-
-
 def test_doctor_measures_and_reports(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "MEASURE_FOR", 0.01)
     monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")

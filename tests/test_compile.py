@@ -142,3 +142,14 @@ def test_a_decorated_function_keeps_its_cast(compiled, inputs):
     assert compiled(lambda x: double(x) * 1)(inputs).dtype is FP16
     amp.deactivate()
     assert compiled(double)(inputs).dtype is FP32
+
+
+def test_the_compiler_knows_torchs_functions_after_a_session():
+    """Dynamo reads its table of torch's functions by name, at a time when they may be patched."""
+    rules = pytest.importorskip("torch._dynamo.trace_rules")
+    rules.get_torch_obj_rule_map.cache_clear()
+    product = [torch.bmm]  # in a list, where early names are not looked for
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert product[0] not in rules.get_torch_obj_rule_map()
+    amp.deactivate()
+    assert product[0] in rules.get_torch_obj_rule_map()

@@ -1,4 +1,4 @@
-"""A loss that reaches an optimizer `scale_loss` was not given to leaves scaled gradients there."""
+"""Optimizers that `scale_loss` was not given, and steps that came without it, are told of."""
 
 from __future__ import annotations
 
@@ -72,3 +72,104 @@ def test_given_both_nothing_is_said(pair, caplog):
         for optimizer in optimizers:
             optimizer.step()
     assert SAID not in caplog.text
+
+
+# Steps without scale_loss
+
+FORGOT = "came without ampatch.scale_loss"
+
+
+def trained(**settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, **settings)
+    return model, optimizer
+
+
+def plain_step(model, optimizer):
+    model(torch.ones(2, 4)).float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scaled_step(model, optimizer, **options):
+    with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer, **options) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_without_scale_loss_is_said_once(level, caplog):
+    model, optimizer = trained(opt_level=level)
+    scaled_step(model, optimizer)
+    assert FORGOT not in caplog.text
+    for _ in range(3):
+        plain_step(model, optimizer)
+    assert caplog.text.count(FORGOT) == 1 and "SGD.step() came without" in caplog.text
+    assert [r.levelname for r in caplog.records if FORGOT in r.message] == ["WARNING"]
+
+
+def test_a_second_step_on_the_same_gradients_is_one_without(caplog):
+    model, optimizer = trained()
+    with amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert FORGOT not in caplog.text
+    optimizer.step()
+    assert FORGOT in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_scale": 1.0},
+        {"loss_scale": 128.0},
+        {"dtype": torch.bfloat16},
+        {"opt_level": "O0"},
+        {"enabled": False},
+    ],
+    ids=str,
+)
+def test_without_dynamic_scaling_nothing_is_said(settings, caplog):
+    model, optimizer = trained(**settings)
+    plain_step(model, optimizer)
+    assert FORGOT not in caplog.text
+
+
+def test_steps_with_scale_loss_are_left_in_peace(caplog):
+    model, optimizer = trained(opt_level="O2")
+    optimizer.step()  # without any gradient, as some do before the first scheduler step
+    for options in ({}, {"delay_unscale": True}, {"delay_overflow_check": True}):
+        scaled_step(model, optimizer, **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert FORGOT not in caplog.text
+
+
+def test_a_closure_without_it_is_told(caplog):
+    model, optimizer = trained()
+
+    def closure():
+        loss = model(torch.ones(2, 4)).float().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert FORGOT in caplog.text
+
+
+def test_an_optimizer_left_out_hears_one_thing_only(pair, caplog):
+    models, (first, second) = pair
+    backward(models, first)
+    second.step()
+    assert SAID in caplog.text and FORGOT not in caplog.text

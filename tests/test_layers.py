@@ -20,30 +20,35 @@ ALLOWED = {
     "checks": LEAVES | {"opt_levels"},
     "hooks": set(),
     "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
-    "members": {"managed_model", "opt_levels", "scaling"},
+    "members": {"casting", "managed_model", "opt_levels", "scaling"},
     "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
     "models": set(),
     "gradients": set(),
+    "backward_pass": set(),
     "broadcast": set(),
     "casting": LEAVES | {"casting"},
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
+    "tracing": LEAVES | {"casting", "managed_model", "models"},
     "registry": LEAVES
-    | {"broadcast", "casting", "scaling", "session"},  # the last two for type checking only
+    | {"backward_pass", "broadcast", "casting", "gradients", "schedulers", "tracing"}
+    | {"managed_model", "scaling", "session"},  # for type checking only
+    "schedulers": {"casting"},
     "session": LEAVES
-    | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
-    | {"frames", "handover", "members", "registry"},
+    | {"casting", "scaling", "managed_model", "opt_levels", "overrides"}
+    | {"frames", "handover", "members", "registry", "tracing"},
     "frontend": LEAVES | {"checks", "handover", "opt_levels", "overrides", "session"},
-    "training": LEAVES | {"checks", "opt_levels", "session"},
+    "training": LEAVES | {"checks", "scaling", "session"},
     "control": LEAVES | {"casting", "session"},
     "handle": LEAVES | {"opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
     # the rooms around the engine use its public API (and the tables)
-    "diagnose": LEAVES | {"__init__", "diagnose"},
-    "compat": LEAVES | {"__init__", "compat", "session"},
+    "diagnose": LEAVES | {"__init__", "diagnose", "tables_command"},
+    "compat": LEAVES | {"__init__", "compat", "session", "casting"},
     "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
-    "cli": LEAVES | {"__init__", "sweep", "compat", "casting", "diagnose", "opt_levels"},
+    "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
+    "cli": LEAVES | {"__init__", "sweep", "compat", "diagnose", "opt_levels", "tables_command"},
     "__main__": {"cli"},
 }
 

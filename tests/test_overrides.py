@@ -123,6 +123,16 @@ def test_overrides_of_functions_at_every_level(level):
         assert torch.mm(X, X).dtype is torch.float32 and torch.mm is PLAIN_MM[0]
 
 
+def test_an_override_wins_over_the_rows_of_what_the_function_calls():
+    """F.softmax is Python and calls Tensor.softmax; F.mse_loss calls a builtin."""
+    functions, single = nn.functional, torch.ones(2, 2)
+    rules = {functions.softmax: "half", functions.mse_loss: "half"}
+    ampatch.initialize(nn.Linear(2, 2), opt_level="O1", dtype=H, overrides=rules, verbosity=0)
+    assert functions.softmax(single, -1).dtype is H
+    assert functions.mse_loss(single, single).dtype is H
+    assert torch.softmax(single.to(H), -1).dtype is torch.float32  # another function
+
+
 PLAIN_MM = [torch.mm]  # in a list, where early names are not looked for
 
 

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
 from .foreign import Recorded, is_internal, proxy_of
-from .policy import CastState, Policy
+from .policy import FOLLOW, CastState, Policy
 from .tables import Rule
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -153,8 +153,10 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.process
-        if state.overridden:
-            policy = state.current()
+        if state.overridden:  # as `state.current()`, without the price of a call
+            own = state.thread.policy
+            if own is not FOLLOW:
+                policy = own
         if (
             policy is None
             or ("out" in kwargs and kwargs["out"] is not None)
@@ -162,7 +164,7 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
         ):
             return original(*args, **kwargs)
         if policy.special:
-            return overridden(original, choose, patched, args, kwargs, policy)
+            return overridden(original, choose, patched, args, kwargs, policy, state)
         to = choose(args, kwargs, policy)
         if to is None:
             return original(*args, **kwargs)
@@ -181,10 +183,18 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
 
 
 def overridden(
-    original: Callable, choose: Callable, patched: Callable, args: Any, kwargs: dict, policy: Policy
+    original: Callable,
+    choose: Callable,
+    patched: Callable,
+    args: Any,
+    kwargs: dict,
+    policy: Policy,
+    state: CastState,
 ) -> Any:
     """A patched call under a policy with overrides of functions.
 
+    Casts are off inside an overridden function: the rows of what it calls itself
+    (F.softmax calls Tensor.softmax) would have the last word.
     In a model without casts (O2, O3) the code around the call expects the dtype
     it put in, so that the result goes back to the widest of the arguments.
     """
@@ -196,7 +206,8 @@ def overridden(
             if to is None
             else call_in(to, original, patched, args, kwargs, policy)
         )
-    output = call_in(to, original, patched, args, kwargs, policy)
+    with state.under(lambda: None):
+        output = call_in(to, original, patched, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)
     return output if found is None else cast(output, found, policy)
 

@@ -1,21 +1,26 @@
 """What a table of names cannot say: torch's parts that need more than a cast.
 
 Each function here returns `make(original) -> replacement` for one place, or a
-list of `(owner, name, make)` for `install.py` to put in.
+list of `(where, name, make)` for `install.py` to put in.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.backends.mha
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
 from .casts import cast, castable
-from .policy import CastState
+from .policy import CastState, Policy
 
 Make = Callable[[Callable], Callable]
 
@@ -46,12 +51,16 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
     return patched
 
 
-def module_parts(state: CastState) -> list[tuple[Any, str, Make]]:
+def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
     """Places in torch's modules that ask about dtypes or autocast on their own."""
     return [
-        (nn.RNNBase, "check_input", lambda original: _rnn_check(original, state)),
-        (torch.backends.mha, "get_fastpath_enabled", lambda original: _fast_path(original, state)),
-        (torch.utils.checkpoint, "checkpoint", lambda original: _checkpoint(original, state)),
+        ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check(original, state)),
+        (
+            "torch.backends.mha",
+            "get_fastpath_enabled",
+            lambda original: _fast_path(original, state),
+        ),
+        ("torch.utils.checkpoint", "checkpoint", lambda original: _checkpoint(original, state)),
     ]
 
 
@@ -74,24 +83,68 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
 
 
 def _fast_path(original: Callable, state: CastState) -> Callable:
-    """The fused inference kernels of MultiheadAttention and TransformerEncoder run in FP32."""
+    """The fused inference kernels of MultiheadAttention and TransformerEncoder run in FP32.
+
+    They stay with modules the policy does not cover, and with nested tensors, which
+    those modules take on no other path.  Only the asking module's frame says whose
+    call it is; compiled code has no frames and takes the kernels one by one.
+    """
 
     def get_fastpath_enabled() -> bool:
-        return state.table_policy() is None and original()
+        policy = state.table_policy()
+        return original() and (
+            policy is None
+            or (not is_dynamo_compiling() and _left_alone(inspect.currentframe(), policy))
+        )
 
     return get_fastpath_enabled
+
+
+def _left_alone(here: FrameType | None, policy: Policy) -> bool:
+    """Whether the module that called the function of frame `here` is none of the policy's."""
+    asking = here.f_back.f_locals if here is not None and here.f_back is not None else {}
+    module = asking.get("self")
+    inputs = [value for value in asking.values() if isinstance(value, Tensor)]
+    if not isinstance(module, nn.Module):
+        return False
+    if any(tensor.is_nested for tensor in inputs):
+        return True
+    if policy.gate is None:
+        return not any(castable(tensor, policy) for tensor in (*inputs, *module.parameters()))
+    return not policy.gate((*inputs, *module.parameters()), {})
 
 
 def _checkpoint(original: Callable, state: CastState) -> Callable:
     """The recompute runs in backward, perhaps in another thread: it takes its policy along."""
 
     def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not state.overridden or torch.compiler.is_compiling():
+        policy = state.current()
+        if torch.compiler.is_compiling():
             return original(function, *args, **kwargs)
-        policy, by_user = state.current(), state.under_user_control()
-        return original(state.under(lambda: policy, by_user)(function), *args, **kwargs)
+        if policy is not None:
+            function = _casting_weights_once(function, policy)
+        if state.overridden:
+            function = state.under(lambda: policy, state.under_user_control())(function)
+        return original(function, *args, **kwargs)
 
     return checkpoint
+
+
+def _casting_weights_once(function: Callable, policy: Policy) -> Callable:
+    """`function` with the weight cache open, in its recompute as in the model's forward.
+
+    So a weight used twice sums its gradients in the same dtype with and without checkpoints.
+    """
+
+    @functools.wraps(function)
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        policy.cache.open(opened)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            policy.cache.close(opened)
+
+    return opened
 
 
 def refused(function: Callable, message: str, state: CastState) -> Callable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional
 import wrapt
 
 from ..log import logger
-from . import composites, user_functions
+from . import composites, early_names, user_functions
 from .casts import APEX_CHOOSERS, CHOOSERS, banned, refuse, replacement
 from .patches import PatchSet
 from .policy import CastState
@@ -44,6 +44,14 @@ def resolve(where: str) -> Any:
     return owner
 
 
+def has(where: str, name: str = "__name__") -> bool:
+    """Whether this torch has the place `where`, and `name` in it."""
+    try:
+        return hasattr(resolve(where), name)
+    except AttributeError:
+        return False
+
+
 class Installation:
     """The patches that are in the process now, and what asked for them."""
 
@@ -52,7 +60,7 @@ class Installation:
         self._state = state
         self._ask_state = ask_state
         self._patches = PatchSet()
-        self._originals: dict[int, Any] = {}  # id of a replacement -> what it replaced
+        self._originals: dict[int, tuple[Any, Any]] = {}  # id -> replacement, what it replaced
         self._by_original: dict[int, Any] = {}  # id of an original -> its replacement
         self.has_tables = False
         self._has_apex_rows = False
@@ -65,9 +73,9 @@ class Installation:
             for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED):
                 if not row.native:
                     self._put_row(row)
-            for owner, name, make in composites.module_parts(self._state):
-                self._put(owner, name, make)
-            self._rebind_early_names(self._by_original)
+            for where, name, make in composites.module_parts(self._state):
+                self._put_if_there(where, name, make)
+            early_names.rebind(self._patches, self._by_original)
         except BaseException:
             self.undo()
             raise
@@ -78,16 +86,29 @@ class Installation:
                 ", ".join(self.missing),
             )
 
-    def install_apex_rows(self) -> None:
-        """Add the rows that only apex's flavour has; they heed only policies of that flavour."""
-        if not self._has_apex_rows:
-            self._has_apex_rows = True
-            for row in APEX:
-                self._put_row(row)
+    def install_apex_rows(self, edits: Iterable[tuple[str, str, Rule | None]] = ()) -> None:
+        """Add the rows that only apex's flavour has; they heed only policies of that flavour.
+
+        `edits` give functions another rule than their row's; None: no cast.
+        """
+        if self._has_apex_rows:
+            return
+        self._has_apex_rows = True
+        for row in APEX:
+            self._put_row(row)
+        for where, name, rule in edits:
+            choose = CHOOSERS[rule] if rule is not None else lambda *call: None
+            self.put_torch_function(resolve(where), name, choose)
+        early_names.rebind(self._patches, self._by_original)
 
     def undo(self) -> None:
-        """Leave torch as it was found."""
+        """Leave torch, and what the user's modules bound of it, as found."""
         self._patches.undo()
+        if self._originals:
+            early_names.give_back(
+                [(made, self.original(made)) for made, _ in self._originals.values()]
+            )
+        _forget_names_in_compiler()
         self._originals.clear()
         self._by_original.clear()
         self.missing.clear()
@@ -97,7 +118,7 @@ class Installation:
     def original(self, function: Any) -> Any:
         """What `function` replaced, if it is one of our replacements; else itself."""
         while id(function) in self._originals:
-            function = self._originals[id(function)]
+            function = self._originals[id(function)][1]
         return function
 
     def ensure(self, function: Callable) -> None:
@@ -105,6 +126,7 @@ class Installation:
         if id(function) not in self._by_original:
             for owner, name in _places_of(function):
                 self._put(owner, name, self._maker(lambda *call: None))
+            early_names.rebind(self._patches, self._by_original)
 
     def can_patch(self, function: Callable) -> bool:
         """Whether `function` is one of torch's that we know where to find."""
@@ -120,21 +142,31 @@ class Installation:
             self._patches.replace(
                 owner, name, lambda raw: user_functions.following(raw, choose, ask)
             )
+        elif owner in map(resolve, _NAMESPACES):
+            self.put_torch_function(owner, name, choose)
         else:
             self._put(owner, name, lambda raw: user_functions.user_function(raw, choose, ask))
-            self._rebind_early_names([id(found)])
+            early_names.rebind(self._patches, {id(found): self._by_original[id(found)]})
+
+    def put_torch_function(self, owner: Any, name: str, choose: Callable) -> None:
+        """Have a function of torch's cast to what `choose` says, whatever the tables say of it."""
+        found = raw_attribute(owner, name)
+        self._put(
+            owner,
+            name,
+            lambda raw: user_functions.torch_function(raw, choose, self._ask_state),
+        )
+        early_names.rebind(self._patches, {id(found): self._by_original[id(found)]})
 
     def _put_row(self, row: Row) -> None:
-        try:
-            owner = resolve(row.where)
-        except AttributeError:
-            self.missing.extend(f"{row.where}.{name}" for name in row.names)
-            return
         for name in row.names:
-            if hasattr(owner, name):
-                self._put(owner, name, self._make_for(row, name))
-            else:
-                self.missing.append(f"{row.where}.{name}")
+            self._put_if_there(row.where, name, self._make_for(row, name))
+
+    def _put_if_there(self, where: str, name: str, make: Callable[[Any], Any]) -> None:
+        if has(where, name):
+            self._put(resolve(where), name, make)
+        else:
+            self.missing.append(f"{where}.{name}")
 
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
         where = f"{row.where}.{name}"
@@ -156,7 +188,7 @@ class Installation:
         def make_and_dress(original: Any) -> Any:
             made = make(original)
             _dress(made, original, owner, name)
-            self._originals[id(made)] = original
+            self._originals[id(made)] = (made, original)
             self._by_original.setdefault(id(original), made)
             self._register_for_script(made, original)
             return made
@@ -169,12 +201,6 @@ class Installation:
             table[id(made)] = table[id(original)]
             self._patches.on_undo(lambda: table.pop(id(made), None))
 
-    def _rebind_early_names(self, originals: Iterable[int]) -> None:
-        """Rebind module globals bound before we came: `from torch.nn.functional import linear`."""
-        for module, name, original in early_names(originals):
-            made = self._by_original[id(original)]
-            self._patches.replace(module, name, lambda _, made=made: made)
-
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
@@ -183,25 +209,21 @@ class Installation:
             )
 
 
+def _forget_names_in_compiler() -> None:
+    """Dynamo looks torch's functions up by name, once; what was patched then would stay unknown."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    names = getattr(rules, "get_torch_obj_rule_map", None)
+    if hasattr(names, "cache_clear"):
+        names.cache_clear()
+
+
 def _places_of(function: Any) -> list[tuple[Any, str]]:
     return [
         (owner, name)
-        for owner in map(resolve, _NAMESPACES)
+        for owner in map(resolve, filter(has, _NAMESPACES))
         for name in dir(owner)
         if getattr(owner, name, None) is function
     ]
-
-
-def early_names(originals: Iterable[int]) -> list[tuple[Any, str, Any]]:
-    """`(module, name, function)` of each module global, outside torch, that is an original."""
-    found = []
-    for title, module in list(sys.modules.items()):
-        if title.partition(".")[0] in ("torch", "ampatch") or not inspect.ismodule(module):
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in originals and callable(value):
-                found.append((module, name, value))
-    return found
 
 
 def _dress(made: Any, original: Any, owner: Any, name: str) -> None:

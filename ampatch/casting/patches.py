@@ -56,6 +56,18 @@ class PatchSet:
         self._covered.append(_Covered(owner, name, found, replacement))
         return original
 
+    def rebind(self, namespace: dict, name: str, put: Any) -> None:
+        """Replace the item `name` of a module's globals, without asking the module."""
+        found, namespace[name] = namespace[name], put
+
+        def restore() -> None:
+            if namespace.get(name) is put:
+                namespace[name] = found
+            else:
+                _tell_left_alone(namespace.get("__name__"), name)
+
+        self.on_undo(restore)
+
     def on_undo(self, action: Callable[[], None]) -> None:
         """Run `action` when its turn comes in `undo`."""
         self._covered.append(action)
@@ -67,12 +79,14 @@ class PatchSet:
             if not isinstance(entry, _Covered):
                 entry()
             elif vars(entry.owner).get(entry.name) is not entry.put:
-                logger.warning(
-                    "%s.%s was replaced by somebody else after ampatch patched it; left as it is.",
-                    getattr(entry.owner, "__name__", entry.owner),
-                    entry.name,
-                )
+                _tell_left_alone(getattr(entry.owner, "__name__", entry.owner), entry.name)
             elif entry.found is _INHERITED:
                 delattr(entry.owner, entry.name)
             else:
                 setattr(entry.owner, entry.name, entry.found)
+
+
+def _tell_left_alone(owner: Any, name: str) -> None:
+    logger.warning(
+        "%s.%s was replaced by somebody else after ampatch patched it; left as it is.", owner, name
+    )

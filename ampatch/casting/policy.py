@@ -14,7 +14,6 @@ does not: the first is silently frozen into the graph, the second refused).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .under import Under
 from .weight_cache import WeightCache
 
 FOLLOW = object()
@@ -94,20 +94,39 @@ class CastState:
         """Give this thread a policy of its own, until `pop`."""
         thread = self.thread
         differs = policy is not self.current()
+        if not differs and not isinstance(owner, Under) and is_dynamo_compiling():
+            return  # strict export warns of every write, even of one that is taken back
         thread.frames.append(Frame(owner, thread.policy, differs))
         if differs:
             thread.policy = policy
             self._count(+1)
 
     def pop(self, owner: Any = None) -> None:
-        """Back to what `push` found; nothing, if the last push here was not `owner`'s."""
+        """Back to what `push` found; nothing, if the last push here was not `owner`'s.
+
+        A `with` block ends wherever it stands: an interrupted forward may have left
+        its frame above, and blocks in generators end in any order.
+        """
         frames = self.thread.frames
-        if not frames or frames[-1].owner is not owner:
+        if frames and frames[-1].owner is owner:
+            frame = frames.pop()
+            if frame.differs:
+                self.thread.policy = frame.found
+                self._count(-1)
+        elif isinstance(owner, Under):
+            self._take_out(owner)
+
+    def _take_out(self, owner: Under) -> None:
+        frames = self.thread.frames
+        places = [place for place, frame in enumerate(frames) if frame.owner is owner]
+        if not places:  # entered in another thread, or not at all
             return
-        frame = frames.pop()
+        frame, above = frames.pop(places[-1]), places[-1]
         if frame.differs:
-            self.thread.policy = frame.found
-            self._count(-1)
+            heir = frames[above]
+            frames[above] = Frame(heir.owner, frame.found, True)
+            if heir.differs:
+                self._count(-1)
 
     def drop_interrupted(self) -> None:
         """Pop what hooks pushed here for forwards that never ended.
@@ -154,30 +173,3 @@ class Frame:
     owner: Any
     found: Any
     differs: bool
-
-
-class Under:
-    """`with` block or decorator under a policy; nests, and restores what it found."""
-
-    __slots__ = ("_choose", "_state", "by_user")
-
-    def __init__(
-        self, state: CastState, choose: Callable[[], Policy | None], by_user: bool
-    ) -> None:
-        self._state = state
-        self._choose = choose
-        self.by_user = by_user
-
-    def __enter__(self) -> None:
-        self._state.push(self._choose(), self)
-
-    def __exit__(self, *exception: object) -> None:
-        self._state.pop(self)
-
-    def __call__(self, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def under(*args: Any, **kwargs: Any) -> Any:
-            with Under(self._state, self._choose, self.by_user):
-                return function(*args, **kwargs)
-
-        return under

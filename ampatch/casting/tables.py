@@ -68,6 +68,7 @@ _STEEP = "Its slope is unbounded, and magnifies the rounding of a half input."
 _INVERSE = "Magnifies what FP16 lost of a small input, and 1/x overflows below 1.5e-5."
 _SQUARE = "Powers leave the range of FP16 soon: squares overflow from 256 on, vanish below 1.7e-4."
 _NORM = "Adds up squares or other powers, and a square overflows FP16 from 256 on."
+_EIGEN = "Needs eigenvalues, which PyTorch computes in no half type."
 _SINGULAR = "Needs singular values, which PyTorch computes in no half type."
 _NORMALIZE = "Divides by the root of a mean of squares, which overflow FP16 from 256 on."
 _SOFTMAX = "Adds up exponentials; FP16 loses the small ones, and the loss then sees zeros."
@@ -176,6 +177,7 @@ BLACKLIST: tuple[Row, ...] = (
     Row("torch._VF", ("cdist",), Rule.FLOAT, _NORM),
     Row("torch._VF", ("norm",), Rule.FLOAT_UNLESS_DTYPE, _NORM),
     Row("torch.linalg", ("matrix_norm", "norm", "vector_norm"), Rule.FLOAT_UNLESS_DTYPE, _NORM),
+    Row("torch.linalg", ("matrix_sqrth",), Rule.FLOAT, _EIGEN),
     Row("torch.special", ("expm1", "log1p"), Rule.FLOAT, _NEAR_ZERO),
     Row("torch.special", ("erfinv",), Rule.FLOAT, _STEEP),
     Row("torch.special", ("logsumexp",), Rule.FLOAT, _SOFTMAX),

@@ -36,6 +36,26 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
     return patched
 
 
+def torch_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
+    """As `user_function`, for one of torch's: casts off inside, or the tables have the last word.
+
+    Where `choose` gives None the call is not cast at all.
+    """
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        state = ask()
+        policy = state.table_policy()
+        if policy is None or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        to = choose(args, kwargs, policy)
+        with state.under(lambda: None):
+            if to is None:
+                return function(*args, **kwargs)
+            return call_in(to, function, patched, args, kwargs, policy)
+
+    return patched
+
+
 def following(function: Any, choose: Choose, ask: Ask) -> Any:
     """What stands in for `function`: the like of it, a static method for a static method."""
     if isinstance(function, (staticmethod, classmethod)):
@@ -79,16 +99,14 @@ def class_parts(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make
 
 
 def _apply(original: classmethod, choose: Choose, ask: Ask) -> classmethod:
-    inner = original.__func__
-
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        cast_and_call = user_function(functools.partial(inner, cls), choose, ask)
+        cast_and_call = user_function(original.__get__(None, cls), choose, ask)
         output = cast_and_call(*args, **kwargs)
         if ask().overridden:
             _remember(output, ask().current())
         return output
 
-    return classmethod(functools.wraps(inner)(apply))
+    return classmethod(functools.wraps(original.__get__(None, Function))(apply))
 
 
 def _remember(output: Any, policy: Policy | None) -> None:

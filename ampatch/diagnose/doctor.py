@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from ampatch._version import __version__
+from ampatch.tables_command import content
 
 VARIABLES = ("AMPATCH_OPT_LEVEL", "AMPATCH_DTYPE", "AMPATCH_ENABLED")
 MEASURE_FOR = 0.15  # seconds for each operator and dtype
@@ -38,6 +39,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "ampatch", __version__
     for package in ("torch", "wrapt", "rich", "matplotlib"):
         yield package, _version(package)
+    yield "not in this torch", ", ".join(content.missing()) or "nothing that ampatch patches"
     yield "cpu threads", str(torch.get_num_threads())
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield "cuda devices", ", ".join(gpus) or "none"

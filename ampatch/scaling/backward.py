@@ -15,8 +15,10 @@ from .sharing import Sharing
 class ScaledBackward:
     """Context manager: yields the scaled loss, then unscales the gradients it led to.
 
-    If the block raises, the gradients that were there before it are put back
-    and the scale is left alone.  `outsiders` are optimizers that it was not given
+    If the block raises (Ctrl-C among it), the gradients that were there before it
+    are put back, those of a half-done backward pass are dropped, and the scale is
+    left alone.  If the unscaling itself is interrupted, the optimizers have no
+    gradients afterwards: some would be scaled and some not.  `outsiders` are optimizers that it was not given
     to; if the backward pass reaches them, they will say so when they step.
     """
 
@@ -56,6 +58,14 @@ class ScaledBackward:
     def __enter__(self) -> Tensor:
         for optimizer in self._optimizers:
             optimizer.refuse_nesting()
+        try:
+            return self._enter()
+        except BaseException:
+            for optimizer in self._optimizers:
+                optimizer.abandon_backward()
+            raise
+
+    def _enter(self) -> Tensor:
         for optimizer in self._optimizers:
             optimizer.finish_other(self._scaler)
         scaled = self._scaler.scale(self._loss)
@@ -73,15 +83,24 @@ class ScaledBackward:
         if kind is not None:
             for optimizer in self._optimizers:
                 optimizer.abandon_backward()
-        elif self._delay_unscale:
+            return
+        try:
+            self._finish()
+        except BaseException:
+            for optimizer in self._optimizers:
+                optimizer.drop_gradients()
+            raise
+
+    def _finish(self) -> None:
+        if self._delay_unscale:
             for optimizer in self._optimizers:
                 optimizer.leave_scaled(self._pending, self._scaler, self._sharing)
-        else:
-            found = [
-                optimizer.after_backward(
-                    self._scaler, self._scale, self._sharing, defer_update=self._delay_check
-                )
-                for optimizer in self._optimizers
-            ]
-            update = self._scaler.defer if self._delay_check else self._scaler.update
-            update([flag for flag in found if flag is not None])
+            return
+        found = [
+            optimizer.after_backward(
+                self._scaler, self._scale, self._sharing, defer_update=self._delay_check
+            )
+            for optimizer in self._optimizers
+        ]
+        update = self._scaler.defer if self._delay_check else self._scaler.update
+        update([flag for flag in found if flag is not None])

@@ -2,14 +2,16 @@
 
 The first evaluation runs before the optimizer's own step, so that an overflow
 is known before anything moves.  Optimizers that evaluate again (LBFGS, SAM-like
-ones) get the closure itself; if one of the later evaluations overflows, weights
-and optimizer state go back to what they were before the step, and the step
-counts as skipped.
+ones) get the closure itself; if one of the later evaluations overflows or raises,
+weights and optimizer state go back to what they were before the step.  An
+overflow counts as one skipped step, whose result is the first loss.  What the
+forward itself changes (running statistics, the random state) is not undone.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +32,9 @@ def step_with_closure(
     """
     first = _evaluate(managed, closure)
     if _overflowed(managed):
-        managed.note_skip(True)
+        managed.note_step(True)
         return first
-    before = _Snapshot(managed)
+    before = _Nothing() if _evaluates_once(managed.optimizer) else _Snapshot(managed)
     evaluations = 0
 
     def evaluate() -> Any:
@@ -50,11 +52,31 @@ def step_with_closure(
         result = original(evaluate, *args, **kwargs)
     except _Overflow:
         before.restore()
-        managed.note_skip(True)
+        managed.note_step(True)
         return first
-    managed.note_skip(False)
-    managed.masters.push()
+    except BaseException:
+        before.restore()
+        raise
+    finally:
+        managed.masters.push()
+    managed.note_step(False)
     return result
+
+
+def _evaluates_once(optimizer: Any) -> bool:
+    """torch's own, but for LBFGS, call the closure first and never again: no need of a copy."""
+    return type(optimizer) in _torchs_own()
+
+
+@functools.cache
+def _torchs_own() -> frozenset[type]:
+    return frozenset(
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind not in (torch.optim.Optimizer, torch.optim.LBFGS)
+    )
 
 
 def _evaluate(managed: Any, closure: Callable) -> Any:
@@ -74,19 +96,23 @@ class _Snapshot:
     """Weights and optimizer state before a step, to go back to."""
 
     def __init__(self, managed: Any) -> None:
-        self._managed = managed
         self._params = [(param, param.detach().clone()) for param in managed.parameters()]
-        state = managed.optimizer.state
-        self._state = {key: _cloned(value) for key, value in state.items()}
+        self._live = getattr(managed.optimizer, "state", {})
+        self._state = {key: _cloned(value) for key, value in self._live.items()}
 
     def restore(self) -> None:
         with torch.no_grad():
             for param, value in self._params:
                 param.copy_(value)
-        state = self._managed.optimizer.state
-        state.clear()
-        state.update(self._state)
-        self._managed.masters.push()
+        self._live.clear()
+        self._live.update(self._state)
+
+
+class _Nothing:
+    """The snapshot for a step that needs none."""
+
+    def restore(self) -> None:
+        pass
 
 
 def _cloned(value: Any) -> Any:

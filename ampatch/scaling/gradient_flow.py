@@ -35,6 +35,9 @@ class GradientFlow:
         self.pending: Pending | None = None
         self._process_group = process_group
         self._found_inf: Tensor | None = None
+        self._spent: tuple[Scaler, Any] | None = None  # who unscaled what a step has used
+        self._last_unscaled: tuple[Scaler, Any] | None = None
+        self._fed = False  # a block was entered since the last step
         self._deferred: Scaler | None = None  # its update waits for the step
         self._in_block = False
         self._left_scaled = False  # by a block that this optimizer was not given to
@@ -76,20 +79,21 @@ class GradientFlow:
     def before_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> None:
         """Make room for gradients scaled by `scale`: set aside, or scale, what is there."""
         self.report_left_scaled()
+        self._fed = True
         self.masters.settle()
         self.take_unscaled()
-        self._in_block = True
+        self.check_spent()
         held = [param for param in self.parameters() if param.grad is not None]
+        alone = _world_size() == 1
+        own = [param for param in held if alone and self.masters.half_of(param) is None]
+        self._aside = [(param, param.grad) for param in own]
+        self._in_block = True  # from here on there is something to put back
         if not held:
             self.pending = self._found_inf = None
-        elif _world_size() > 1:
+        elif not alone:
             self._put_back_scaled(sharing.owned(self, held), scaler, scale)
-        else:  # what backward adds must be told from what was there
-            self._aside = [
-                (param, param.grad) for param in held if self.masters.half_of(param) is None
-            ]
-            for param, _ in self._aside:
-                param.grad = None
+        for param in own:  # what backward adds must be told from what was there
+            param.grad = None
 
     def _put_back_scaled(self, held: list[Tensor], scaler: Scaler, scale: Any) -> None:
         """Leave earlier gradients where backward adds to them, so one all-reduce serves both."""
@@ -150,6 +154,8 @@ class GradientFlow:
         With several ranks the earlier gradients are where backward added to
         them; they stay, and what the failed pass added stays with them.
         """
+        if not self._in_block:
+            return
         self._in_block = False
         fresh = self.masters.take_grads()
         if _world_size() > 1:
@@ -161,6 +167,14 @@ class GradientFlow:
         for param, grad in self._aside:
             param.grad = grad
         self._aside = []
+
+    def drop_gradients(self) -> None:
+        """Have no gradients, those set aside among them, rather than some that are half done."""
+        self._in_block = False
+        self._aside = []
+        self.forget_gradients()
+        for param in self.parameters():
+            param.grad = None
 
     def finish_pending(self) -> None:
         """Unscale what `delay_unscale` left scaled."""
@@ -184,20 +198,23 @@ class GradientFlow:
         if others:
             shared = [grad for param, grad in grads if sharing.is_shared(param)]
             in_shared = self._check([self, *others], scaler, shared, scale)
-            found = found if in_shared is None else torch.maximum(found, in_shared)
+            if found is None or in_shared is None:
+                return in_shared if found is None else found
+            found = torch.maximum(found, in_shared)
         return found
 
     def _check(
         self, concerned: list[GradientFlow], scaler: Scaler, grads: list[Tensor], scale: Any
     ) -> Tensor | None:
         found = scaler.unscale_(_values(grads), scale)
-        if found is None:
-            return None
+        if found is None or not (grads or self._process_group):
+            return None  # without gradients there is nothing to learn for the scale
         if self._process_group is not None:
             torch.distributed.all_reduce(
                 found, torch.distributed.ReduceOp.MAX, group=self._process_group
             )
         for flow in concerned:
+            flow._last_unscaled = scaler, scale
             known = flow._found_inf
             flow._found_inf = (
                 found if known is None else torch.maximum(known, found.to(known.device))
@@ -236,7 +253,7 @@ class GradientFlow:
 
     def forget_gradients(self) -> None:
         """All gradients were zeroed: nothing is pending, no overflow is remembered."""
-        self.pending = self._found_inf = None
+        self.pending = self._found_inf = self._spent = None
         self._left_scaled = False
         self._aside = []
         self.masters.drop_grads()
@@ -244,11 +261,12 @@ class GradientFlow:
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
         self._aside = [(param, grad) for param, grad in self._aside if id(param) not in zeroed]
-        if (self._found_inf is not None or self._left_scaled) and all(
+        known = self._found_inf is not None or self._spent is not None or self._left_scaled
+        if known and all(
             param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
             for param in self.parameters()
         ):
-            self._found_inf = None
+            self._found_inf = self._spent = None
             self._left_scaled = False
 
     def take_unscaled(self) -> None:
@@ -271,6 +289,10 @@ class GradientFlow:
             self.finish_pending()
         self.take_unscaled()
 
+    def has_gradients(self) -> bool:
+        """Whether there is anything to step on."""
+        return any(param.grad is not None for param in self.parameters())
+
     def _all_grads(self) -> list[tuple[Tensor, Tensor]]:
         return [(param, param.grad) for param in self.parameters() if param.grad is not None]
 
@@ -289,7 +311,17 @@ class GradientFlow:
     def take_found_inf(self) -> Tensor | None:
         """The overflow flag of the gradients gathered since it was last taken; None: unchecked."""
         found, self._found_inf = self._found_inf, None
+        self._spent = None if found is None else self._last_unscaled
         return found
+
+    def check_spent(self) -> None:
+        """Look again at gradients that a step has used and nobody zeroed: inf may be left there."""
+        if self._spent is None:
+            return
+        (scaler, scale), self._spent = self._spent, None
+        grads = self._all_grads()
+        if grads and self.pending is None:
+            self._unscale(scaler, grads, torch.ones_like(scale), Sharing())
 
 
 def _values(grads: list[Tensor]) -> list[Tensor]:

@@ -12,51 +12,28 @@ clean steps, halve on overflow.
 
 from __future__ import annotations
 
-import math
+import collections
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
-    from torch import _amp_foreach_non_finite_check_and_unscale_ as _check_and_unscale_
-except ImportError:
+from ..log import logger
+from .kernels import check_and_unscale_, update_scale_
+from .scale_settings import LARGEST, SETTINGS, SMALLEST, ScaleSettings, checked_entry
 
-    def _check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        for grad in grads:
-            found_inf.logical_or_(~torch.isfinite(grad).all())
-            grad.mul_(inverse)
-
-
-try:
-    from torch import _amp_update_scale_ as _update_scale_
-except ImportError:
-
-    def _update_scale_(
-        scale: Tensor,
-        unskipped: Tensor,
-        found_inf: Tensor,
-        growth: float,
-        backoff: float,
-        interval: int,
-    ) -> None:
-        bad = found_inf.bool()
-        unskipped.add_(1).mul_((~bad).int())
-        grows = unskipped >= interval
-        scale.mul_(torch.where(bad, backoff, torch.where(grows, growth, 1.0)))
-        unskipped.mul_((~grows).int())
-
-
-_SMALLEST = 2.0**-126  # below it the reciprocal is no FP32 number
+_REMEMBERED = 128  # blocks whose scale can still be told
 
 
 class StaticScaler:
     """A fixed loss scale.  It does not look for overflow, so it costs no host sync."""
 
     is_dynamic = False
+    settings = None
 
     def __init__(self, value: float = 1.0) -> None:
-        self._value = float(value)
+        self._value = _invertible(value)
         self.generation = 0
 
     @property
@@ -94,17 +71,44 @@ class StaticScaler:
         return self._value
 
     def set(self, value: float) -> None:
-        """Another scale from now on."""
-        self._value = float(value)
+        """Another scale from now on.  Raises `ValueError` if FP32 cannot hold or invert it."""
+        self._value = _invertible(value)
         self.generation += 1
 
+    def history(self) -> list[float]:
+        """The scale."""
+        return [self._value]
+
     def state_dict(self) -> dict[str, Any]:
-        """apex's format."""
-        return {"loss_scale": self._value, "unskipped": 0}
+        """apex's format, and that this scale is static."""
+        return {"loss_scale": self._value, "unskipped": 0, "dynamic": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the scale of a `state_dict`, apex's too."""
-        self.set(float(state["loss_scale"]))
+        """Take the scale of a static scaler's `state_dict`.
+
+        What a dynamic scale had reached is not taken: nobody would look for
+        overflow at it.
+        """
+        entry = checked_entry("loss scaler", state, None)
+        if entry["dynamic"] is False:
+            self.set(entry["loss_scale"])
+        elif entry["loss_scale"] != self._value:
+            logger.warning(
+                "The loaded loss scale %g is not of a static scaler; the static scale stays %g. "
+                "Use set_loss_scale to change it.",
+                entry["loss_scale"],
+                self._value,
+            )
+
+
+def _setting(name: str) -> property:
+    def read(self: DynamicScaler) -> Any:
+        return getattr(self.settings, name)
+
+    def write(self: DynamicScaler, value: Any) -> None:
+        self.change("loss scaler", {name: value})
+
+    return property(read, write, doc=f"`{name}` of the settings; checked when set.")
 
 
 class DynamicScaler:
@@ -119,36 +123,37 @@ class DynamicScaler:
     is_dynamic = True
     is_one = False
 
-    def __init__(
-        self,
-        *,
-        init_scale: float = 2.0**16,
-        growth_interval: int = 2000,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        min_loss_scale: float = 2.0**-24,
-        max_loss_scale: float = 2.0**24,
-    ) -> None:
-        self.growth_interval = growth_interval
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.min_loss_scale = max(min_loss_scale, _SMALLEST)
-        self.max_loss_scale = max(max_loss_scale, _SMALLEST)
+    init_scale = _setting("init_scale")
+    growth_interval = _setting("growth_interval")
+    growth_factor = _setting("growth_factor")
+    backoff_factor = _setting("backoff_factor")
+    min_loss_scale = _setting("min_loss_scale")
+    max_loss_scale = _setting("max_loss_scale")
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = ScaleSettings(**settings)
         self.generation = 0
-        self._scale = torch.tensor(self._bounded(init_scale), dtype=torch.float32)
+        start = self.settings.bounded(self.settings.init_scale)
+        self._scale = torch.tensor(start, dtype=torch.float32)
         self._unskipped = torch.tensor(0, dtype=torch.int32)
+        self._changed: dict[str, Any] = {}  # settings that are no longer what they began as
         self._deferred: list[Tensor] = []
+        self._recent: collections.deque[Tensor] = collections.deque(maxlen=_REMEMBERED)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` in FP32 times the scale.  The scaler moves to the device of the loss."""
         if self._scale.device != loss.device:
             self._scale = self._scale.to(loss.device)
             self._unskipped = self._unskipped.to(loss.device)
-        return loss.float() * self.snapshot()  # autograd keeps the factor; ours changes in place
+        return (
+            loss.float() * self._scale.clone()
+        )  # autograd keeps the factor; ours changes in place
 
     def snapshot(self) -> Tensor:
         """The present scale, for `scale_grads_` and `unscale_`.  On the device; nothing waits."""
-        return self._scale.clone()
+        snapshot = self._scale.clone()
+        self._recent.append(snapshot)
+        return snapshot
 
     def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
@@ -165,7 +170,7 @@ class DynamicScaler:
         inverse = scale.double().reciprocal().float()
         for device, group in _by_device(grads):
             found_here = found if device == found.device else found.to(device)
-            _check_and_unscale_(group, found_here, inverse.to(device))
+            check_and_unscale_(group, found_here, inverse.to(device))
             if found_here is not found:
                 found = torch.maximum(found, found_here.to(found.device))
         return found
@@ -180,17 +185,18 @@ class DynamicScaler:
         self._deferred.clear()
         if not found_infs:
             return
-        found = found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).amax()
-        _update_scale_(
+        here = [found.to(self._scale.device) for found in found_infs]
+        found = here[0] if len(here) == 1 else torch.stack(here).amax()
+        rule = self.settings
+        update_scale_(
             self._scale,
             self._unskipped,
             found,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
+            rule.growth_factor,
+            rule.backoff_factor,
+            rule.growth_interval,
         )
-        self._scale.clamp_(self.min_loss_scale, self.max_loss_scale)
-        self.generation += 1
+        self._moved()
 
     def get(self) -> float:
         """The scale.  Waits for the device."""
@@ -198,22 +204,69 @@ class DynamicScaler:
 
     def set(self, value: float) -> None:
         """Another scale from now on, within the floor and the cap."""
-        self._scale.fill_(self._bounded(value))
-        self.generation += 1
+        self._scale.fill_(self.settings.bounded(value))
+        self._moved()
+
+    def change(self, what: str, given: dict[str, Any]) -> None:
+        """Other settings from now on; a new `init_scale` starts the scale anew.
+
+        Raises `TypeError` or `ValueError`, beginning with `what`, and changes nothing.
+        """
+        self.settings = self.settings.changed(what, given)
+        self._changed.update(given)
+        if "init_scale" in given:
+            self._scale.fill_(self.settings.bounded(self.settings.init_scale))
+            self._unskipped.zero_()
+        self._unskipped.clamp_(max=self._last_count())
+        self._moved()
+
+    def history(self) -> list[float]:
+        """The scales of the last blocks and the present one, each change once.  Waits."""
+        scales = [scale.item() for scale in [*self._recent, self._scale]]
+        return [scale for scale, _ in itertools.groupby(scales)]
 
     def state_dict(self) -> dict[str, Any]:
-        """apex's format.  Waits for the device."""
-        return {"loss_scale": self.get(), "unskipped": int(self._unskipped.item())}
+        """apex's format, and the settings that were changed on the way.  Waits for the device."""
+        found = {"loss_scale": self.get(), "unskipped": int(self._unskipped.item())}
+        return {**found, **self._changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take scale and count of a `state_dict`, apex's too."""
-        self.set(float(state["loss_scale"]))
-        self._unskipped.fill_(int(state.get("unskipped", 0)))
+        """Take scale, count and settings of a `state_dict`, apex's too.
 
-    def _bounded(self, value: float) -> float:
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"loss scale {value!r}: expected a positive finite number.")
-        return min(max(float(value), self.min_loss_scale), self.max_loss_scale)
+        The 1.0 of a run without scaling would take this one very long to grow
+        out of, so of a static scaler's state nothing is taken.
+        """
+        entry = checked_entry("loss scaler", state, self.settings)
+        if entry["dynamic"] is False:
+            logger.warning(
+                "The loaded loss scale %g is that of a static scaler; this one is dynamic and "
+                "stays as it is. Use set_loss_scale to change it.",
+                entry["loss_scale"],
+            )
+            return
+        rules = {name: entry[name] for name in SETTINGS if name in entry}
+        self.settings = self.settings.changed("loss scaler", rules)
+        self._changed.update(rules)
+        self._unskipped.fill_(min(entry["unskipped"], self._last_count()))
+        self.set(entry["loss_scale"])
+
+    def _moved(self) -> None:
+        self._scale.clamp_(self.settings.min_loss_scale, self.settings.max_loss_scale)
+        self.generation += 1
+
+    def _last_count(self) -> int:
+        """The highest count of clean steps; torch's kernel would never meet one beyond it."""
+        return min(self.settings.growth_interval - 1, 2**31 - 1)
+
+
+def _invertible(value: float) -> float:
+    number = float(value)
+    if not SMALLEST <= number <= LARGEST:
+        raise ValueError(
+            f"loss_scale={value!r}: expected, for a static scale, a positive finite number from "
+            f"{SMALLEST:g} to {LARGEST:g}, which FP32 can invert."
+        )
+    return number
 
 
 Scaler = StaticScaler | DynamicScaler

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..log import logger
 from .apex_layouts import torch_layout
 from .closures import step_with_closure
+from .fused import skips_in_kernel
 from .gradient_flow import GradientFlow
 from .methods import Methods
+from .step_counts import StepCounter
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -41,7 +44,9 @@ class ManagedOptimizer(GradientFlow):
     ) -> None:
         super().__init__(optimizer, process_group)
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
-        self.consecutive_skips = 0
+        self.counter = StepCounter()
+        self._told_unfed = False
+        self.was_fed = True  # a `scale_loss` block came since the step before the last
         self._casts_off = casts_off
         self._casts_on = casts_on
         self._after_step = after_step
@@ -155,6 +160,7 @@ class ManagedOptimizer(GradientFlow):
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         self.refuse_step_in_block()
         self.forget_found_state()
+        self._fed = self._fed or self._left_scaled  # about those more is to be said
         self.report_left_scaled()
         self.adopt_new()
         self.settle()
@@ -167,41 +173,64 @@ class ManagedOptimizer(GradientFlow):
                 result = step_with_closure(self, original, closure, args, kwargs)
         else:
             result = self.step_on_gradients(original, args, kwargs)
+        self.was_fed, self._fed = self._fed, False
         self._after_step(self)
         return result
 
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The original step on the gradients there are, or none after an overflow."""
+        self.check_spent()
         found = self.take_found_inf()
-        if found is not None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            return self._step_in_kernel(original, args, kwargs, found)
-        self.note_skip(found is not None and bool(found.item()))
-        if self.skipped:
+        if not self.has_gradients():
+            found = None  # whoever set them to None took the overflow away too
+        in_kernel = found is not None and skips_in_kernel(self.optimizer)
+        skipped = found if in_kernel else found is not None and bool(found.item())
+        if skipped is True:
+            self.note_step(True)
             return None
-        with self._casts_off():
-            result = original(*args, **kwargs)
-        self.masters.push()
+        done = False
+        try:
+            with self._casts_off():
+                if in_kernel:
+                    result = self._step_in_kernel(original, args, kwargs, found)
+                else:
+                    result = original(*args, **kwargs)
+            done = True
+        finally:
+            if not done:
+                self._found_inf = found  # for another try
+            self.masters.push()
+        self.note_step(skipped)
         return result
 
     def _step_in_kernel(self, original: Callable, args: tuple, kwargs: dict, found: Tensor) -> Any:
-        """Fused kernels skip by themselves: the host need not know, and does not wait."""
         self.optimizer.found_inf = found
         self.optimizer.grad_scale = None
         try:
-            with self._casts_off():
-                result = original(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             del self.optimizer.found_inf, self.optimizer.grad_scale
-        self.masters.push()
-        self.skipped = found
-        return result
 
-    def note_skip(self, skipped: bool) -> None:
+    def note_step(self, skipped: bool | Tensor) -> None:
         """Record whether this step is left out; a scheduler must not think it was forgotten."""
         self.skipped = skipped
-        self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
-        if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+        self.counter.note(skipped)
+        if skipped is True and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True
+
+    def report_unfed(self) -> None:
+        """Say once if the last step came without `scale_loss`, where there is dynamic scaling."""
+        if self.was_fed or self._told_unfed or not self.has_gradients():
+            return
+        self._told_unfed = True
+        name = type(self.optimizer).__name__
+        logger.warning(
+            "%s.step() came without ampatch.scale_loss since its last step, under a dynamic loss "
+            "scale: small gradients may be lost and overflow is not looked for. Write "
+            "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()' "
+            "before each step.",
+            name,
+        )
 
     def casts_on(self) -> AbstractContextManager:
         """Casting as it is outside the step, for the forward in a closure."""

@@ -10,10 +10,25 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
 from ampatch import AmpatchError, observe
 
-from . import amp, multi_tensor_apply, normalization, optimizers, parallel, state
+from ...session import registry
+from . import (
+    amp,
+    fp16_utils,
+    internals,
+    lists,
+    multi_tensor_apply,
+    normalization,
+    optimizers,
+    parallel,
+    state,
+)
+from .fp16_utils import conversion, fp16_optimizer, loss_scaler
+from .optimizers import adagrad, adam, lamb, novograd, sgd
+from .parallel import distributed, larc, sync_batch_norm
 from .packages import Finder, build
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -21,11 +36,31 @@ __all__ = ["install", "is_installed", "uninstall"]
 CONTENTS = {
     "apex": {},
     "apex.amp": amp,
+    "apex.amp.amp": amp,
+    "apex.amp.frontend": amp,
+    "apex.amp.handle": amp,
+    "apex.amp.lists": {},
     "apex.amp._amp_state": state,
+    "apex.amp._initialize": internals,
+    "apex.fp16_utils": fp16_utils,
+    "apex.fp16_utils.fp16util": conversion,
+    "apex.fp16_utils.fp16_optimizer": fp16_optimizer,
+    "apex.fp16_utils.loss_scaler": loss_scaler,
     "apex.parallel": parallel,
+    "apex.parallel.LARC": larc,
+    "apex.parallel.distributed": distributed,
+    "apex.parallel.sync_batchnorm": sync_batch_norm,
+    "apex.parallel.optimized_sync_batchnorm": sync_batch_norm,
     "apex.optimizers": optimizers,
+    "apex.optimizers.fused_adagrad": adagrad,
+    "apex.optimizers.fused_adam": adam,
+    "apex.optimizers.fused_lamb": lamb,
+    "apex.optimizers.fused_novograd": novograd,
+    "apex.optimizers.fused_sgd": sgd,
     "apex.normalization": normalization,
     "apex.normalization.fused_layer_norm": normalization,
+    "apex.contrib": {},
+    "apex.contrib.optimizers": optimizers,
     "apex.multi_tensor_apply": multi_tensor_apply,
 }
 
@@ -45,15 +80,24 @@ def install(force: bool = False) -> None:
             f"ampatch.compat.apex.install(): a package apex is installed at {place}, and would "
             "be hidden. Uninstall it (pip uninstall apex), or call install(force=True)."
         )
-    modules = build(CONTENTS)
+    modules = build({**CONTENTS, **lists.contents()})
     # As apex has it: `apex.amp._amp_state` is the state even after it was imported as a module.
     modules["apex.amp"]._amp_state = state._amp_state
+    modules["apex.amp.amp"].__class__ = internals.AmpModule
+    modules["apex.parallel.LARC"].__class__ = _CallableLARC  # the class's name is its module's too
     finder = Finder(modules, _hide())
     sys.meta_path.insert(0, finder)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
     stop_observing = observe(cleaner)
-    finder.stop = lambda: (cleaner.clean_all(), stop_observing())
+    finder.stop = lambda: (cleaner.clean_all(), stop_observing(), registry.edit_tables([]))
+
+
+class _CallableLARC(ModuleType):
+    """`from apex.parallel import LARC` gives the module, and scripts call it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return larc.LARC(*args, **kwargs)
 
 
 def uninstall() -> None:

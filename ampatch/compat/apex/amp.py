@@ -17,7 +17,6 @@ from ampatch import (
     disable_casts,
     float_function,
     half_function,
-    init,
     load_state_dict,
     master_params,
     promote_function,
@@ -35,6 +34,7 @@ from ampatch import (
 )
 
 from ...session import Session, registry
+from . import lists
 from .state import Stash, _amp_state
 
 __all__ = [
@@ -75,6 +75,7 @@ def initialize(
     Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which
     scripts look for, until their session closes.
     """
+    registry.edit_tables(lists.edits())
     result = ampatch.initialize(
         models,
         optimizers,
@@ -99,6 +100,18 @@ def initialize(
         for managed in session.optimizers():
             _put_stash(managed.optimizer)
     return result
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> Any:
+    """`ampatch.init`; what `amp.lists` holds counts here too."""
+    registry.edit_tables(lists.edits())
+    return ampatch.init(enabled, loss_scale, enable_caching, verbose, allow_banned)
 
 
 def register_half_function(module: Any, name: str) -> None:

@@ -7,7 +7,60 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
+__all__ = [
+    "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+]
+
+
+def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
+    """`torch.nn.functional.layer_norm` without weights."""
+    return F.layer_norm(input, _shape(normalized_shape), eps=eps)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Any,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm`."""
+    return F.layer_norm(input, _shape(normalized_shape), weight, bias, eps)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
+    """`torch.nn.functional.rms_norm` without weights."""
+    return F.rms_norm(input, _shape(normalized_shape), eps=eps)
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Any,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.rms_norm`."""
+    return F.rms_norm(input, _shape(normalized_shape), weight, eps)
+
+
+def _shape(normalized_shape: Any) -> list[int]:
+    return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+
+
+class FusedLayerNormAffineFunction:
+    """Has `apply`, and is no autograd Function: torch's layer norm knows its backward."""
+
+    apply = staticmethod(fused_layer_norm_affine)
 
 
 class FusedLayerNorm(nn.LayerNorm):

@@ -11,14 +11,15 @@ from typing import Any, NoReturn
 VERSION = "0.1+ampatch"
 
 REPLACEMENTS = {
-    "apex.optimizers.FusedLAMB": "torch has no LAMB; use torch.optim.AdamW, or Lamb from the "
-    "package timm or torch-optimizer",
-    "apex.optimizers.FusedMixedPrecisionLamb": "use torch.optim.AdamW, or Lamb from timm",
-    "apex.optimizers.FusedNovoGrad": "torch has no NovoGrad; use torch.optim.AdamW, or NovoGrad "
-    "from timm",
-    "apex.parallel.Reducer": "use torch.nn.parallel.DistributedDataParallel",
-    "apex.parallel.LARC": "use Lars from the package timm",
-    "apex.fp16_utils": "use ampatch.initialize(model, optimizer, opt_level='O2')",
+    "apex.optimizers.FusedMixedPrecisionLamb": "use FusedLAMB with amp.initialize at O2",
+    "apex.optimizers.FusedLARS": "use LARC(optimizer, clip=False) from apex.parallel.LARC",
+    "apex.parallel.multiproc": "use torchrun",
+    "apex.contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
+    "apex.contrib.xentropy": "use torch.nn.functional.cross_entropy(label_smoothing=...)",
+    "apex.contrib.layer_norm": "use torch.nn.LayerNorm",
+    "apex.contrib.focal_loss": "use torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.groupbn": "use apex.parallel.SyncBatchNorm or torch.nn.BatchNorm2d",
+    "apex.contrib.sparsity": "use torch.ao.pruning",
     "apex.contrib": "use torch.nn.functional.scaled_dot_product_attention and torch.nn",
     "apex.transformer": "use torch.distributed.tensor.parallel, or Megatron-LM",
     "apex.mlp": "use torch.nn.Sequential of torch.nn.Linear",
@@ -26,9 +27,17 @@ REPLACEMENTS = {
     "apex.RNN": "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
     "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
     "apex.pyprof": "use torch.profiler",
-    "apex.amp.lists": "use the overrides of ampatch.initialize, such as "
-    'overrides={torch.softmax: "float"}, or amp.register_half_function',
     "apex.amp._initialize": "use apex.amp.initialize",
+    "apex.amp._process_optimizer": "use apex.amp.initialize",
+    "apex.amp.compat": "ask torch itself",
+    "apex.amp.opt": "use the optimizer that handle.wrap_optimizer returns",
+    "apex.amp.scaler": "use _amp_state.loss_scalers, or LossScaler from apex.fp16_utils",
+    "apex.amp.utils": "use torch.Tensor's own methods",
+    "apex.amp.wrap": "use amp.register_half_function and its siblings",
+    "apex.amp.rnn_compat": "nothing is needed: RNNs are cast as they are",
+    "apex.amp.opt_levels": "use amp.initialize(opt_level=...) and _amp_state.opt_properties",
+    "apex.multi_tensor_apply": "use torch._foreach_ functions",
+    "apex.checkpoint": "use torch.utils.checkpoint",
 }
 
 

@@ -35,7 +35,7 @@ class AmpState:
 
     @property
     def handle(self) -> SessionHandle:
-        """`_amp_state.handle._deactivate()` takes everything out."""
+        """`_amp_state.handle._deactivate()` takes the patches of torch's functions out."""
         session = self._session("handle")
         return session.handle or SessionHandle(session)
 
@@ -95,6 +95,10 @@ class LossScaler:
     def _min_loss_scale(self) -> float | None:
         return getattr(self._scaler, "min_loss_scale", None)
 
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float) -> None:
+        self._scaler.min_loss_scale = float(value)
+
 
 class OptProperties:
     """The settings of `initialize`, as attributes and as the dict `options`."""
@@ -134,11 +138,13 @@ class SessionHandle:
         return self.is_active()
 
     def is_active(self) -> bool:
-        """Whether the session is open and enabled."""
-        return self._session.is_open and self._session.properties.enabled
+        """Whether the session is open, enabled, and was not told to `_deactivate`."""
+        session = self._session
+        return session.is_open and session.properties.enabled and session.may_cast
 
     def _deactivate(self) -> None:
-        self._session.close()
+        """As apex: torch's functions are its own again; models, masters and scales stay."""
+        self._session.stop_casting()
 
     def _clear_cache(self) -> None:
         self._session._drop_cache()

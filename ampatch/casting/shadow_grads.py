@@ -1,0 +1,101 @@
+"""Gradients on their way from shadows to the weights they stand in for.
+
+What a weight would have met as the leaf it is: its hooks run on the FP32
+gradient, what is there already is added to, and a frozen weight gets nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_backward_hooks = operator.attrgetter("_backward_hooks")
+_late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def move(weights: list[Tensor], halves: list[Tensor]) -> None:
+    """Take the gradients out of shadows, all of which have one, into the weights' `.grad`."""
+    grads = [half.grad for half in halves]
+    for half in halves:
+        half.grad = None
+    earlier = [weight.grad for weight in weights]
+    is_first = all(grad is None for grad in earlier)
+    if (
+        not all(map(_requires_grad, weights))
+        or any(map(_backward_hooks, weights))
+        or any(map(_late_hooks, weights))
+        or any(map(_requires_grad, grads))
+        or not (is_first or all(grad is not None for grad in earlier))
+    ):
+        for weight, grad in zip(weights, grads, strict=True):
+            deliver(weight, grad)
+        return
+    with torch.no_grad():
+        if is_first:
+            earlier = list(map(torch.empty_like, weights))
+            torch._foreach_copy_(earlier, grads)
+            for weight, grad in zip(weights, earlier, strict=True):
+                weight.grad = grad
+        else:
+            torch._foreach_add_(earlier, grads)
+
+
+def deliver(weight: Tensor, half_grad: Tensor) -> None:
+    """One gradient, with all that autograd does for a leaf."""
+    if not weight.requires_grad:
+        return
+    with torch.set_grad_enabled(half_grad.requires_grad):  # as backward(create_graph=True)
+        grad = half_grad.to(weight.dtype)
+        for hook in list((weight._backward_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        if weight.grad is None:
+            weight.grad = grad
+        elif grad.requires_grad or weight.grad.requires_grad:
+            weight.grad = weight.grad + grad
+        else:
+            weight.grad.add_(grad)
+        for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+            hook(weight)
+
+
+def deliver_by_itself(weight: weakref.ref[Tensor], half: Tensor) -> None:
+    """From now on a shadow hands over its gradients without anyone to collect them."""
+    if not half.requires_grad:
+        return
+
+    def hand_over(half: Tensor) -> None:
+        grad, half.grad = half.grad, None
+        target = weight()
+        if target is not None:
+            deliver(target, grad)
+
+    half.register_post_accumulate_grad_hook(hand_over)
+
+
+def is_watched(weight: Tensor) -> bool:
+    """Whether somebody would notice that gradients do not come to the weight itself.
+
+    Hooks are on the weight, or (Horovod's way) on its gradient accumulator, which
+    then lives on without a graph.
+    """
+    if any(hooks_of(weight)):
+        return True
+    if not weight.requires_grad:
+        return False
+    with torch.enable_grad():
+        _accumulator(weight).metadata[_MARK] = True
+        return _MARK in _accumulator(weight).metadata
+
+
+_MARK = "ampatch: whoever reads this held the accumulator"
+
+
+def _accumulator(weight: Tensor) -> torch.autograd.graph.Node:
+    return weight.view_as(weight).grad_fn.next_functions[0][0]

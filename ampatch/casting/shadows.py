@@ -1,0 +1,197 @@
+"""Leaf half shadows: half copies of weights that live on, cast in batches both ways.
+
+A shadow is a leaf of the graph that stands in for a weight.  At the start of each
+outermost forward one `_foreach_copy_` brings the shadows of a model up to date;
+after each backward pass one more takes the gradients that autograd left in them
+to the weights' FP32 `.grad`, where everybody looks for them.
+
+What sees the inside of a backward pass must meet the weight itself: a weight that
+is watched (`shadow_grads.is_watched`) has no shadow and is cast in the graph.  So
+are all weights where ranks talk, under forward-mode AD, in traces and transforms,
+and when several forwards wait for one backward pass, since gradients add up in
+half in a shadow.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .shadow_grads import deliver_by_itself, hooks_of, is_watched, move
+
+MOST_WAITING = 4
+"""Forwards under grad that may wait for a backward pass; in further ones weights are cast."""
+
+LARGEST = 2**14
+"""Elements, on the CPU.  The cast of a larger weight costs bandwidth, and its shadow memory."""
+
+SUPPORTED = all(
+    hasattr(Tensor, name) for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+)
+"""Whether this torch lets us see hooks and versions.  Without, weights are cast in the graph."""
+
+_version_of = operator.attrgetter("_version")
+_state_of = operator.attrgetter(
+    "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "shape"
+)
+
+
+class Shadow:
+    """The half copy of one weight, and the weight's state when it was last brought up to date.
+
+    `half` is the leaf.  `raw` is the same memory, written without autograd taking note:
+    graphs that hold the shadow of a weight that nobody changed stay valid.
+    """
+
+    __slots__ = ("half", "pointer", "raw", "state", "version", "weight")
+
+    def __init__(self, weight: weakref.ref[Tensor], half: Tensor) -> None:
+        self.weight = weight
+        self.half = half
+        self.raw = half.data
+        self.note(weight())
+
+    def note(self, weight: Tensor) -> None:
+        """Remember the weight's state: the shadow is up to date with it."""
+        self.version, self.pointer = weight._version, weight.data_ptr()
+        self.state = _state_of(weight)
+
+
+class Shadows:
+    """The shadows of the weights that one model uses; `of` has them by the weight's id."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Shadow] = {}
+        self._listed: list[Shadow] = []  # `of` once more, with what is read in bulk beside it
+        self._halves: list[Tensor] = []
+        self._versions: list[int] = []
+        self._states: list[tuple] = []
+        self._pointers: list[int] = []
+        self._waiting = 0
+
+    def begin(self) -> bool:
+        """An outermost forward starts: whether shadows may be used in it.  They are up to date."""
+        if torch.is_grad_enabled():
+            if self._waiting == MOST_WAITING:
+                return False
+            self._waiting += 1
+        if not _alone():
+            return False
+        if self.of:
+            self._refresh()
+        return True
+
+    def add(self, weight: Tensor, dtype: torch.dtype) -> Shadow | None:
+        """Make the shadow of a weight.  None: this weight is to be cast in the graph."""
+        key = id(weight)
+        if key in self.of or not _may_have_shadow(weight):
+            return None
+        half = weight.detach().to(dtype).requires_grad_(weight.requires_grad)
+        of = self.of
+        shadow = Shadow(weakref.ref(weight, lambda _: of.pop(key, None)), half)
+        return of.setdefault(key, shadow)  # another thread may have been faster
+
+    def collect(self) -> None:
+        """A backward pass has ended: take the gradients in the shadows to the weights."""
+        self._waiting = 0
+        found = [shadow for shadow in list(self.of.values()) if shadow.half.grad is not None]
+        if found:
+            move([shadow.weight() for shadow in found], [shadow.half for shadow in found])
+
+    def retire(self) -> None:
+        """Nobody will collect any more: graphs that still hold shadows deliver by themselves."""
+        for shadow in list(self.of.values()):
+            self._retire(shadow)
+
+    def _retire(self, shadow: Shadow) -> None:
+        weight = shadow.weight()
+        if weight is not None:
+            del self.of[id(weight)]
+            if shadow.half.grad is not None:
+                move([weight], [shadow.half])
+            deliver_by_itself(shadow.weight, shadow.half)
+
+    # Bringing up to date
+
+    def _refresh(self) -> None:
+        weights = self._weights()
+        versions = list(map(_version_of, weights))
+        pointers = list(map(Tensor.data_ptr, weights))
+        states = list(map(_state_of, weights))
+        if states != self._states or pointers != self._pointers:
+            self._catch_up(weights)
+            return
+        if versions == self._versions:  # yet `.data` writes and fused optimizers leave no trace
+            targets = [shadow.raw for shadow in self._listed]
+        elif any(map(operator.eq, versions, self._versions)):
+            self._catch_up(weights)
+            return
+        else:
+            targets = self._halves
+            self._versions = versions
+            for shadow, version in zip(self._listed, versions, strict=True):
+                shadow.version = version
+        with torch.no_grad():
+            torch._foreach_copy_(targets, weights)
+
+    def _catch_up(self, weights: list[Tensor]) -> None:
+        """Weight by weight: some have changed, been moved, frozen or got hooks."""
+        for shadow, weight in zip(list(self._listed), weights, strict=True):
+            half = shadow.half
+            if any(hooks_of(weight)) or not _fits(half, weight):
+                self._retire(shadow)
+                continue
+            half.requires_grad_(weight.requires_grad)
+            unchanged = (shadow.version, shadow.pointer) == (weight._version, weight.data_ptr())
+            with torch.no_grad():
+                (shadow.raw if unchanged else half).copy_(weight)
+            shadow.note(weight)
+        self._list()
+
+    def _weights(self) -> list[Tensor]:
+        """The weights, in the order of `_listed`; weights may die at any time."""
+        while True:
+            weights = [shadow.weight() for shadow in self._listed]
+            if len(self._listed) == len(self.of):
+                return weights
+            self._list()
+
+    def _list(self) -> None:
+        self._listed = listed = list(self.of.values())
+        self._halves = [shadow.half for shadow in listed]
+        self._versions = [shadow.version for shadow in listed]
+        self._pointers = [shadow.pointer for shadow in listed]
+        self._states = [shadow.state for shadow in listed]
+
+
+def _fits(half: Tensor, weight: Tensor) -> bool:
+    return (
+        half.shape == weight.shape
+        and half.device == weight.device
+        and weight.dtype is torch.float32
+    )
+
+
+def _may_have_shadow(weight: Tensor) -> bool:
+    return (
+        weight.dtype is torch.float32
+        and weight.is_leaf
+        and weight.layout is torch.strided
+        and (weight.is_cuda or (weight.is_cpu and weight.numel() <= LARGEST))
+        and not weight.is_inference()
+        and not torch.is_inference_mode_enabled()
+        and not is_watched(weight)
+    )
+
+
+def _alone() -> bool:
+    """No ranks to talk to (their hooks sit where we cannot see them), no forward-mode AD."""
+    distributed = torch.distributed
+    if not SUPPORTED or (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return getattr(forward_ad, "_current_level", 0) < 0

@@ -1,0 +1,151 @@
+"""Half models by hand: converting them, and keeping FP32 copies of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_
+
+__all__ = [
+    "BN_convert_float",
+    "FP16Model",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
+clip_grad_norm = clip_grad_norm_
+
+
+class tofp16(nn.Module):  # apex's name
+    """A layer that converts its input to FP16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The input in FP16."""
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:  # apex's name
+    """Put batch norms that have weights back to FP32, in place."""
+    for part in module.modules():
+        if _keeps_float(part):
+            part.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Module:
+    """The network in FP16, batch norms in FP32, behind a layer that converts its input.
+
+    The network itself is converted, and is item 1 of the `nn.Sequential` returned.
+    """
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a module's own floating parameters and buffers, not those of its submodules."""
+    for param in module._parameters.values():
+        if param is not None and param.is_floating_point():
+            param.data = param.data.to(dtype)
+            if param.grad is not None:
+                param.grad.data = param.grad.data.to(dtype)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a network in place, all but batch norms that have weights."""
+    for module in network.modules():
+        if _keeps_float(module):
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+def _keeps_float(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.affine
+
+
+class FP16Model(nn.Module):
+    """A network in FP16 whose positional floating inputs are converted to FP16."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, dtype=torch.half)
+
+    def forward(self, *inputs: Any) -> Any:
+        """The network's output, as it comes."""
+        return self.network(*(_half(value) for value in inputs))
+
+
+def _half(value: Any) -> Any:
+    return value.half() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def prep_param_lists(
+    model: nn.Module, flat_master: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The model's trainable parameters, and FP32 copies for the optimizer.
+
+    With `flat_master` the second list holds one 1-dim parameter for all of them;
+    raises `TypeError` unless they have one dtype.
+    """
+    model_params = [param for param in model.parameters() if param.requires_grad]
+    values = [param.detach().float() for param in model_params]
+    if not flat_master:
+        return model_params, [nn.Parameter(value.clone()) for value in values]
+    dtypes = {param.dtype for param in model_params}
+    if len(dtypes) > 1:
+        raise TypeError(
+            "prep_param_lists(flat_master=True): the model's parameters have several dtypes "
+            f"({', '.join(sorted(map(str, dtypes)))}). Expected one; pass flat_master=False."
+        )
+    master = nn.Parameter(torch.cat([value.reshape(-1) for value in values]))
+    master.grad = torch.zeros_like(master)
+    return model_params, [master]
+
+
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the gradients of the model into those of the FP32 copies; they are not unscaled."""
+    if flat_master:
+        grads = [_grad_or_zeros(param).reshape(-1).float() for param in model_params]
+        master_params[0].grad = torch.cat(grads)
+        return
+    for param, master in zip(model_params, master_params, strict=True):
+        master.grad = None if param.grad is None else param.grad.detach().float().clone()
+
+
+def _grad_or_zeros(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad.detach()
+
+
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the FP32 copies into the model's parameters."""
+    values = [master.detach() for master in master_params]
+    if flat_master:
+        parts = values[0].split([param.numel() for param in model_params])
+        values = [part.view_as(param) for part, param in zip(parts, model_params, strict=True)]
+    with torch.no_grad():
+        for param, value in zip(model_params, values, strict=True):
+            param.copy_(value)
+
+
+def to_python_float(value: Any) -> float:
+    """The number in a tensor of one element, or the first of a sequence."""
+    return value.item() if hasattr(value, "item") else value[0]

@@ -1,0 +1,252 @@
+"""FP16_Optimizer: an optimizer that keeps FP32 copies of the half weights it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from .loss_scaler import DynamicLossScaler, LossScaler
+
+__all__ = ["FP16_Optimizer"]
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class FP16_Optimizer:  # apex's name
+    """Wraps an optimizer of half and FP32 parameters.
+
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1),
+                                   dynamic_loss_scale=True)
+        optimizer.zero_grad()
+        optimizer.backward(loss)        # in the place of loss.backward()
+        optimizer.step()
+
+    `param_groups` hold the FP32 copies.  To accumulate gradients call
+    `backward(loss, update_master_grads=False)`, and `update_master_grads()` before the step.
+
+    Args:
+        init_optimizer: a `torch.optim.Optimizer`.
+        static_loss_scale: the loss scale, unless it is dynamic.
+        dynamic_loss_scale: start at 2**32 and look for overflow.
+        dynamic_loss_args: arguments of `DynamicLossScaler`.
+        verbose: print skipped steps.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict | None = None,
+        verbose: bool = True,
+    ) -> None:
+        self.optimizer = init_optimizer
+        self.verbose = verbose
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.loss_scaler: Any = LossScaler(static_loss_scale)
+        if dynamic_loss_scale:
+            self.loss_scaler = DynamicLossScaler(**(dynamic_loss_args or {}))
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        for group in self.optimizer.param_groups:
+            self._split(group)
+
+    def _split(self, group: dict) -> None:
+        """Put FP32 copies in the place of a group's half parameters."""
+        halves, masters, floats = [], [], []
+        for index, param in enumerate(group["params"]):
+            if param.dtype not in _HALF_TYPES:
+                floats.append(param)
+                continue
+            master = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+            group["params"][index] = master
+            if param in self.optimizer.state:
+                self.optimizer.state[master] = _floats(self.optimizer.state.pop(param))
+            halves.append(param)
+            masters.append(master)
+        self.fp16_groups.append(halves)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(floats)
+
+    def add_param_group(self, group: dict) -> None:
+        """As the optimizer's; the new half parameters get FP32 copies too."""
+        self.optimizer.add_param_group(group)
+        self._split(self.optimizer.param_groups[-1])
+
+    # Training
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        """Zero, or drop, the gradients of the model and of the FP32 copies."""
+        for param in (*self._masters(), *self._model_params()):
+            if param.grad is not None and set_grads_to_None:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad = torch.zeros_like(param.grad)
+
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """Backward of the scaled loss, and unless told otherwise `update_master_grads()`."""
+        self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Copy the model's gradients to the FP32 copies and unscale; not after an overflow."""
+        self.overflow = self.loss_scaler.has_overflow(self._model_params())
+        if self.overflow:
+            return
+        for half, master in self._pairs():
+            master.grad = None if half.grad is None else half.grad.detach().float().clone()
+        if self.loss_scale != 1.0:
+            for param in self._masters():
+                if param.grad is not None:
+                    param.grad.mul_(1.0 / self.loss_scale)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the FP32 gradients; returns their norm before, or -1 after an overflow."""
+        if self.overflow:
+            return -1
+        return clip_grad_norm_(self._masters(), max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The FP32 gradients group by group, or None after an overflow."""
+        if self.overflow:
+            return None
+        return [
+            [None if param.grad is None else param.grad.data for param in group["params"]]
+            for group in self.param_groups
+        ]
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """The optimizer's step, left out after an overflow.  A closure calls `backward` itself."""
+        scale = self.loss_scale
+        self.loss_scaler.update_scale(self.overflow)
+        if self.overflow:
+            self._print_skip(scale)
+            return None
+        result = self.optimizer.step() if closure is None else self._step_with(closure)
+        self._push()
+        return result
+
+    def _step_with(self, closure: Callable) -> Any:
+        def evaluate() -> Any:
+            if not self.first_closure_call_this_step:
+                self._push()  # the optimizer has moved the copies within its step
+            self.first_closure_call_this_step = False
+            loss = closure()
+            while self.overflow:
+                scale = self.loss_scale
+                self.loss_scaler.update_scale(True)
+                self._print_skip(scale)
+                loss = closure()
+            return loss
+
+        try:
+            return self.optimizer.step(evaluate)
+        finally:
+            self.first_closure_call_this_step = True
+
+    def _push(self) -> None:
+        with torch.no_grad():
+            for half, master in self._pairs():
+                half.copy_(master)
+
+    def _print_skip(self, scale: float) -> None:
+        if self.verbose:
+            print(f"Overflow, step left out. Loss scale {scale} -> {self.loss_scale}.")
+
+    # Parts
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [
+            pair
+            for halves, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True)
+            for pair in zip(halves, masters, strict=True)
+        ]
+
+    def _masters(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _model_params(self) -> list[Tensor]:
+        return [
+            param for group in (*self.fp16_groups, *self.fp32_from_fp32_groups) for param in group
+        ]
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """apex's entries; `fp32_from_fp16` are the FP32 copies, group by group."""
+        return {
+            "loss_scaler": self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": self.fp32_from_fp16_groups,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a `state_dict`, apex's too.  Load the model first."""
+        saved = state_dict["fp32_from_fp16"]
+        if [[t.shape for t in g] for g in saved] != [
+            [t.shape for t in g] for g in self.fp32_from_fp16_groups
+        ]:
+            raise ValueError(
+                "FP16_Optimizer.load_state_dict(state_dict): state_dict['fp32_from_fp16'] does "
+                "not fit the half parameters of this optimizer. Expected the checkpoint of the "
+                "same model and parameter groups."
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for name in (
+            "loss_scaler",
+            "dynamic_loss_scale",
+            "overflow",
+            "first_closure_call_this_step",
+        ):
+            setattr(self, name, state_dict[name])
+        with torch.no_grad():
+            for masters, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
+                for master, value in zip(masters, values, strict=True):
+                    master.copy_(value)
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale."""
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = value
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """The optimizer's; they hold the FP32 copies."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict]) -> None:
+        self.optimizer.param_groups = value
+
+
+def _floats(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.float() if isinstance(value, Tensor) and value.dtype in _HALF_TYPES else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,141 @@
+"""apex.amp.lists: which functions are cast to what, as lists that scripts edit.
+
+    amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
+
+What the lists hold at `amp.initialize` counts.  A name that was taken out is
+left to PyTorch, one that was added follows the rule of its list, whatever
+ampatch's tables say of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from ampatch import AmpatchError
+
+from ...casting.tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
+
+PREFIX = "apex.amp.lists"
+
+_PLACES = {
+    "functional_overrides": "torch.nn.functional",
+    "torch_overrides": "torch",
+    "tensor_overrides": "torch.Tensor",
+}
+_PARTS = {  # of the tables' places, by the place a user knows
+    "torch.nn.functional": ("torch.nn.functional", "torch._C._nn", "torch"),
+    "torch": ("torch", "torch._VF"),
+    "torch.Tensor": ("torch.Tensor",),
+}
+_LISTS = {  # a name in two lists follows the first
+    "FP16_FUNCS": Rule.HALF,
+    "FP32_FUNCS": Rule.FLOAT,
+    "CASTS": Rule.PROMOTE,
+    "SEQUENCE_CASTS": Rule.PROMOTE,
+}
+_SEQUENCES = ("cat", "stack", "hstack", "vstack", "dstack")
+_RULES = {
+    Rule.HALF: Rule.HALF,
+    Rule.POWER: Rule.HALF,
+    Rule.FLOAT: Rule.FLOAT,
+    Rule.FLOAT_UNLESS_DTYPE: Rule.FLOAT,
+    Rule.PROMOTE: Rule.PROMOTE,
+}
+# Functions of torch.nn.functional whose parts the tables name.
+_WHOLE = {
+    "torch.nn.functional": (
+        "cross_entropy",
+        "ctc_loss",
+        "grid_sample",
+        "local_response_norm",
+        "multilabel_soft_margin_loss",
+        "normalize",
+        "softmin",
+    )
+}
+
+
+def contents() -> dict[str, Any]:
+    """Fresh modules' contents by name: `MODULE` and the lists."""
+    made: dict[str, Any] = {}
+    for title, place in _PLACES.items():
+        values = {name: list(names) for name, names in _initial(place).items()}
+        values["MODULE"] = _resolve(place)
+        made[f"{PREFIX}.{title}"] = SimpleNamespace(
+            **values, __all__=list(values), __doc__=f"The functions of {place} and their rules."
+        )
+    return made
+
+
+def edits() -> list[tuple[str, str, Rule | None]]:
+    """`(namespace, name, rule)` of what a script changed; None: no cast.
+
+    Raises `AttributeError` for a name that its module lacks, `AmpatchError` for a new
+    entry in `BANNED_FUNCS`.
+    """
+    found = []
+    for title, place in _PLACES.items():
+        module = sys.modules.get(f"{PREFIX}.{title}")
+        if module is None:
+            continue
+        before, now = _rules(_initial(place)), _rules(vars(module))
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) is not now.get(name):
+                _check(title, place, name, now.get(name))
+                found.append((place, name, now.get(name)))
+    return found
+
+
+def _check(title: str, place: str, name: str, rule: Rule | None) -> None:
+    if not hasattr(_resolve(place), name):
+        raise AttributeError(
+            f"amp.lists.{title}: {place} has no {name!r}. Expected names of its functions."
+        )
+    if rule is Rule.BANNED:
+        raise AmpatchError(
+            f"amp.lists.{title}.BANNED_FUNCS: {name!r} was added, and ampatch refuses only what it "
+            "knows to be unsafe. Add the name to FP32_FUNCS instead."
+        )
+
+
+def _rules(lists: Any) -> dict[str, Rule]:
+    rules = {entry[0]: Rule.BANNED for entry in lists.get("BANNED_FUNCS", ())}
+    for name, rule in reversed(_LISTS.items()):
+        rules.update(dict.fromkeys(lists.get(name, ()), rule))
+    return rules
+
+
+def _initial(place: str) -> dict[str, list]:
+    lists: dict[str, list] = {name: [] for name in _LISTS}
+    owner = _resolve(place)
+    for name, rule in _rows(place):
+        if rule is Rule.PROMOTE:
+            target = "SEQUENCE_CASTS" if name in _SEQUENCES else "CASTS"
+        else:
+            target = "FP16_FUNCS" if rule is Rule.HALF else "FP32_FUNCS"
+        if hasattr(owner, name) and not any(name in names for names in lists.values()):
+            lists[target].append(name)
+    lists["BANNED_FUNCS"] = [
+        (name, row.why) for row in BANNED if row.where in _PARTS[place] for name in row.names
+    ]
+    return lists
+
+
+def _rows(place: str) -> Iterator[tuple[str, Rule]]:
+    for row in (*APEX, *WHITELIST, *BLACKLIST, *PROMOTE):
+        if row.where in _PARTS[place] and row.rule in _RULES:
+            for name in row.names:
+                if not name.startswith("_") or name.startswith("__"):
+                    yield name, _RULES[row.rule]
+    for name in _WHOLE.get(place, ()):
+        yield name, Rule.FLOAT
+
+
+def _resolve(place: str) -> Any:
+    if place == "torch.Tensor":
+        return importlib.import_module("torch").Tensor
+    return importlib.import_module(place)

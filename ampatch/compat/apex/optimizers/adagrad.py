@@ -1,0 +1,44 @@
+"""FusedAdagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .common import Fused, listed, steps_by_tensor, unhooked
+
+__all__ = ["FusedAdagrad"]
+
+
+class FusedAdagrad(Fused, torch.optim.Adagrad):
+    """`torch.optim.Adagrad`; with `adagrad_w_mode` weight decay stays out of the gradients."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        super().__init__(listed(params), lr=lr, eps=eps, weight_decay=weight_decay)
+        self.adagrad_w_mode = int(adagrad_w_mode)
+        self.set_grad_none = set_grad_none
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """One step; returns what the closure returns."""
+        return self._step(closure)
+
+    def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
+        steps_by_tensor(group, state)
+
+    def _update(self) -> None:
+        step = unhooked(torch.optim.Adagrad.step)
+        if self.adagrad_w_mode:
+            self._decay_apart()
+            self._without_weight_decay(step)
+        else:
+            step(self)

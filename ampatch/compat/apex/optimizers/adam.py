@@ -1,0 +1,204 @@
+"""FusedAdam: torch's Adam with apex's defaults, and what apex had beside them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .common import (
+    Fused,
+    all_on_cuda,
+    listed,
+    refuse,
+    steps_by_tensor,
+    unhooked,
+    with_grads,
+)
+
+__all__ = ["FusedAdam"]
+
+_DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
+
+
+class FusedAdam(Fused, torch.optim.Adam):
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`, unless `adam_w_mode=False`.
+
+    The default weight decay is apex's 0.  With `bias_correction=False` (an option
+    of parameter groups too) the moments are used as they are.  `capturable` and
+    `master_weights` are accepted; masters are the business of `initialize` at O2.
+
+    `step(grads=..., scale=..., output_params=...)` is that of apex's first
+    version: explicit gradients, what they are to be divided by, and half
+    parameters that get the new values.  `max_grad_norm` is of that version too.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
+        eps_inside_sqrt: bool = False,
+    ) -> None:
+        if amsgrad:
+            refuse("FusedAdam", "amsgrad=True", "torch.optim.AdamW(amsgrad=True)")
+        if eps_inside_sqrt:
+            refuse("FusedAdam", "eps_inside_sqrt=True", "FusedAdam without it")
+        params = listed(params)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=all_on_cuda(params) or None,
+            **({"decoupled_weight_decay": adam_w_mode} if _DECOUPLES else {}),
+        )
+        self.adam_w_mode = int(adam_w_mode)
+        self.set_grad_none = set_grad_none
+        self.max_grad_norm = max_grad_norm
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+        self._see_whether_kernels_skip()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; `bias_correction` may differ from group to group."""
+        super().add_param_group(param_group)
+        self._see_whether_kernels_skip()
+
+    def _see_whether_kernels_skip(self) -> None:
+        """Only torch's fused kernels look at `found_inf`; where we compute, nobody would."""
+        if not self._is_plain():
+            self._step_supports_amp_scaling = False
+
+    def _is_plain(self) -> bool:
+        """Whether torch's own step does all that is asked for."""
+        return all(group.get("bias_correction", True) for group in self.param_groups) and (
+            _DECOUPLES or not getattr(self, "adam_w_mode", 0)
+        )
+
+    def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
+        steps_by_tensor(group, state)
+
+    def step(
+        self,
+        closure: Callable | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: float = 1.0,
+        grad_norms: Any = None,
+    ) -> Any:
+        """One step.  The arguments after `closure` are those of apex's first version.
+
+        Args:
+            grads: gradients in the place of `.grad`, of any floating dtype: a list, or one
+                list for each group.
+            output_params: half tensors, in the same order, that get the new values.
+            scale: what the gradients are divided by.
+            grad_norms: norms of the scaled gradients for `max_grad_norm`, one for each group.
+        """
+        if grads is not None:
+            self._put_grads(grads, scale, grad_norms)
+        elif scale != 1.0 or grad_norms is not None:
+            raise RuntimeError(
+                "FusedAdam.step(scale=..., grad_norms=...): only with grads=... as well. With "
+                "ampatch.scale_loss gradients are unscaled already: call step() alone."
+            )
+        result = self._step(closure)
+        if output_params is not None:
+            self._copy_out(output_params)
+        return result
+
+    def _update(self) -> None:
+        step = unhooked(torch.optim.Adam.step)
+        if self._is_plain():
+            step(self)
+            return
+        groups = self.param_groups
+        corrected = [group for group in groups if group.get("bias_correction", True)]
+        for group in groups:
+            if not group.get("bias_correction", True):
+                self._update_uncorrected(group)
+        self.param_groups = corrected
+        try:
+            if self.adam_w_mode and not _DECOUPLES:
+                self._decay_apart()
+                self._without_weight_decay(step)
+            else:
+                step(self)
+        finally:
+            self.param_groups = groups
+
+    def _update_uncorrected(self, group: dict[str, Any]) -> None:
+        params = with_grads(group)
+        if not params:
+            return
+        grads = [param.grad for param in params]
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+            state["step"] += 1
+        first = [self.state[param]["exp_avg"] for param in params]
+        second = [self.state[param]["exp_avg_sq"] for param in params]
+        beta1, beta2 = group["betas"]
+        if self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        elif group["weight_decay"]:
+            grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        divisor = torch._foreach_sqrt(second)
+        torch._foreach_add_(divisor, group["eps"])
+        torch._foreach_addcdiv_(params, first, divisor, -float(group["lr"]))
+
+    # The first version's arguments
+
+    def _put_grads(self, grads: Any, scale: float, grad_norms: Any) -> None:
+        norms = grad_norms if grad_norms is not None else [None] * len(self.param_groups)
+        rows = _by_group(grads, self.param_groups, "grads")
+        with torch.no_grad():
+            for group, row, norm in zip(self.param_groups, rows, norms, strict=True):
+                divisor = scale
+                limit = group.get("max_grad_norm", self.max_grad_norm)
+                if limit > 0 and norm is not None:
+                    divisor = scale * max(1.0, (float(norm) / scale + 1e-6) / limit)
+                for param, grad in zip(group["params"], row, strict=True):
+                    param.grad = None if grad is None else grad.to(param.dtype) / divisor
+
+    def _copy_out(self, output_params: Any) -> None:
+        rows = _by_group(output_params, self.param_groups, "output_params")
+        with torch.no_grad():
+            for group, row in zip(self.param_groups, rows, strict=True):
+                for param, output in zip(group["params"], row, strict=True):
+                    output.copy_(param)
+
+
+def _by_group(values: Any, groups: list[dict], argument: str) -> list[list[Tensor]]:
+    """One list for each group, from that or from a flat list or generator for a single group."""
+    rows = list(values)
+    if rows and not isinstance(rows[0], (list, tuple)):
+        rows = [rows]
+    if [len(row) for row in rows] != [len(group["params"]) for group in groups]:
+        raise ValueError(
+            f"FusedAdam.step({argument}=...): expected one tensor for each parameter, in one list "
+            f"for each of the {len(groups)} groups."
+        )
+    return rows

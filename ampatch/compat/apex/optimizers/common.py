@@ -1,0 +1,120 @@
+"""What apex's optimizers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+class Fused:
+    """Gradients are dropped or zeroed as asked; apex's checkpoints load.
+
+    Comes before a `torch.optim.Optimizer` among the bases.  A subclass says what
+    one step on the present gradients does in `_update`.
+    """
+
+    set_grad_none = True
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, or zero them where `set_grad_none=False` was given."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's.  Takes apex's too: options it did not save keep their present values."""
+        state = {key: dict(entry) for key, entry in state_dict["state"].items()}
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, mine in zip(groups, self.param_groups, strict=False):
+            self._from_apex(group, state)
+            for name, value in mine.items():
+                group.setdefault(name, value)
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+
+    def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
+        """Bring a group of a checkpoint, and its parameters' state, from apex's form to ours."""
+
+    def _step(self, closure: Callable | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _decay_apart(self) -> None:
+        """Weight decay that stays out of the gradients: p -= lr * weight_decay * p."""
+        for group in self.param_groups:
+            params = with_grads(group)
+            if params and group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+
+    def _without_weight_decay(self, step: Callable) -> None:
+        """Run torch's step as if no group had weight decay."""
+        found = [group["weight_decay"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["weight_decay"] = 0.0
+            step(self)
+        finally:
+            for group, weight_decay in zip(self.param_groups, found, strict=True):
+                group["weight_decay"] = weight_decay
+
+
+def steps_by_tensor(group: dict[str, Any], state: dict[Any, dict]) -> None:
+    """apex counts steps by group, torch by tensor."""
+    step = group.pop("step", 0)
+    for key in group["params"]:
+        if key in state:
+            state[key].setdefault("step", torch.as_tensor(step, dtype=torch.float32))
+
+
+def with_grads(group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group that have gradients."""
+    return [param for param in group["params"] if param.grad is not None]
+
+
+def unhooked(step: Callable) -> Callable:
+    """A class's `step` without the wrapper by which torch runs step hooks.
+
+    A `step` of ours has that wrapper too, and hooks must not run twice.
+    """
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def refuse(name: str, argument: str, instead: str) -> NoReturn:
+    """Raise apex's `RuntimeError` for what cannot be had."""
+    raise RuntimeError(f"apex.optimizers.{name}({argument}): not available. Use {instead}.")
+
+
+def listed(params: Any) -> list:
+    """Parameters or groups in a list, generators in groups read once: they are looked at twice."""
+    if isinstance(params, Tensor):
+        raise TypeError("params: expected an iterable of tensors or dicts, got one tensor.")
+    return [
+        {**entry, "params": _in_group(entry["params"])} if isinstance(entry, dict) else entry
+        for entry in params
+    ]
+
+
+def _in_group(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def all_on_cuda(params: list) -> bool:
+    """Whether torch's fused kernels can work on all of `listed` parameters."""
+    tensors = list(_tensors(params))
+    return bool(tensors) and all(
+        isinstance(tensor, Tensor) and tensor.is_cuda and tensor.is_floating_point()
+        for tensor in tensors
+    )
+
+
+def _tensors(params: list) -> Iterator[Any]:
+    for entry in params:
+        yield from entry["params"] if isinstance(entry, dict) else [entry]

@@ -1,0 +1,111 @@
+"""FusedLAMB, after You et al. 2019 (arXiv 1904.00962), with apex's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .common import Fused, listed, refuse, with_grads
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(Fused, torch.optim.Optimizer):
+    """Adam whose update of each tensor is made as long as the tensor, times the learning rate.
+
+    Args:
+        params: parameters or groups.
+        lr, betas, eps, bias_correction: as Adam's.
+        weight_decay: added to the update (`adam_w_mode=True`), or to the gradient.
+        grad_averaging: whether new gradients enter the first moment times 1 - beta1, or whole.
+        max_grad_norm: all gradients together are clipped to this norm; 0 for not at all.
+        use_nvlamb: rescale tensors without weight decay too.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            refuse("FusedLAMB", "amsgrad=True", "FusedLAMB without it")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(listed(params), defaults)
+        self.adam_w_mode = int(adam_w_mode)
+        self.set_grad_none = set_grad_none
+        self.use_nvlamb = use_nvlamb
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """One step; returns what the closure returns."""
+        return self._step(closure)
+
+    def _update(self) -> None:
+        grads = [param.grad for group in self.param_groups for param in with_grads(group)]
+        if not grads:
+            return
+        norms = torch._foreach_norm(grads)
+        total = torch.linalg.vector_norm(
+            torch.stack([norm.float().to(norms[0].device) for norm in norms])
+        )
+        for group in self.param_groups:
+            self._update_group(group, total)
+
+    def _update_group(self, group: dict[str, Any], total: Tensor) -> None:
+        params = with_grads(group)
+        if not params:
+            return
+        group["step"] = group.get("step", 0) + 1
+        limit, decay, lr = group["max_grad_norm"], group["weight_decay"], group["lr"]
+        clip = (total / limit).clamp(min=1.0) if limit and limit > 0 else None
+        for param in params:
+            grad = param.grad if clip is None else param.grad / clip.to(param.grad.device)
+            if decay and not self.adam_w_mode:
+                grad = grad + decay * param
+            update = self._adam_update(param, grad, group)
+            if decay and self.adam_w_mode:
+                update = update + decay * param
+            if decay or self.use_nvlamb:
+                update = update * _trust_ratio(param, update)
+            param.sub_(lr * update)
+
+    def _adam_update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        beta1, beta2 = group["betas"]
+        first.mul_(beta1).add_(grad, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        if not group["bias_correction"]:
+            return first / (second.sqrt() + group["eps"])
+        step = group["step"]
+        divisor = (second / (1 - beta2**step)).sqrt() + group["eps"]
+        return first / (1 - beta1**step) / divisor
+
+
+def _trust_ratio(param: Tensor, update: Tensor) -> Tensor:
+    """|param| / |update|, or 1 where one of them is zero.  Stays on the device."""
+    size, length = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
+    return torch.where((size > 0) & (length > 0), size / length, torch.ones_like(size))

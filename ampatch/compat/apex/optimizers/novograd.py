@@ -1,0 +1,117 @@
+"""FusedNovoGrad, after Ginsburg et al. 2019 (arXiv 1905.11286), with apex's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .common import Fused, listed, refuse, with_grads
+
+__all__ = ["FusedNovoGrad"]
+
+
+class FusedNovoGrad(Fused, torch.optim.Optimizer):
+    """Adam with one second moment for each tensor: a running norm of its gradient.
+
+    Args:
+        params: parameters or groups.
+        lr, betas, eps, bias_correction: as Adam's.
+        weight_decay: added to the update, or with `reg_inside_moment` before the first moment.
+        grad_averaging: whether new gradients enter the first moment times 1 - beta1, or whole.
+        norm_type: 2, or 0 for the largest absolute value.
+        init_zero: start the running norm from 0 rather than from the first gradient's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            refuse("FusedNovoGrad", "amsgrad=True", "FusedNovoGrad without it")
+        if norm_type not in (0, 2):
+            refuse("FusedNovoGrad", f"norm_type={norm_type}", "0 (largest value) or 2")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(listed(params), defaults)
+        self.reg_inside_moment = reg_inside_moment
+        self.set_grad_none = set_grad_none
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """One step; returns what the closure returns."""
+        return self._step(closure)
+
+    def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
+        """apex keeps the running norms in the group: those of its half tensors, of its FP32 ones."""
+        parts = [part for part in group.pop("exp_avg_sq", []) if part.numel()]
+        if not parts:
+            return
+        if len(parts) > 1 or parts[0].numel() != len(group["params"]):
+            raise ValueError(
+                "FusedNovoGrad.load_state_dict(state_dict): the running norms of this checkpoint "
+                "cannot be told apart. Expected one for each parameter, all of one dtype, as "
+                "apex saves them at O1 and O2."
+            )
+        for key, norm in zip(group["params"], parts[0].reshape(-1), strict=True):
+            state.setdefault(key, {})["exp_avg_sq"] = norm.clone()
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            params = with_grads(group)
+            if params:
+                group["step"] = group.get("step", 0) + 1
+            for param in params:
+                self._update_tensor(param, group)
+
+    def _update_tensor(self, param: Tensor, group: dict[str, Any]) -> None:
+        (beta1, beta2), step, decay = group["betas"], group["step"], group["weight_decay"]
+        corrected = group["bias_correction"]
+        norm = self._running_norm(param, group)
+        divisor = norm / (1 - beta2**step) ** 0.5 if corrected else norm
+        divisor = divisor + group["eps"]
+        share = 1 - beta1 if group["grad_averaging"] else 1.0
+        first = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+        correction = 1 - beta1**step if corrected else 1.0
+        if self.reg_inside_moment:
+            first.mul_(beta1).add_(param.grad / divisor + decay * param, alpha=share)
+            update = first / correction
+        else:
+            first.mul_(beta1).add_(param.grad, alpha=share)
+            update = first / correction / divisor + decay * param
+        param.sub_(group["lr"] * update)
+
+    def _running_norm(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """The second moment, brought up to date: a norm, not its square."""
+        infinite = group["norm_type"] == 0
+        norm = torch.linalg.vector_norm(param.grad, float("inf") if infinite else 2)
+        state, beta2 = self.state[param], group["betas"][1]
+        before = state.get("exp_avg_sq")
+        if before is None:
+            before = torch.zeros_like(norm) if group["init_zero"] else norm
+        if infinite:
+            now = beta2 * before + (1 - beta2) * norm
+        else:
+            now = (beta2 * before.square() + (1 - beta2) * norm.square()).sqrt()
+        state["exp_avg_sq"] = now
+        return now

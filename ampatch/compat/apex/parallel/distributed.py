@@ -1,0 +1,151 @@
+"""DistributedDataParallel and Reducer."""
+
+# No `from __future__ import annotations`: torch compares those of a communication hook.
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["DistributedDataParallel", "Reducer", "create_syncbn_process_group"]
+
+_MESSAGE_SIZE = 10_000_000  # elements; apex's default
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's, with apex's arguments.
+
+    Args:
+        module: the model, on its device.
+        message_size: elements in a bucket; torch's own choice unless given.
+        delay_allreduce: allow parameters that a step does not use (`find_unused_parameters`).
+        allreduce_always_fp32: reduce half gradients in FP32.
+        gradient_average: divide by the number of ranks, or only add up.
+        gradient_predivide_factor: divide by this before the reduction, and by the rest after
+            it (by nothing more without `gradient_average`).
+        allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
+            allreduce_communicators, gradient_average_split_factor, prof: accepted; they tuned
+            apex's own communication and change nothing.
+
+    Raises `ValueError` for `shared_param`, as apex did.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = _MESSAGE_SIZE,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        if shared_param is not None:
+            raise ValueError(
+                "apex.parallel.DistributedDataParallel(shared_param=...): not an option any more; "
+                "pass delay_allreduce=True for parameters shared between modules."
+            )
+        bucket = {}
+        if message_size != _MESSAGE_SIZE:
+            bucket["bucket_cap_mb"] = max(1, message_size * 4 // 2**20)
+        super().__init__(module, find_unused_parameters=bool(delay_allreduce), **bucket)
+        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+            rest = gradient_predivide_factor / dist.get_world_size(self.process_group)
+            self.register_comm_hook(
+                _Reduction(
+                    self.process_group,
+                    before=1.0 / gradient_predivide_factor,
+                    after=rest if gradient_average else 1.0,
+                    in_fp32=allreduce_always_fp32,
+                ),
+                _reduce,
+            )
+
+    def enable_allreduce(self) -> None:
+        """Reduce gradients in backward again."""
+        self.require_backward_grad_sync = True
+
+    def disable_allreduce(self) -> None:
+        """Leave gradients as each rank has them, until `enable_allreduce`."""
+        self.require_backward_grad_sync = False
+
+
+class _Reduction:
+    """What `_reduce` multiplies gradients by before and after, and whether in FP32."""
+
+    def __init__(self, group: Any, before: float, after: float, in_fp32: bool) -> None:
+        self.group = group
+        self.before = before
+        self.after = after
+        self.in_fp32 = in_fp32
+
+
+def _reduce(how: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    values = buffer.float() if how.in_fp32 else buffer
+    if how.before != 1.0:
+        values.mul_(how.before)
+    future = dist.all_reduce(values, group=how.group, async_op=True).get_future()
+
+    def finish(done: torch.futures.Future) -> Tensor:
+        reduced = done.value()[0]
+        if how.after != 1.0:
+            reduced.mul_(how.after)
+        return reduced if reduced is buffer else buffer.copy_(reduced)
+
+    return future.then(finish)
+
+
+class Reducer:
+    """Averages gradients over the ranks when `reduce()` is called, and not before.
+
+    `module_or_grads_list` is a module, whose parameters are made those of rank 0 at once,
+    or a list of tensors to average.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            for param in self.module.parameters():
+                dist.broadcast(param.data, 0)
+        else:
+            self.grads = list(module_or_grads_list)
+
+    def reduce(self) -> None:
+        """Average, in place.  Every rank has to have the same gradients."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        ranks = dist.get_world_size()
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad.div_(ranks)
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """The process group of this rank, of `group_size` neighbouring ranks; None for all (0).
+
+    Every rank has to call it.  Raises `ValueError` if the ranks do not divide so.
+    """
+    ranks = dist.get_world_size()
+    if group_size == 0:
+        return None
+    if not 0 < group_size <= ranks or ranks % group_size:
+        raise ValueError(
+            f"create_syncbn_process_group(group_size={group_size}): expected 0, or a number "
+            f"that divides the {ranks} ranks."
+        )
+    groups = [
+        dist.new_group(range(first, first + group_size)) for first in range(0, ranks, group_size)
+    ]
+    return groups[dist.get_rank() // group_size]

@@ -1,0 +1,95 @@
+"""LARC, after You, Gitman and Ginsburg 2017 (arXiv 1708.03888)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["LARC"]
+
+
+class LARC:
+    """An optimizer whose gradients are rescaled tensor by tensor before its step.
+
+    The rate of a tensor is `trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`.  With
+    `clip` it is a bound for the optimizer's learning rate (LARC), without it a factor (LARS).
+    Weight decay is added to the gradient before.  A tensor, or a gradient, that is all zeros
+    is left as it is, and not decayed.
+
+    No `torch.optim.Optimizer`: LR schedulers get `larc.optim`.  `amp.initialize` takes either.
+    """
+
+    def __init__(
+        self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+    ) -> None:
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """One step; returns what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
+        try:
+            for group, decay in zip(self.optim.param_groups, decays, strict=True):
+                group["weight_decay"] = 0
+                self._rescale(group, decay)
+            self.optim.step()
+        finally:
+            for group, decay in zip(self.optim.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+        return loss
+
+    @torch.no_grad()
+    def _rescale(self, group: dict[str, Any], decay: float) -> None:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            size, length = torch.linalg.vector_norm(param), torch.linalg.vector_norm(grad)
+            rate = self.trust_coefficient * size / (length + decay * size + self.eps)
+            if self.clip:
+                rate = (rate / group["lr"]).clamp(max=1.0)
+            moves = (size != 0) & (length != 0)  # stays on the device
+            param.grad.copy_(torch.where(moves, (grad + decay * param) * rate, grad))
+
+    # The optimizer's own
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """The optimizer's."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's."""
+        return self.optim.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's."""
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The optimizer's."""
+        self.optim.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"LARC({self.optim!r})"

@@ -1,0 +1,121 @@
+"""SyncBatchNorm: torch's, and on the CPU, where torch has none, one of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+__all__ = ["SyncBatchNorm", "convert_syncbn_model"]
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` that also works on the CPU.
+
+    With `channel_last` the channels are the last dimension of the input, with
+    `fuse_relu` the output goes through a ReLU.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalized over the ranks of the process group; `z` is added before the ReLU."""
+        channels_first = input.movedim(-1, 1) if self.channel_last else input
+        if channels_first.is_cpu and self._uses_ranks():
+            output = self._normalized(channels_first)
+        else:
+            output = super().forward(channels_first)
+        if self.channel_last:
+            output = output.movedim(1, -1)
+        if z is not None:
+            output = output + z
+        return torch.relu(output) if self.fuse_relu else output
+
+    def _uses_ranks(self) -> bool:
+        return self.training and dist.is_available() and dist.is_initialized()
+
+    def _normalized(self, input: Tensor) -> Tensor:
+        """In float64, which no casting touches; the output has the input's dtype."""
+        values, dims = input.double(), [0, *range(2, input.dim())]
+        count = values.new_tensor([input.numel() / input.size(1)])
+        local = torch.cat([values.sum(dims), values.square().sum(dims), count])
+        total = _Sum.apply(local, self.process_group)
+        sums, squares, count = total.split([self.num_features, self.num_features, 1])
+        mean = sums / count
+        variance = squares / count - mean.square()
+        self._note(mean, variance * count / (count - 1))
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        output = (values - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+        if self.affine:
+            output = output * self.weight.double().view(shape) + self.bias.double().view(shape)
+        return output.to(input.dtype)
+
+    @torch.no_grad()
+    def _note(self, mean: Tensor, variance: Tensor) -> None:
+        if not self.track_running_stats:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks; the gradients of all ranks come back summed."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """The model with a `SyncBatchNorm` in the place of every BatchNorm, weights shared.
+
+    Submodules are replaced in place; a module that is a BatchNorm itself is
+    replaced in what is returned.
+    """
+    converted = module
+    if isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm):
+        converted = SyncBatchNorm(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            process_group,
+            channel_last=channel_last,
+        )
+        converted._parameters.update(module._parameters)
+        converted._buffers.update(module._buffers)
+        converted.train(module.training)
+    for name, child in module.named_children():
+        converted.add_module(name, convert_syncbn_model(child, process_group, channel_last))
+    return converted

@@ -1,0 +1,40 @@
+"""Optimizers whose kernels skip a step by themselves: the host need not know, nor wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def skips_in_kernel(optimizer: Any) -> bool:
+    """Whether every group of the optimizer heeds `optimizer.found_inf`.
+
+    A group may be `fused=False` in an optimizer that is fused otherwise; it would
+    step on inf.
+    """
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused", True) for group in optimizer.param_groups)
+        and _fill_momentum(optimizer)
+    )
+
+
+def _fill_momentum(optimizer: Any) -> bool:
+    """Give fused SGD its momentum buffers; False if zeros would not do.
+
+    It leaves a buffer uninitialized when its very first step is skipped (torch
+    2.13).  To start from zeros is the same as to start from none, without dampening.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for param in group["params"]:
+            if param.grad is None or optimizer.state[param].get("momentum_buffer") is not None:
+                continue
+            if group["dampening"]:
+                return False
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+    return True

@@ -1,0 +1,203 @@
+"""Functions bound before the patches: where a user's module holds them, and what to do.
+
+`check` looks through the module, initializes, and looks again: what is no
+longer found was rebound, and what still is, is out of reach.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import ampatch
+from ampatch.casting.install import has, raw_attribute, resolve
+from ampatch.casting.tables import BANNED, BLACKLIST, PROMOTE, WHITELIST
+
+_DEEPEST = 8  # attribute of an item of an attribute of ...
+
+GLOBAL = "global"
+ADVICE = {
+    GLOBAL: "torch's own modules are left alone",
+    "default argument": "write `=None`, and name the function by its module in the body",
+    "closure": "name the function by its module inside the inner function",
+    "class attribute": "write a method that calls the function by its module",
+    "instance attribute": "keep its name, or a method or lambda that calls it by its module",
+    "partial": "write a lambda or a function that calls it by its module",
+    "container": "put a lambda or a function there that calls it by its module",
+}
+"""What to write so that a function is found, by the kind of place that holds it."""
+
+
+class Place(NamedTuple):
+    """`path` in a module holds torch's `function`, as a `kind` of place."""
+
+    module: str
+    path: str
+    kind: str
+    function: str
+
+
+class Checked(NamedTuple):
+    """What `check` found, in the order of the modules' names and of their globals."""
+
+    rebound: list[Place]
+    out_of_reach: list[Place]
+
+
+def check(name: str) -> Checked:
+    """Import the module `name`, or the file, and say what it holds of torch's patched functions.
+
+    A package is looked through with those of its submodules that importing it
+    imports.  Raises `ImportError` if there is no such module or it cannot be
+    imported, whatever it raises itself.
+    """
+    modules = _import(name)
+    ampatch.deactivate()  # a script may have called initialize
+    functions = listed_functions()
+    before = [place for module in modules for place in places(module, functions)]
+    ampatch.initialize([], opt_level="O1", verbosity=0)
+    try:
+        after = {place for module in modules for place in places(module, functions)}
+    finally:
+        ampatch.deactivate()
+    return Checked(
+        [place for place in before if place not in after],
+        [place for place in before if place in after],
+    )
+
+
+def _import(name: str) -> list[types.ModuleType]:
+    try:
+        title = _import_file(Path(name)) if _is_file(name) else _import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ImportError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+    inside = [key for key in sys.modules if key == title or key.startswith(f"{title}.")]
+    return [sys.modules[key] for key in sorted(inside)]
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(".py") or os.sep in name
+
+
+def _import_file(path: Path) -> str:
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return path.stem
+
+
+def _import_module(name: str) -> str:
+    sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name).__name__
+
+
+def listed_functions() -> dict[int, str]:
+    """The patched functions' ids and public names; to be asked before the patches are in."""
+    found: dict[int, str] = {}
+    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED):
+        for name in row.names:
+            if not row.native and has(row.where, name):
+                found.setdefault(id(raw_attribute(resolve(row.where), name)), f"{row.where}.{name}")
+    return found
+
+
+def places(module: types.ModuleType, functions: dict[int, str]) -> Iterator[Place]:
+    """Where a module holds one of `functions`.
+
+    Followed are containers, partials, the module's own functions and classes,
+    and the attributes of instances, torch.nn modules among them.
+    """
+    search = _Search(module.__name__, functions)
+    for name, value in list(vars(module).items()):
+        if not name.startswith("__"):
+            yield from search.look(value, name, GLOBAL, 0)
+
+
+class _Search:
+    def __init__(self, module: str, functions: dict[int, str]) -> None:
+        self._module = module
+        self._functions = functions
+        self._seen: set[int] = set()
+
+    def look(self, value: Any, path: str, kind: str, depth: int) -> Iterator[Place]:
+        """The places at and below `value`, which is at `path`."""
+        if id(value) in self._functions:
+            yield Place(self._module, path, kind, self._functions[id(value)])
+        elif id(value) not in self._seen and depth < _DEEPEST:
+            self._seen.add(id(value))
+            for part, name, part_kind in self._parts(value):
+                yield from self.look(part, path + name, part_kind, depth + 1)
+
+    def _parts(self, value: Any) -> Iterator[tuple[Any, str, str]]:
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            yield value.__func__, "", "class attribute"
+        elif type(value) is property:
+            yield value.fget, "", "class attribute"
+        elif isinstance(value, functools.partial):
+            yield value.func, ".func", "partial"
+            yield from _items(value.args, "partial")
+            yield from _items(value.keywords, "partial")
+        elif isinstance(value, types.FunctionType):
+            if self._is_ours(value):
+                yield from _parts_of_function(value)
+        elif isinstance(value, type):
+            if self._is_ours(value):
+                for name, attribute in list(vars(value).items()):
+                    yield attribute, f".{name}", "class attribute"
+        elif isinstance(value, (list, tuple, set, frozenset, dict)):
+            yield from _items(value, "container")
+        elif not isinstance(value, (types.ModuleType, torch.Tensor)):
+            yield from _attributes(value)
+
+    def _is_ours(self, value: Any) -> bool:
+        return value.__module__ == self._module
+
+
+def _items(container: Any, kind: str) -> Iterator[tuple[Any, str, str]]:
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, item in list(pairs):
+        yield item, f"[{key!r}]", kind
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[Any, str, str]]:
+    code = function.__code__
+    defaults = function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    named = dict(zip(positional[len(positional) - len(defaults) :], defaults))
+    for name, value in {**named, **(function.__kwdefaults__ or {})}.items():
+        yield value, f"({name}=)", "default argument"
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        try:
+            yield cell.cell_contents, f" -> {name}", "closure"
+        except ValueError:  # the variable has no value yet
+            continue
+    for name, value in vars(function).items():
+        yield value, f".{name}", "instance attribute"
+
+
+def _attributes(value: Any) -> Iterator[tuple[Any, str, str]]:
+    """What an instance holds, without asking it: `__dict__` and slots."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        own = {}
+    for name, attribute in list(own.items()):
+        yield attribute, f".{name}", "instance attribute"
+    for cls in type(value).__mro__:
+        for name, slot in vars(cls).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    yield slot.__get__(value), f".{name}", "instance attribute"
+                except AttributeError:  # nothing in that slot
+                    continue

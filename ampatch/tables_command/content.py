@@ -1,0 +1,105 @@
+"""What `ampatch tables` shows: the rows, what this torch lacks of them, where others differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterator
+
+from ampatch.casting import tables
+from ampatch.casting.install import has
+from ampatch.casting.tables import Row, Rule
+
+from . import differences
+
+TITLES = {
+    "WHITELIST": "To the half type.",
+    "BLACKLIST": "To FP32.",
+    "PROMOTE": "To the widest floating dtype among the inputs.",
+    "BANNED": "Refused in half, or run in FP32 with a warning.",
+    "APEX": "Only in apex's flavour (`ampatch.init()`, the `apex` package), on top.",
+}
+RULES = {
+    Rule.HALF: "FP32 inputs are cast to the half type, and inputs of the other half type too.",
+    Rule.FLOAT: "Half inputs are cast to FP32.",
+    Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",
+    Rule.PROMOTE: "Inputs are cast to the widest floating dtype among them.",
+    Rule.POWER: "As half from the first multiplication on.",
+    Rule.BANNED: "A call with a half input runs in FP32 and warns once; with "
+    "`allow_banned=False` it raises NotImplementedError.",
+    Rule.REFUSE_IN_PLACE: "A call on a half tensor raises NotImplementedError.",
+}
+PARTS = {
+    ("torch.nn.RNNBase", "check_input"): "Refuses an input whose dtype is not the weights', "
+    "before the cast that would make them equal.",
+    ("torch.backends.mha", "get_fastpath_enabled"): "The fused inference kernels of "
+    "MultiheadAttention and TransformerEncoder would run in FP32.",
+    ("torch.utils.checkpoint", "checkpoint"): "The recompute in backward may run in another "
+    "thread, and takes the casting of its forward along.",
+}
+"""What is replaced beside the functions of the tables, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One row as it is shown.
+
+    `missing` are those of `names` that the running torch lacks; `autocast` and
+    `apex` say how these differ from the row, and are empty where they do not.
+    """
+
+    table: str
+    rule: str
+    where: str
+    names: tuple[str, ...]
+    why: str
+    native: bool
+    missing: tuple[str, ...]
+    autocast: str
+    apex: str
+
+
+def entries(rule: str | None = None, pattern: str | None = None) -> Iterator[Entry]:
+    """The rows with this rule that name something like `pattern`, cut down to those names."""
+    for table in TITLES:
+        for row in getattr(tables, table):
+            names = tuple(name for name in row.names if _is_like(row.where, name, pattern))
+            if names and rule in (None, row.rule.value):
+                yield _entry(table, row._replace(names=names))
+
+
+def _entry(table: str, row: Row) -> Entry:
+    in_flavour = table == "APEX"
+    return Entry(
+        table=table,
+        rule=row.rule.value,
+        where=row.where,
+        names=row.names,
+        why=row.why,
+        native=row.native,
+        missing=tuple(name for name in row.names if is_missing(row.where, name)),
+        autocast=differences.from_autocast(row, in_flavour),
+        apex="" if in_flavour else differences.from_apex(row),
+    )
+
+
+def _is_like(where: str, name: str, pattern: str | None) -> bool:
+    """Whether a name is asked for: by a part of it, or by a pattern with wildcards."""
+    if pattern is None:
+        return True
+    whole = f"{where}.{name}"
+    if any(sign in pattern for sign in "*?["):
+        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(whole, pattern)
+    return pattern in whole
+
+
+def is_missing(where: str, name: str) -> bool:
+    """Whether the running torch lacks it."""
+    return not has(where, name)
+
+
+def missing() -> list[str]:
+    """Everything that ampatch would patch and the running torch lacks."""
+    rows = [f"{entry.where}.{name}" for entry in entries() for name in entry.missing]
+    parts = [f"{where}.{name}" for where, name in PARTS if is_missing(where, name)]
+    return list(dict.fromkeys(rows + parts))

@@ -1,0 +1,79 @@
+"""Where the tables differ from `torch.autocast` for CUDA and from apex: data, and how to ask it.
+
+Autocast's side was asked of PyTorch's dispatcher, whose answers a test
+compares with these.  Apex's side are the functions that its `amp/lists` and
+its treatment of recurrent cells name, by the names that our rows give them.
+"""
+
+from __future__ import annotations
+
+from ampatch.casting.tables import Row, Rule
+
+AUTOCAST = {
+    Rule.PROMOTE: "raises RuntimeError for an input of the half type that is not the active one; "
+    "ampatch promotes it like any other.",
+    Rule.BANNED: "raises RuntimeError whatever the dtype; ampatch minds half inputs only.",
+}
+"""Rules that autocast has otherwise.  Rows that PyTorch promotes itself are the same for all."""
+
+IN_FLAVOUR = {
+    "grid_sampler": "promotes; half with half stays half.",
+    "interpolate": 'runs it in FP32 too, but for mode="area", which stays half.',
+}
+LEFT_ALONE = "leaves them as PyTorch has them."
+"""What autocast does where apex's flavour has a row of its own: `IN_FLAVOUR`, or nothing."""
+
+APEX = {
+    Rule.HALF: (
+        "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linear"
+        " addbmm addmm addmv addr baddbmm bmm matmul mm mv prelu __matmul__"
+        " gru gru_cell lstm lstm_cell rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell"
+    ),
+    Rule.FLOAT: (
+        "acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cosine_similarity"
+        " cross_entropy_loss cumprod cumsum dist erfinv exp expm1 grid_sampler group_norm"
+        " hinge_embedding_loss kl_div l1_loss layer_norm log log10 log2 log_softmax"
+        " margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss"
+        " nll_loss2d nll_loss_nd norm poisson_nll_loss pow __pow__ prod reciprocal renorm rsqrt"
+        " sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan triplet_margin_loss"
+        " upsample_bicubic2d _upsample_bicubic2d_aa upsample_bilinear2d _upsample_bilinear2d_aa"
+        " upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+        " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
+        " upsample_trilinear3d"
+    ),
+    Rule.PROMOTE: "addcdiv addcmul atan2 bilinear cross dot",
+    Rule.BANNED: "binary_cross_entropy",
+}
+"""Apex's rule for a function, wherever it put it: it patched `F.cross_entropy`, we the leaf below."""
+
+_NEWER = ("torch.linalg", "torch.special")  # than apex's lists
+
+_RULE_OF = {name: rule for rule, names in APEX.items() for name in names.split()}
+
+
+def from_autocast(row: Row, in_flavour: bool) -> str:
+    """How autocast for CUDA treats the functions of a row differently, or nothing."""
+    if in_flavour:
+        return IN_FLAVOUR.get(row.names[0], LEFT_ALONE)
+    return "" if row.native else AUTOCAST.get(row.rule, "")
+
+
+def from_apex(row: Row) -> str:
+    """How apex treated the functions of a row differently, or nothing."""
+    if row.native:
+        return ""
+    found: dict[str, list[str]] = {}
+    for name in row.names:
+        rule = None if row.where in _NEWER else _RULE_OF.get(name)
+        if rule is not _plain(row.rule):
+            said = "left alone" if rule is None else f"under {rule.value}"
+            found.setdefault(said, []).append(name)
+    return "; ".join(
+        said if len(names) == len(row.names) else f"{said}: {' '.join(names)}"
+        for said, names in found.items()
+    )
+
+
+def _plain(rule: Rule) -> Rule:
+    """Apex knew no exception for `dtype=`."""
+    return Rule.FLOAT if rule is Rule.FLOAT_UNLESS_DTYPE else rule

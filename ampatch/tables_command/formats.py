@@ -1,0 +1,109 @@
+"""Text for people, markdown for `docs/op_tables.md`, JSON for programs.
+
+Text and JSON say what the running torch lacks.  Markdown does not: it is the
+same wherever it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterable
+
+import torch
+
+from .content import PARTS, RULES, TITLES, Entry
+
+_WIDTH = 88
+
+_HEAD = """\
+# What ampatch patches, and why
+
+Made by `ampatch tables --format markdown`, from `ampatch/casting/tables.py`; a test compares the
+two. `ampatch tables` also says what your torch lacks of it. Apex called the first two tables
+whitelist and blacklist.
+
+A row names functions where they are patched, which is the place that others reach them through:
+`torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`. Whatever is in no row
+is the same object as without ampatch, and so are in-place functions (`exp_`). In a patched function
+calls with `out=`, and float64, complex, integer and bool tensors, are left alone.
+
+The last two columns say where `torch.autocast` for CUDA and apex differ; empty: they do the same.
+What holds a function from before the patches is not found by every road:
+[early_names.md](early_names.md).
+"""
+
+
+def write_text(entries: Iterable[Entry], missing: list[str], whole: bool) -> str:
+    """Blocks of lines at most 88 wide; `whole` adds what is patched beside the tables."""
+    lines: list[str] = []
+    shown = None
+    for entry in entries:
+        if entry.table != shown:
+            lines += [f"{entry.table}: {TITLES[entry.table]}", ""]
+            shown = entry.table
+        lines += [_text(entry), ""]
+    if whole:
+        lines += ["BESIDE THE TABLES", ""]
+        lines += [f"{where}.{name}\n{_fill(why, 2)}\n" for (where, name), why in PARTS.items()]
+    lacks = ", ".join(missing) if missing else "nothing of these"
+    return "\n".join([*lines, _fill(f"This torch ({torch.__version__}) lacks {lacks}.", 0)])
+
+
+def _text(entry: Entry) -> str:
+    native = "; PyTorch does this itself" if entry.native else ""
+    parts = [f"{entry.rule}: {entry.where}{native}", _fill(" ".join(entry.names), 4)]
+    parts.append(_fill(entry.why, 2))
+    for other in ("autocast", "apex"):
+        said = getattr(entry, other)
+        if said:
+            parts.append(_fill(f"{other}: {said}", 2))
+    if entry.missing:
+        parts.append(_fill(f"missing in this torch: {' '.join(entry.missing)}", 2))
+    return "\n".join(parts)
+
+
+def _fill(text: str, indent: int) -> str:
+    space = " " * indent
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
+    )
+
+
+def write_markdown(entries: Iterable[Entry]) -> str:
+    """The whole of `docs/op_tables.md`."""
+    by_table: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_table.setdefault(entry.table, []).append(entry)
+    parts = [_HEAD]
+    parts.append("| rule | |\n|---|---|")
+    parts += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
+    for table, rows in by_table.items():
+        parts.append(f"\n## {table}\n\n{TITLES[table]}\n")
+        parts.append(
+            "| rule | where | functions | why | autocast | apex |\n|---|---|---|---|---|---|"
+        )
+        parts += [_markdown(entry) for entry in rows]
+    parts.append("\n## Beside the tables\n\n| what | why |\n|---|---|")
+    parts += [f"| `{where}.{name}` | {why} |" for (where, name), why in PARTS.items()]
+    return "\n".join(parts)
+
+
+def _markdown(entry: Entry) -> str:
+    native = "PyTorch does this itself: " if entry.native else ""
+    names = " ".join(f"`{name}`" for name in entry.names)
+    said = [text.replace("_", r"\_") for text in (entry.why, entry.autocast, entry.apex)]
+    return f"| {' | '.join([entry.rule, f'`{entry.where}`', native + names, *said])} |"
+
+
+def write_json(entries: Iterable[Entry], missing: list[str]) -> str:
+    """An object: `torch` (version), `missing` (dotted names), `rows`, `beside`."""
+    beside = [{"where": w, "name": n, "why": why} for (w, n), why in PARTS.items()]
+    found = {
+        "torch": torch.__version__,
+        "missing": missing,
+        "rows": [dataclasses.asdict(entry) for entry in entries],
+        "beside": beside,
+    }
+    return json.dumps(found, indent=1)

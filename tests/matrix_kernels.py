@@ -1,0 +1,50 @@
+"""Which dtypes the kernels that multiply matrices really get, and a training step to look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MATRIX_KERNELS = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "mkldnn_rnn_layer",
+    "_scaled_dot_product_flash_attention_for_cpu", "_transformer_encoder_layer_fwd",
+    "_native_multi_head_attention",
+)
+
+
+class Kernels(TorchDispatchMode):
+    """The dtypes that kernels multiplying matrices are given, by kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._overloadpacket.__name__
+        if name in MATRIX_KERNELS:
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            self.seen.setdefault(name, set()).update(
+                tensor.dtype for tensor in tensors if tensor.is_floating_point()
+            )
+        return function(*args, **(kwargs or {}))
+
+    def dtypes(self) -> set:
+        assert self.seen, "no matrix kernel ran"
+        return set().union(*self.seen.values())
+
+
+def tensor_of(output: Any) -> Tensor:
+    """The first tensor of a module's output."""
+    while not isinstance(output, Tensor):
+        output = output[0] if not hasattr(output, "data") else output.data
+    return output
+
+
+def run(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output of a training step, gradients by name."""
+    model.zero_grad()
+    output = tensor_of(model(*args, **kwargs))
+    output.float().square().mean().backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -1,0 +1,83 @@
+"""What older versions of torch lack, and the tests that need it.
+
+By version up to which it is lacking, reason and file; a test that is not named
+here passes on every version in `docs/versions.md`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LACKING = {
+    (2, 4): {
+        "torch 2.4's Dynamo cannot trace isinstance with an abstract base class": {
+            "test_compile": """
+                test_compiled_equals_eager[eager-before-O2]
+                test_compiled_equals_eager[eager-before-O3]
+                test_compiled_equals_eager[eager-after-O2]
+                test_compiled_equals_eager[eager-after-O3]
+                test_compiled_equals_eager[aot_eager-before-O2]
+                test_compiled_equals_eager[aot_eager-before-O3]
+                test_compiled_equals_eager[aot_eager-after-O2]
+                test_compiled_equals_eager[aot_eager-after-O3]
+            """,
+            "test_overrides": """
+                test_overrides_of_functions_at_every_level[O2]
+                test_overrides_of_functions_at_every_level[O3]
+            """,
+        },
+        "torch 2.4's Dynamo cannot trace a list in a threading.local, nor a dataclass": {
+            "test_compile": """
+                test_a_compiled_function_that_calls_the_model[eager]
+                test_a_compiled_function_that_calls_the_model[aot_eager]
+                test_an_overridden_submodule[eager]
+                test_an_overridden_submodule[aot_eager]
+                test_a_model_at_o0_beside_one_at_o1[eager]
+                test_a_model_at_o0_beside_one_at_o1[aot_eager]
+            """,
+            "test_ways_of_running": """
+                test_compile_of_a_model[eager-after]
+                test_compile_of_a_model[aot_eager-after]
+                test_export
+            """,
+        },
+        "torch 2.4's AOTAutograd calls torch's functions below autograd, where casts act": {
+            "test_compile": """
+                test_compiled_equals_eager[aot_eager-before-O1]
+                test_it_recompiles_when_the_policy_changes[aot_eager]
+                test_scope_model[aot_eager]
+            """,
+            "test_ways_of_running": """
+                test_compile_of_a_model[aot_eager-before]
+                test_compile_of_functions_notices_disable_casts[aot_eager]
+            """,
+        },
+        "torch 2.4's Dynamo compiles hooks, and asks the weight cache at run time": {
+            "test_compile": """
+                test_hooks_are_not_compiled_as_frames_of_their_own
+                test_training_a_compiled_model[eager]
+            """,
+        },
+        "torch 2.4 itself cannot be imported without its fake tensors": {
+            "test_ways_of_running": "test_a_torch_without_its_private_names[fake tensors]",
+        },
+        "torch 2.4's Adam has no decoupled_weight_decay": {
+            "test_compat_apex": "test_fused_adam_is_adamw_unless_told_otherwise[True]",
+        },
+        "torch 2.4's schedulers drop the signature of step": {
+            "test_scale_loss": "test_step_keeps_its_signature[True]",
+        },
+    },
+}
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def lacking(file: str, test: str) -> str:
+    """Why a test cannot pass on the running torch; empty if it can."""
+    for version, reasons in LACKING.items():
+        for reason, files in reasons.items():
+            if version >= _VERSION and test in (
+                line.strip() for line in files.get(file, "").splitlines()
+            ):
+                return reason
+    return ""

@@ -1,0 +1,288 @@
+"""PyTorch's own operators (`op_db`) as calls to compare: with our patches, without, under autocast.
+
+`op_db` binds its functions when it is imported, so each call here looks its
+function up anew, at the place where a user would find it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from op_composites import COMPOSITES
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ampatch.casting.tables import BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
+
+RULE_OF = {
+    f"{row.where}.{name}": row.rule
+    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED)
+    if not row.native
+    for name in row.names
+}
+HALVES = (torch.float16, torch.bfloat16)
+CASTABLE = (torch.float32, *HALVES)
+NAMES = [f"{op.name}-{op.variant_test_name}" if op.variant_test_name else op.name for op in op_db]
+OPS = {
+    name: op
+    for name, op in zip(NAMES, op_db, strict=True)
+    if not op.name.startswith("jiterator")  # compiles CUDA source
+}
+
+
+WRITTEN_IN_PYTHON = ("torch", "torch.nn.functional")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to reach an operator: the function, a method, an operator sign, or an alias."""
+
+    place: str  # "torch.nn.functional.linear", or "" where op_db has a function of its own
+    function: Callable
+    rows: tuple[str, ...] = ()  # of the tables, that it meets
+    in_place: bool = False
+
+    @property
+    def rules(self) -> set[Rule]:
+        return {RULE_OF[row] for row in self.rows}
+
+    def __str__(self) -> str:
+        return self.place or getattr(self.function, "__name__", str(self.function))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (look_up(self.place) if self.place else self.function)(*args, **kwargs)
+
+
+def look_up(place: str) -> Any:
+    found: Any = torch
+    for name in place.split(".")[1:]:
+        found = getattr(found, name)
+    return found
+
+
+def _is_at(place: str, function: Any) -> bool:
+    try:
+        return look_up(place) is function
+    except AttributeError:
+        return False
+
+
+def rows(name: str, place: str) -> tuple[str, ...]:
+    """The rows that a place meets: its own, that of the builtin right below it, or a list."""
+    if name in COMPOSITES:
+        return COMPOSITES[name]
+    where, _, leaf = place.rpartition(".")
+    below = ("torch._C._nn", "torch._VF", "torch") if where in WRITTEN_IN_PYTHON else ()
+    found = [f"{owner}.{leaf}" for owner in (where, *below) if f"{owner}.{leaf}" in RULE_OF]
+    return tuple(found[:1])
+
+
+def calls(name: str, op: Any) -> list[Call]:
+    """The function first, then its other ways, those of its aliases included."""
+    found = []
+    for info in (op, *op.aliases):
+        place, method = f"torch.{info.name}", f"torch.Tensor.{info.name}"
+        found.append(_call(name, info.op, place, method))
+        if info.method_variant is not None:
+            found.append(_call(name, info.method_variant, method))
+        if info.inplace_variant is not None:
+            found.append(_in_place(info.inplace_variant))
+    if op.operator_variant is not None:
+        found.append(_call(name, op.operator_variant, f"torch.{op.name}"))
+    if op.inplace_operator_variant is not None:
+        found.append(_in_place(op.inplace_operator_variant))
+    return found
+
+
+def _call(name: str, function: Any, *places: str) -> Call:
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return Call("", function)  # below the functions that are patched
+    place = next((place for place in places if _is_at(place, function)), "")
+    met = [rows(name, at) for at in ([place] if place else places)]
+    return Call(place, function, next(filter(None, met), ()))
+
+
+def _in_place(function: Any) -> Call:
+    place = f"torch.Tensor.{getattr(function, '__name__', '')}"
+    return Call(place if _is_at(place, function) else "", function, in_place=True)
+
+
+# Bound at import, hence before any session.
+CALLS = {name: calls(name, op) for name, op in OPS.items()}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The arguments of a call; `fresh` gives them anew, since in-place calls write into them."""
+
+    args: tuple
+    kwargs: dict
+
+    def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> Sample:
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            new = leaf.detach().clone() if change is None else change(leaf)
+            return new.requires_grad_() if leaf.requires_grad and change is None else new
+
+        return Sample(*tree_map(copy, (self.args, self.kwargs)))
+
+    def in_dtype(self, dtype: torch.dtype) -> Sample:
+        """With every castable tensor in `dtype`."""
+        return self.fresh(lambda leaf: leaf.to(dtype) if leaf.dtype in CASTABLE else leaf)
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def castable(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors() if tensor.dtype in CASTABLE]
+
+    def mixed(self, half: torch.dtype) -> Iterator[Sample]:
+        """The first tensor in half and the others in FP32, and the other way round."""
+        if len(self.castable()) > 1:
+            first = self.castable()[0]
+            for of_first, of_others in ((half, torch.float32), (torch.float32, half)):
+                yield self.fresh(
+                    lambda leaf, first=first, of_first=of_first, of_others=of_others: (
+                        leaf
+                        if leaf.dtype not in CASTABLE
+                        else leaf.to(of_first if leaf is first else of_others)
+                    )
+                )
+
+
+def groups(names: Iterable[str], size: int = 24) -> list:
+    """Parameters of tests: some operators each, because opening a session for each takes long."""
+    names = sorted(names)
+    return [
+        pytest.param(part, id=f"{part[0]}..{part[-1]}")
+        for part in (names[start : start + size] for start in range(0, len(names), size))
+    ]
+
+
+def samples(op: Any, dtype: torch.dtype, limit: int | None, requires_grad: bool = False) -> list:
+    """The first `limit` samples of PyTorch's for one dtype, none where it is not supported."""
+    if dtype not in op.dtypes:
+        return []
+    seed()
+    with quietly(), torch.no_grad():
+        made = op.sample_inputs_func(op, "cpu", dtype, requires_grad)
+        return [plain_sample(sample) for sample in islice(made, limit)]
+
+
+def plain_sample(sample: Any) -> Sample:
+    return Sample((sample.input, *sample.args), sample.kwargs)
+
+
+def seed(number: int = 0) -> None:
+    """As `torch.manual_seed`, which formats the stack three times when there is no GPU."""
+    torch.default_generator.manual_seed(number)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """PyTorch's samples call what PyTorch warns of; ampatch itself warns by its logger."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Raised:
+    """What a call came to that raised: equal to any other that raised the same type."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __repr__(self) -> str:
+        return f"{type(self.error).__name__}: {str(self.error)[:150]}"
+
+
+def outcome(call: Callable, sample: Sample, **more: Any) -> list | Raised:
+    """The leaves of the result, or what was raised; always with the same random numbers."""
+    seed()
+    with quietly():
+        try:
+            return tree_leaves(call(*sample.args, **sample.kwargs, **more))
+        except Exception as error:
+            return Raised(error)
+
+
+def same(new: list | Raised, old: list | Raised, values: bool = True) -> bool:
+    """Bit for bit, or the same type of exception."""
+    if isinstance(new, Raised) or isinstance(old, Raised):
+        return type(getattr(new, "error", None)) is type(getattr(old, "error", None))
+    return len(new) == len(old) and all(
+        _same_leaf(one, other, values) for one, other in zip(new, old, strict=True)
+    )
+
+
+def _same_leaf(new: Any, old: Any, values: bool) -> bool:
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return type(new) is type(old) and (not values or new == old or new != new and old != old)
+    alike = (new.dtype, new.shape, new.layout) == (old.dtype, old.shape, old.layout)
+    return alike and (not values or torch.equal(_bits(new), _bits(old)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def dtypes(found: list | Raised) -> list:
+    """The dtypes of the tensors in an outcome."""
+    assert not isinstance(found, Raised), found
+    return [leaf.dtype for leaf in found if isinstance(leaf, Tensor)]
+
+
+def under_autocast(call: Callable, sample: Sample, half: torch.dtype) -> list | Raised:
+    """What autocast for CUDA makes of the call: fake tensors, which have dtypes but no values."""
+    with FakeTensorMode(), cuda_autocast(half):
+        return outcome(
+            call,
+            sample.fresh(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda")),
+        )
+
+
+@contextmanager
+def cuda_autocast(half: torch.dtype) -> Iterator[None]:
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", half)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+        torch.clear_autocast_cache()
+
+
+def backward(call: Callable) -> Callable:
+    """A function that returns the gradients of `call`, for random gradients of its outputs."""
+
+    def call_and_go_back(*args: Any, **kwargs: Any) -> list:
+        inputs = [tensor for tensor in Sample(args, kwargs).tensors() if tensor.requires_grad]
+        found = tree_leaves(call(*args, **kwargs))
+        outputs = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not inputs or not outputs:
+            return []
+        seed(1)
+        like = [torch.randn(out.shape, dtype=wide(out.dtype)).to(out.dtype) for out in outputs]
+        return list(torch.autograd.grad(outputs, inputs, like, allow_unused=True))
+
+    return call_and_go_back
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALVES else dtype

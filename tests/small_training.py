@@ -1,0 +1,70 @@
+"""A small model, its batches, its FP32 gradients, and one backward pass through `scale_loss`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+
+BAD = [math.inf, -math.inf, math.nan]
+
+
+def seeded(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def data(seed=1, rows=6):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def start(level, kind=torch.optim.SGD, dtype=torch.float16, seed=0, options=None, **settings):
+    model = seeded(seed)
+    optimizer = kind(model.parameters(), **(options or {"lr": 0.1}))
+    settings = {"verbosity": 0, "init_scale": 1024.0, **settings}
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
+    return model, optimizer
+
+
+def backward(model, optimizer, batch, factor=1.0, **options):
+    loss = F.mse_loss(model(batch[0]), batch[1]) * factor
+    with ampatch.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
+    return loss
+
+
+def grads(optimizer):
+    return [param.grad for param in ampatch.master_params(optimizer)]
+
+
+def float_grads(*batches, seed=0, factors=None):
+    """The FP32 run's gradients of the sum of the losses."""
+    model = seeded(seed)
+    for batch, factor in zip(batches, factors or [1.0] * len(batches), strict=True):
+        (F.mse_loss(model(batch[0]), batch[1]) * factor).backward()
+    return [param.grad for param in model.parameters()]
+
+
+def everything(model, optimizer):
+    """Copies of all weights and of all optimizer state."""
+    found = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
+    for state in optimizer.state.values():
+        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def same(first, second):
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def close(first, second, dtype=torch.float16):
+    tolerance = 4e-3 if dtype is torch.float16 else 3e-2
+    return len(first) == len(second) and all(
+        torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+        for a, b in zip(first, second, strict=True)
+    )

@@ -1,0 +1,265 @@
+"""apex.fp16_utils: half models and master weights by hand, against plain FP32 training."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ampatch.compat import apex as compat
+
+
+@pytest.fixture(autouse=True)
+def apex_package():
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    return x, x.sum(1, keepdim=True)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    x, y = data()
+    return (model(x).float() - y).pow(2).mean()
+
+
+def trained_in_fp32(steps: int) -> nn.Module:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    return model
+
+
+def close_to_fp32(weights, steps: int, rel: float = 2e-2) -> bool:
+    expected = list(trained_in_fp32(steps).parameters())
+    moved = [(a - b).norm() for a, b in zip(expected, network().parameters(), strict=True)]
+    gap = [(a - b).norm() for a, b in zip(weights, expected, strict=True)]
+    return sum(gap) < rel * sum(moved)
+
+
+def test_star_import_gives_what_old_examples_use():
+    scope: dict = {}
+    exec("from apex.fp16_utils import *", scope)
+    for name in (
+        "to_python_float",
+        "network_to_half",
+        "FP16_Optimizer",
+        "prep_param_lists",
+        "model_grads_to_master_grads",
+        "master_params_to_model_params",
+        "tofp16",
+        "BN_convert_float",
+        "LossScaler",
+        "DynamicLossScaler",
+        "clip_grad_norm",
+    ):
+        assert name in scope, name
+    assert scope["to_python_float"](torch.tensor([2.5])) == 2.5
+    assert scope["to_python_float"]([1.5]) == 1.5
+
+
+def test_network_to_half_keeps_batch_norms_in_fp32():
+    from apex.fp16_utils import network_to_half
+
+    model = network()
+    half = network_to_half(model)
+    assert model[0].weight.dtype is torch.float16 and half[1] is model
+    assert model[1].weight.dtype is model[1].running_mean.dtype is torch.float32
+    assert half(data()[0]).dtype is torch.float16
+
+
+def test_fp16model_and_convert_network():
+    from apex.fp16_utils import FP16Model, convert_network
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4))
+    model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+    wrapped = FP16Model(model)
+    assert model[1].running_mean.dtype is torch.float16  # nothing to keep without weights
+    assert model[2].weight.dtype is torch.float32 and model.count.dtype is torch.int64
+    assert FP16Model(nn.Linear(4, 4))(data()[0]).dtype is torch.float16
+    convert_network(wrapped, torch.float64)
+    assert model[0].weight.dtype is torch.float64 and model[2].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_master_weights_by_hand(flat):
+    from apex.fp16_utils import (
+        master_params_to_model_params,
+        model_grads_to_master_grads,
+        prep_param_lists,
+    )
+
+    model = network().half()
+    params, masters = prep_param_lists(model, flat_master=flat)
+    assert all(master.dtype is torch.float32 for master in masters)
+    assert len(masters) == (1 if flat else len(params))
+    optimizer = torch.optim.SGD(masters, lr=0.05, momentum=0.9)
+    scale = 128.0
+    for _ in range(15):
+        model.zero_grad()
+        x, y = data()
+        ((model(x.half()).float() - y).pow(2).mean() * scale).backward()
+        model_grads_to_master_grads(params, masters, flat_master=flat)
+        for master in masters:
+            master.grad.div_(scale)
+        optimizer.step()
+        master_params_to_model_params(params, masters, flat_master=flat)
+    assert close_to_fp32([param.float() for param in params], 15)
+
+
+def test_flat_masters_need_one_dtype():
+    from apex.fp16_utils import network_to_half, prep_param_lists
+
+    with pytest.raises(TypeError, match="flat_master=False"):
+        prep_param_lists(network_to_half(network()), flat_master=True)
+
+
+def fp16_optimizer(model: nn.Module, **options):
+    from apex.fp16_utils import FP16_Optimizer
+
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return FP16_Optimizer(inner, verbose=False, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}],
+    ids=["static", "dynamic"],
+)
+def test_fp16_optimizer_trains_as_fp32_does(options):
+    from apex.fp16_utils import network_to_half
+
+    model = network_to_half(network())
+    optimizer = fp16_optimizer(model, **options)
+    done = 0
+    while done < 15:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        optimizer.clip_master_grads(1e6)
+        before = model[1][0].weight.clone()
+        optimizer.step()
+        done += not optimizer.overflow
+        assert torch.equal(before, model[1][0].weight) == optimizer.overflow
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {p.dtype for p in masters} == {torch.float32}
+    assert close_to_fp32(masters, 15)
+    assert optimizer.loss_scale < 2.0**32
+
+
+def test_fp16_optimizer_accumulates_and_takes_closures():
+    from apex.fp16_utils import network_to_half
+
+    model = network_to_half(network())
+    optimizer = fp16_optimizer(model, static_loss_scale=64.0)
+    for _ in range(15):
+        optimizer.zero_grad(set_grads_to_None=True)
+        optimizer.backward(0.5 * loss_of(model), update_master_grads=False)
+        optimizer.backward(0.5 * loss_of(model), update_master_grads=False)
+        optimizer.update_master_grads()
+        optimizer.step()
+    assert close_to_fp32([p for g in optimizer.param_groups for p in g["params"]], 15)
+
+    model = network_to_half(network())
+    optimizer = fp16_optimizer(model, dynamic_loss_scale=True)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        optimizer.backward(loss)
+        return loss
+
+    for _ in range(15):  # an overflow inside a step is tried again at a lower scale
+        optimizer.step(closure)
+    assert close_to_fp32([p for g in optimizer.param_groups for p in g["params"]], 15)
+
+
+def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
+    from apex.fp16_utils import network_to_half
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model))
+            optimizer.step()
+
+    model = network_to_half(network())
+    optimizer = fp16_optimizer(
+        model, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**12, "scale_window": 3}
+    )
+    steps(model, optimizer, 5)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    steps(model, optimizer, 5)
+
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=False)
+    again = network_to_half(network())
+    resumed = fp16_optimizer(again)
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    steps(again, resumed, 5)
+
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    assert resumed.loss_scale == optimizer.loss_scale != 2.0**12
+    other = fp16_optimizer(network_to_half(nn.Linear(3, 3)))
+    with pytest.raises(ValueError, match="fp32_from_fp16"):
+        other.load_state_dict(state)
+
+
+def test_a_scaler_that_apex_pickled_into_a_checkpoint_loads():
+    """Its `state_dict` holds the object itself, by the name of its class and by attributes."""
+    pickled = (
+        b"ccopyreg\n_reconstructor\n(capex.fp16_utils.loss_scaler\nDynamicLossScaler\n"
+        b"c__builtin__\nobject\nNtR(dVcur_scale\nF4096.0\nsVcur_iter\nI7\ns"
+        b"Vlast_overflow_iter\nI2\nsVscale_factor\nF2.0\nsVscale_window\nI5\nsb."
+    )
+    scaler = pickle.loads(pickled)
+    assert scaler.loss_scale == 4096.0
+    scaler.update_scale(overflow=False)  # 7 - 2 is a window of 5
+    assert scaler.loss_scale == 8192.0
+
+
+def test_the_dynamic_rule():
+    from apex.fp16_utils import DynamicLossScaler
+
+    scaler = DynamicLossScaler(init_scale=8, scale_factor=2, scale_window=3)
+    scales = []
+    for overflow in (False, False, False, True, True, False, False, False, True, True, True, True):
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    assert scales == [8, 8, 16, 8, 4, 4, 4, 8, 4, 2, 1, 1]
+    param = nn.Parameter(torch.ones(2))
+    assert not scaler.has_overflow([param])
+    param.grad = torch.tensor([1.0, float("nan")])
+    assert scaler.has_overflow([param])
+
+
+def test_state_of_a_used_optimizer_moves_to_the_masters():
+    model = network().half()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (model(data()[0].half()).float() ** 2).mean().backward()
+    inner.step()
+    from apex.fp16_utils import FP16_Optimizer
+
+    found = copy.deepcopy([inner.state[p]["momentum_buffer"] for p in model.parameters()])
+    wrapped = FP16_Optimizer(inner)
+    masters = wrapped.param_groups[0]["params"]
+    assert all(
+        torch.equal(wrapped.state[m]["momentum_buffer"], value.float())
+        for m, value in zip(masters, found, strict=True)
+    )

@@ -1,0 +1,277 @@
+"""How often the host waits for the device: read off the dispatcher and off `Tensor`'s methods.
+
+A CPU tensor is read without any wait, but through the same calls, so they can be
+counted here.  torch's own optimizers read their step counts so; what plain torch
+reads in its step is no wait of ours and is taken off.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampatch
+
+METHODS = (
+    "item",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "cpu",
+    "numpy",
+)  # tolist of CPU memory is no wait
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait, by what it was."""
+
+    def __init__(self, monkeypatch, methods=METHODS):
+        super().__init__()
+        self.count = collections.Counter()
+        for name in methods:
+            monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+
+    def _counted(self, original):
+        def method(tensor, *args, **kwargs):
+            self.count["method"] += 1
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(word in str(function) for word in ("_local_scalar_dense", "is_nonzero", "nonzero")):
+            self.count["dispatched"] += 1
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def seen(self):
+        return max(self.count["method"], self.count["dispatched"])
+
+
+# A dispatch mode has torch register each operator at its first use; let it, once.
+for _name in ("_amp_update_scale_", "_foreach_copy_", "_fused_adam_", "_fused_adamw_"):
+    getattr(torch.ops.aten, _name)
+for _name in ("_fused_sgd_", "_fused_adagrad_", "_amp_foreach_non_finite_check_and_unscale_"):
+    getattr(torch.ops.aten, _name)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.item(),
+        lambda t: bool(t > 0),
+        float,
+        int,
+        lambda t: 1 if t else 0,
+        lambda t: t.nonzero(),
+        lambda t: [1, 2][t.long()],
+    ],
+)
+def test_the_counter_sees_a_read(read, monkeypatch):
+    with Reads(monkeypatch) as reads:
+        read(torch.ones(()))
+    assert reads.seen >= 1
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+
+def train(monkeypatch, kind, options, factors, **settings):
+    """Reads up to the step, and in it, of each step; with no `settings`, of plain torch."""
+    model = two_layers()
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    if settings:
+        ampatch.initialize(model, optimizer, verbosity=0, **settings)
+    x = torch.randn(3, 4)
+    counts = []
+    for factor in factors:
+        with monkeypatch.context() as patch, Reads(patch) as reads:
+            optimizer.zero_grad()
+            loss = model(x).float().square().mean() * factor
+            if settings:
+                with ampatch.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            else:
+                loss.backward()
+            before = reads.seen
+            optimizer.step()
+        counts.append((before, reads.seen - before))
+    return counts
+
+
+def reads_of_ours(monkeypatch, kind, options, factors, **settings):
+    ours = train(monkeypatch, kind, options, factors, **settings)
+    plain = train(monkeypatch, kind, options, [1.0] * len(factors))
+    return [
+        (before, inside if factor != 1.0 else inside - theirs[1])  # no step, none of torch's reads
+        for (before, inside), theirs, factor in zip(ours, plain, factors, strict=True)
+    ]
+
+
+FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
+HEALTHY, FAULTY = [1.0] * 6, [1.0, 1.0, math.inf, 1.0, math.nan, math.nan, 1.0]
+OTHERS = [
+    (torch.optim.SGD, {"foreach": True}),
+    (torch.optim.SGD, {"foreach": False, "momentum": 0.9}),
+    (torch.optim.Adam, {"foreach": True}),
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.RMSprop, {"foreach": True}),
+]
+# At O2 the first block compares half weights with their masters, once.
+FIRST = {"O1": 0, "O2": 1}
+
+
+@pytest.mark.parametrize("level", FIRST)
+@pytest.mark.parametrize("factors", [HEALTHY, FAULTY], ids=["growing", "with overflows"])
+@pytest.mark.parametrize(
+    "kind, options",
+    [*((kind, {}) for kind in FUSED), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})],
+)
+def test_fused_optimizers_never_wait(kind, options, factors, level, monkeypatch):
+    settings = {"opt_level": level, "growth_interval": 2, "init_scale": 256.0}
+    counts = train(monkeypatch, kind, {"fused": True, **options}, factors, **settings)
+    assert counts[FIRST[level] :] == [(0, 0)] * (len(factors) - FIRST[level])
+    assert ampatch.loss_scale() == (2048.0 if factors is HEALTHY else 64.0)
+
+
+@pytest.mark.parametrize("level", FIRST)
+@pytest.mark.parametrize("factors", [HEALTHY, FAULTY], ids=["growing", "with overflows"])
+@pytest.mark.parametrize("kind, options", OTHERS)
+def test_others_wait_once_at_the_step(kind, options, factors, level, monkeypatch):
+    settings = {"opt_level": level, "growth_interval": 2, "init_scale": 256.0}
+    counts = reads_of_ours(monkeypatch, kind, options, factors, **settings)
+    assert counts[FIRST[level] :] == [(0, 1)] * (len(factors) - FIRST[level])
+
+
+@pytest.mark.parametrize("level", FIRST)
+@pytest.mark.parametrize("kind, options", [*OTHERS, (torch.optim.SGD, {"fused": True})])
+@pytest.mark.parametrize(
+    "settings", [{"loss_scale": 1.0}, {"loss_scale": 128.0}, {"dtype": torch.bfloat16}], ids=str
+)
+def test_without_dynamic_scaling_nobody_waits(kind, options, settings, level, monkeypatch):
+    counts = reads_of_ours(monkeypatch, kind, options, HEALTHY, opt_level=level, **settings)
+    assert counts[FIRST[level] :] == [(0, 0)] * (len(HEALTHY) - FIRST[level])
+
+
+def test_a_long_row_of_skips_is_noticed_without_a_wait(monkeypatch, caplog):
+    """The report itself reads; what leads to it does not."""
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    ampatch.initialize(model, optimizer, max_consecutive_skips=5)
+    for number in range(1, 6):
+        with monkeypatch.context() as patch, Reads(patch, methods=("item",)) as reads:
+            with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * math.nan, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (reads.seen > 0) == ("5 steps of Adam in a row" in caplog.text) == (number == 5)
+
+
+# Fused
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_optimizers_skip_in_the_kernel(kind):
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    ampatch.initialize(model, optimizer, opt_level="O2", init_scale=256.0, verbosity=0)
+    skipped = []
+    for factor in (1.0, math.inf, 1.0):
+        before = [p.detach().clone() for p in ampatch.master_params(optimizer)]
+        with ampatch.scale_loss(model(torch.ones(1, 3)).sum() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        same = all(map(torch.equal, before, ampatch.master_params(optimizer)))
+        skipped.append((ampatch.step_was_skipped(optimizer), same))
+    assert skipped == [(False, False), (True, True), (False, False)]
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_fused_sgd_whose_first_step_overflows_has_no_garbage_for_momentum(level, dampening):
+    """torch's kernel leaves the buffer it was to fill uninitialized."""
+    results = []
+    for factors in ([math.inf, 1.0, 1.0], [1.0, 1.0]):
+        model = two_layers()
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True
+        )
+        ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for factor in factors:
+            ampatch.set_loss_scale(256.0)
+            junk = [torch.full(p.shape, 1e30) for p in model.parameters()]  # noqa: F841
+            del junk  # what uninitialized memory is likely to hold next
+            with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in ampatch.master_params(optimizer)])
+        ampatch.deactivate()
+    assert all(map(torch.equal, *results))
+
+
+def test_a_group_that_is_not_fused_does_not_step_on_inf():
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    groups = [{"params": [first]}, {"params": [second], "fused": False}]
+    optimizer = torch.optim.Adam(groups, lr=0.1, fused=True)
+    model = nn.ParameterList([first, second])
+    ampatch.initialize(model, optimizer, verbosity=0)
+    with ampatch.scale_loss((first + second).sum() * math.inf, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    assert torch.equal(first, torch.ones(3)) and torch.equal(second, torch.ones(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_step_is_captured_in_a_cuda_graph(kind, level):
+    """Replays train, skip on overflow and count, with no wait and no Python."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).cuda()
+    optimizer = kind(model.parameters(), lr=0.01, fused=True, capturable=True)
+    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.randn(8, 16, device="cuda")
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(x).float().square().mean()
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        return loss
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            first = step().item()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    before = ampatch.step_counts(optimizer)
+    for _ in range(20):
+        graph.replay()
+    assert loss.item() < first and not ampatch.step_was_skipped(optimizer)
+    weights = [p.detach().clone() for p in ampatch.master_params(optimizer)]
+    scale, healthy = ampatch.loss_scale(), x.clone()
+    x.fill_(math.nan)
+    graph.replay()
+    assert ampatch.step_was_skipped(optimizer) and ampatch.loss_scale() == scale / 2
+    assert all(map(torch.equal, weights, ampatch.master_params(optimizer)))
+    x.copy_(healthy)
+    graph.replay()
+    counts = ampatch.step_counts(optimizer)
+    assert (counts.taken - before.taken, counts.skipped - before.skipped) == (21, 1)

@@ -1,0 +1,282 @@
+"""Reading, setting, saving and loading the loss scale: whatever comes in, it stays a usable number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+
+APEX = {"loss_scale": 512.0, "unskipped": 17}
+DEFAULTS = {
+    "init_scale": 2.0**16,
+    "growth_interval": 2000,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "min_loss_scale": 2.0**-24,
+    "max_loss_scale": 2.0**24,
+}
+
+
+def start(**settings):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampatch.initialize(model, optimizer, **settings)
+    return model, optimizer
+
+
+def step(model, optimizer, factor=1.0, loss_id=0):
+    optimizer.zero_grad()
+    loss = model(torch.ones(1, 2)).float().sum() * factor
+    with ampatch.scale_loss(loss, optimizer, loss_id) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def everything():
+    return ampatch.state_dict(), [ampatch.loss_scale_settings(loss_id) for loss_id in range(2)]
+
+
+# Settings
+
+
+def test_settings_are_those_of_initialize():
+    start()
+    assert ampatch.loss_scale_settings() == DEFAULTS
+    given = {name: value * 4 for name, value in DEFAULTS.items() if name != "backoff_factor"}
+    start(**given, backoff_factor=0.25)
+    assert ampatch.loss_scale_settings() == {**given, "backoff_factor": 0.25}
+
+
+def test_settings_count_from_now_on_and_for_one_loss():
+    model, optimizer = start(init_scale=1024.0, num_losses=2)
+    ampatch.set_loss_scale_settings(
+        1, growth_interval=2, growth_factor=8.0, backoff_factor=0.25, max_loss_scale=2.0**14
+    )
+    scales = []
+    for factor in (1.0, 1.0, 1.0, 1.0, math.inf, 1.0):
+        step(model, optimizer, factor, loss_id=1)
+        scales.append(ampatch.loss_scale(1))
+    assert scales == [1024.0, 8192.0, 8192.0, 16384.0, 4096.0, 4096.0]
+    assert ampatch.loss_scale(0) == 1024.0
+    assert ampatch.loss_scale_settings(0) == {**DEFAULTS, "init_scale": 1024.0}
+
+
+def test_a_new_initial_scale_starts_anew():
+    model, optimizer = start()
+    step(model, optimizer)
+    ampatch.set_loss_scale_settings(init_scale=256.0)
+    state = ampatch.state_dict()["loss_scaler0"]
+    assert (state["loss_scale"], state["unskipped"]) == (256.0, 0)
+
+
+def test_new_limits_draw_the_scale_in():
+    start()
+    ampatch.set_loss_scale_settings(max_loss_scale=1024.0)
+    assert ampatch.loss_scale() == 1024.0
+    ampatch.set_loss_scale(4096)
+    assert ampatch.loss_scale() == 1024.0
+    ampatch.set_loss_scale_settings(min_loss_scale=2048.0, max_loss_scale=8192.0)
+    assert ampatch.loss_scale() == 2048.0
+
+
+@pytest.mark.parametrize("through", ["setting", "loading", "loading settings"])
+def test_a_count_beyond_a_shorter_interval_still_grows(through):
+    """torch's kernel grows when the count *equals* the interval: one beyond it never does."""
+    model, optimizer = start(init_scale=256.0, growth_interval=100 if through == "setting" else 4)
+    if through == "setting":
+        for _ in range(10):
+            step(model, optimizer)
+        ampatch.set_loss_scale_settings(growth_interval=4)
+    elif through == "loading":
+        ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 10}})
+    else:
+        entry = {"loss_scale": 256.0, "unskipped": 10, "growth_interval": 3}
+        ampatch.load_state_dict({"loss_scaler0": entry})
+    step(model, optimizer)
+    assert ampatch.loss_scale() == 512.0
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ({"growth_interval": 0}, ValueError, "growth_interval=0: expected at least 1"),
+        ({"growth_interval": 2.5}, TypeError, "expected a whole number, got float"),
+        ({"growth_interval": True}, TypeError, "expected a whole number, got bool"),
+        ({"growth_factor": 1.0}, ValueError, "growth_factor=1.0: expected above 1"),
+        ({"growth_factor": math.nan}, ValueError, "growth_factor=nan: must be above 0"),
+        ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0: expected below 1"),
+        ({"backoff_factor": 0.0}, ValueError, "backoff_factor=0.0: must be above 0"),
+        ({"init_scale": -1.0}, ValueError, "init_scale=-1.0: must be above 0"),
+        ({"init_scale": "dynamic"}, TypeError, "expected a positive number, got str"),
+        ({"max_loss_scale": math.inf}, ValueError, "max_loss_scale=inf: must be above 0"),
+        ({"min_loss_scale": 2.0**25}, ValueError, "above max_loss_scale"),
+        ({"growth_intervall": 3}, TypeError, 'Did you mean "growth_interval"?'),
+        ({"min_loss_scale": 8.0, "max_loss_scale": 0.0}, ValueError, "max_loss_scale=0.0"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_changes_nothing(wrong, error, message):
+    start(num_losses=2)
+    before = everything()
+    with pytest.raises(error) as raised:
+        ampatch.set_loss_scale_settings(1, **wrong)
+    assert str(raised.value).startswith("ampatch.set_loss_scale_settings(") and (
+        message in str(raised.value)
+    )
+    assert everything() == before
+
+
+def test_a_static_scale_has_no_settings():
+    start(loss_scale=128.0)
+    assert ampatch.loss_scale_settings() == {}
+    with pytest.raises(ampatch.AmpatchError, match="is static"):
+        ampatch.set_loss_scale_settings(growth_interval=5)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, None, "big", True, [1.0]])
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+def test_a_wrong_scale_changes_nothing(value, scale):
+    start(loss_scale=scale)
+    before = ampatch.state_dict()
+    with pytest.raises((TypeError, ValueError), match=r"set_loss_scale\(value="):
+        ampatch.set_loss_scale(value)
+    assert ampatch.state_dict() == before
+
+
+# Extremes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_scale": 1e300, "max_loss_scale": 1e300},
+        {"init_scale": 1e-300, "min_loss_scale": 1e-300},
+        {"min_loss_scale": 1e300, "max_loss_scale": 1e301},
+        {"min_loss_scale": 1e-301, "max_loss_scale": 1e-300},
+        {"growth_interval": 1, "growth_factor": 1e300, "max_loss_scale": 1e38},
+        {"backoff_factor": 1e-300},
+        {"growth_interval": 2**40},
+    ],
+    ids=str,
+)
+def test_no_setting_makes_a_scale_that_kills(settings):
+    model, optimizer = start(opt_level="O2", dtype=torch.bfloat16, loss_scale="dynamic", **settings)
+    for factor in [1.0, 1.0, math.inf, 1.0, math.nan, 1.0, math.inf, 1.0]:
+        step(model, optimizer, factor)
+        scale = ampatch.loss_scale()
+        assert 2.0**-126 <= scale <= 2.0**126
+        # what unscaling multiplies by is a number too
+        assert 0 < (1.0 / torch.tensor(scale, dtype=torch.float32)).item() < math.inf
+    assert all(param.isfinite().all() for param in ampatch.master_params(optimizer))
+
+
+@pytest.mark.parametrize("value", [1e39, 1e300, 1e-39, 1e-300])
+def test_a_static_scale_that_float32_cannot_invert_is_refused(value):
+    with pytest.raises(ValueError, match="loss_scale=.*which FP32 can invert"):
+        start(loss_scale=value)
+    start(loss_scale=64.0)
+    with pytest.raises(ValueError, match="which FP32 can invert"):
+        ampatch.set_loss_scale(value)
+    assert ampatch.loss_scale() == 64.0
+
+
+# States
+
+
+def test_settings_changed_on_the_way_are_saved_and_come_back():
+    changed = {"growth_interval": 7, "growth_factor": 3.0, "max_loss_scale": 2.0**20}
+    start()
+    assert set(ampatch.state_dict()["loss_scaler0"]) == {"loss_scale", "unskipped"}  # apex's
+    ampatch.set_loss_scale_settings(**changed)
+    ampatch.load_state_dict({"loss_scaler0": APEX | {"unskipped": 5}})
+    state = ampatch.state_dict()
+    assert state == {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 5, **changed}}
+    start()
+    ampatch.load_state_dict(state)
+    assert ampatch.state_dict() == state
+    assert ampatch.loss_scale_settings() == {**DEFAULTS, **changed}
+
+
+def test_the_state_of_torchs_gradscaler_loads():
+    theirs = torch.amp.GradScaler("cpu", init_scale=4096.0, growth_interval=9, growth_factor=3.0)
+    weight = nn.Parameter(torch.zeros(2))
+    other = torch.optim.SGD([weight], lr=0.0)
+    for _ in range(5):
+        theirs.scale(weight.sum()).backward()
+        theirs.step(other)
+        theirs.update()
+    model, optimizer = start(num_losses=2)
+    ampatch.load_state_dict(theirs.state_dict())
+    for _ in range(4):
+        step(model, optimizer)
+        theirs.scale(weight.sum()).backward()
+        theirs.step(other)
+        theirs.update()
+    assert ampatch.loss_scale(0) == theirs.get_scale() == 3 * 4096.0
+    assert (
+        ampatch.loss_scale(1) == 4096.0 and ampatch.state_dict()["loss_scaler1"]["unskipped"] == 5
+    )
+
+
+@pytest.mark.parametrize("floor, cap, expected", [(1.0, 64.0, 64.0), (1024.0, 2.0**20, 1024.0)])
+def test_what_is_loaded_stays_within_the_limits(floor, cap, expected):
+    start(min_loss_scale=floor, max_loss_scale=cap)
+    ampatch.load_state_dict({"loss_scaler0": APEX})
+    assert ampatch.loss_scale() == expected
+
+
+def test_a_dynamic_scale_does_not_become_a_static_one(caplog):
+    """At 65536 without a look at overflow, float16 gradients would be inf, and so the weights."""
+    start(loss_scale=1.0)
+    ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}})
+    assert ampatch.loss_scale() == 1.0
+    assert "65536 is not of a static scaler; the static scale stays 1" in caplog.text
+
+
+def test_a_static_scale_does_not_become_a_dynamic_one(caplog):
+    """From 1.0 it would take 32000 steps to grow back."""
+    start(loss_scale=1.0)
+    state = ampatch.state_dict()
+    start()
+    ampatch.load_state_dict(state)
+    assert ampatch.loss_scale() == 65536.0 and "is that of a static scaler" in caplog.text
+
+
+def test_a_static_scale_set_on_the_way_comes_back():
+    start(loss_scale=64.0)
+    ampatch.set_loss_scale(256.0)
+    state = ampatch.state_dict()
+    start(loss_scale=64.0)
+    ampatch.load_state_dict(state)
+    assert ampatch.loss_scale() == 256.0
+
+
+@pytest.mark.parametrize(
+    "state, error",
+    [
+        (None, TypeError),
+        ([], TypeError),
+        ({}, ValueError),
+        ({0: APEX, 1: APEX}, ValueError),
+        ({"loss_scaler0": APEX}, ValueError),
+        ({"loss_scaler0": APEX, "loss_scaler1": None}, TypeError),
+        ({"loss_scaler0": APEX, "loss_scaler1": {"unskipped": 1}}, ValueError),
+        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "loss_scale": math.inf}}, ValueError),
+        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "loss_scale": "512"}}, TypeError),
+        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "unskipped": -1}}, ValueError),
+        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "unskipped": "1"}}, TypeError),
+        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "growth_factor": 0.5}}, ValueError),
+        ({"scale": math.nan, "_growth_tracker": 0}, ValueError),
+        ({"scale": 8.0, "_growth_tracker": 0, "growth_interval": 0}, ValueError),
+    ],
+    ids=str,
+)
+def test_a_wrong_state_names_the_entry_and_changes_nothing(state, error):
+    start(num_losses=2)
+    before = everything()
+    with pytest.raises(error, match=r"ampatch\.load_state_dict\(state\)"):
+        ampatch.load_state_dict(state)
+    assert everything() == before

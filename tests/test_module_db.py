@@ -1,0 +1,171 @@
+"""Every module of torch's own module database, forward and backward under O1.
+
+The dtypes are those of autocast for CUDA, the values those of plain FP32.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from autocast_oracle import dtypes, module_dtypes, outcome
+from torch import Tensor, nn
+from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ampatch
+
+CAP = 2
+"""Samples of each module in the default run; all of them under the `slow` marker."""
+
+NO_ORACLE = {  # not to be had without CUDA; then all outputs have the dtype of the last listed call
+    "nn.BCELoss": "float32", "nn.CTCLoss": "float32", "nn.GaussianNLLLoss": "float32",
+    "nn.MultiMarginLoss": "float32", "nn.GRU": "half", "nn.GRUCell": "half", "nn.LSTM": "half",
+    "nn.Transformer": "float32", "nn.TransformerEncoder": "float32",
+    "nn.TransformerEncoderLayer": "float32", "nn.TransformerDecoderLayer": "float32",
+}
+
+
+def samples(info: Any, training: bool, cap: int | None) -> list:
+    """Evenly chosen samples of torch's for one module, float32."""
+    torch.manual_seed(0)
+    found = list(info.module_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=False, training=training
+    ))
+    return found if cap is None else found[::max(1, -(-len(found) // cap))]
+
+
+def build(info: Any, sample: Any, training: bool) -> nn.Module:
+    """The sample's module, without randomness in its forward."""
+    torch.manual_seed(0)
+    given = sample.constructor_input
+    module = info.module_cls(*given.args, **given.kwargs).train(training)
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(part, (nn.MultiheadAttention, nn.RNNBase)):
+            part.dropout = 0.0
+    return module
+
+
+def run(module: nn.Module, inputs: Any, training: bool) -> tuple[Any, dict[str, Tensor]]:
+    """Outputs, and the gradients of parameters and float inputs by name."""
+    torch.manual_seed(1)
+    args, kwargs = tree_map(
+        lambda leaf: (
+            leaf.detach().clone().requires_grad_(training)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        ),
+        inputs,
+    )
+    with torch.set_grad_enabled(training):
+        output = module(*args, **kwargs)
+    outs = [out for out in tree_leaves(output) if isinstance(out, Tensor) and out.requires_grad]
+    if outs:
+        sum(out.float().square().sum() for out in outs).backward()
+    named = [*module.named_parameters(), *enumerate(tree_leaves((args, kwargs)))]
+    return output, {
+        str(name): leaf.grad for name, leaf in named
+        if isinstance(leaf, Tensor) and leaf.grad is not None
+    }
+
+
+def error(found: Tensor, reference: Tensor, scale: float = 0.0) -> float:
+    """Relative error of a whole tensor, against at least a hundredth of `scale`."""
+    found, reference = found.detach(), reference.detach()
+    assert found.shape == reference.shape
+    if torch.equal(found, reference.to(found.dtype)):
+        return 0.0
+    good = reference.isfinite()
+    assert torch.equal(good, found.isfinite())
+    difference = (found.float() - reference.float())[good].norm()
+    return float(difference / (reference.float()[good].norm() + scale / 100 + 1e-3))
+
+
+def check(info: Any, sample: Any, training: bool, half: torch.dtype) -> None:
+    """One sample: refused as in FP32, or the dtypes of autocast and values near FP32's."""
+    inputs = (sample.forward_input.args, sample.forward_input.kwargs)
+    plain = build(info, sample, training)
+    model = copy.deepcopy(plain)
+    expected = outcome(run, plain, inputs, training)
+    says = outcome(module_dtypes, half, plain, *inputs[0], **inputs[1])
+    ampatch.initialize(model, opt_level="O1", dtype=half, verbosity=0)
+    found = outcome(run, model, inputs, training)
+    ampatch.deactivate()
+    if isinstance(expected, Exception):
+        assert type(found) is type(expected), (found, expected)
+        return
+    if isinstance(found, Exception):
+        raise found
+    (outputs, grads), (plain_outputs, plain_grads) = found, expected
+    if isinstance(says, Exception):
+        says = [{"float32": torch.float32, "half": half}[NO_ORACLE[info.name]]] * len(dtypes(outputs))
+    assert dtypes(outputs) == says
+    tolerance = 0.02 if half is torch.float16 else 0.15
+    for new, old in zip(tree_leaves(outputs), tree_leaves(plain_outputs), strict=True):
+        assert error(new, old) < tolerance if isinstance(old, Tensor) else new == old
+    assert grads.keys() == plain_grads.keys()
+    norms = [float(grad[grad.isfinite()].norm()) for grad in plain_grads.values()]
+    for name, grad in grads.items():
+        assert grad.dtype is plain_grads[name].dtype
+        assert error(grad, plain_grads[name], max(norms)) < 2 * tolerance, f"gradient of {name}"
+
+
+MODULES = pytest.mark.parametrize("info", module_db, ids=[info.name for info in module_db])
+QUIET = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:LSTM with projections",
+                                   "ignore:.*API of nested tensors")
+
+
+@QUIET
+@MODULES
+@pytest.mark.parametrize(
+    "training, half", [(True, torch.float16), (False, torch.bfloat16)], ids=["train", "eval"]
+)
+def test_module(info, training, half):
+    for sample in samples(info, training, CAP):
+        check(info, sample, training, half)
+
+
+@pytest.mark.slow
+@QUIET
+@MODULES
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_every_sample_of_the_module(info, training, half):
+    for sample in samples(info, training, None):
+        check(info, sample, training, half)
+
+
+def refusals() -> list[tuple]:
+    """(module's info, error sample) for everything torch's database says is refused."""
+    torch.manual_seed(0)
+    return [
+        (info, refusal)
+        for info in module_db if info.module_error_inputs_func is not None
+        for training in (True, False)
+        for refusal in info.module_error_inputs_func(
+            info, device="cpu", dtype=torch.float32, requires_grad=False, training=training
+        )
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Possible nested set")
+def test_what_torch_refuses_is_refused_in_the_same_words(half):
+    cases = refusals()
+    assert len(cases) > 100
+    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    for info, refusal in cases:
+        built = refusal.module_error_input.constructor_input
+        called = refusal.module_error_input.forward_input
+        words = pytest.raises(refusal.error_type, match=refusal.error_regex)
+        if refusal.error_on is ModuleErrorEnum.CONSTRUCTION_ERROR:
+            with words:
+                info.module_cls(*built.args, **built.kwargs)
+            continue
+        module = info.module_cls(*built.args, **built.kwargs)
+        if info.name == "nn.NLLLoss":  # refused for being half and FP32, which O1 brings together
+            assert module(*called.args, **called.kwargs).dtype is torch.float32
+            continue
+        with words:
+            module(*called.args, **called.kwargs)

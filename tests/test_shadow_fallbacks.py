@@ -1,0 +1,304 @@
+"""What sees the inside of a backward pass meets the weights themselves, not their shadows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+
+import ampatch
+from ampatch import backward_pass
+from ampatch.casting import shadows
+from ampatch.session import registry
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.fixture
+def model():
+    return ampatch.initialize(network(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+
+
+def has_shadow(parameter) -> bool:
+    return bool(registry.halves_of(parameter))
+
+
+def loss_of(model) -> torch.Tensor:
+    return model(X).float().pow(2).sum()
+
+
+def autocast_loss(model) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model)
+
+
+def plain_grads() -> list[torch.Tensor]:
+    model = network()
+    autocast_loss(model).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def grads(model) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_equal(found, expected):
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+HOOKS = {
+    "hook": lambda weight, call: weight.register_hook(lambda grad: call(grad)),
+    "late": lambda weight, call: weight.register_post_accumulate_grad_hook(
+        lambda weight: call(weight.grad)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("when", ["first", "between", "after forward", "after deactivate"])
+def test_hooks_see_float32_gradients(model, kind, when):
+    weight, seen = model[0].weight, []
+    if when in ("between", "after forward"):
+        loss_of(model).backward()
+        model.zero_grad()
+    if when in ("first", "between"):
+        HOOKS[kind](weight, seen.append)
+    loss = loss_of(model)
+    if when.startswith("after"):
+        assert has_shadow(weight)
+        if when == "after deactivate":
+            ampatch.deactivate()
+        HOOKS[kind](weight, seen.append)
+    else:
+        assert not has_shadow(weight) and has_shadow(model[2].weight)
+    loss.backward()
+    assert len(seen) == 1 and seen[0].dtype is torch.float32
+    assert_equal(grads(model), plain_grads())
+
+
+@pytest.mark.parametrize("when", ["first", "after forward"])
+def test_a_hook_may_change_the_gradient(model, when):
+    weight = model[0].weight
+    loss = loss_of(model) if when == "after forward" else None
+    handle = weight.register_hook(lambda grad: 3 * grad)
+    (loss_of(model) if loss is None else loss).backward()
+    assert torch.equal(weight.grad, 3 * plain_grads()[0])
+    handle.remove()
+    model.zero_grad()
+    loss_of(model).backward()
+    assert has_shadow(weight)
+    assert_equal(grads(model), plain_grads())
+
+
+def test_an_optimizer_in_the_backward_pass(model):
+    """Every weight steps as soon as its gradient is there (torch's tutorial on memory)."""
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss_of(model).backward()
+    for parameter, old, grad in zip(model.parameters(), before, plain_grads(), strict=True):
+        torch.testing.assert_close(parameter.detach(), old - 0.1 * grad, rtol=0, atol=1e-6)
+
+
+def test_somebody_holds_the_gradient_accumulator(model):
+    """As all-reducing wrappers did before there were hooks after accumulation."""
+    weight, calls = model[0].weight, []
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda *grads: calls.append(weight.grad.dtype))
+    loss_of(model).backward()
+    assert calls == [torch.float32] and not has_shadow(weight) and has_shadow(model[0].bias)
+    del accumulator
+
+
+def test_ranks_that_talk(model, tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    try:
+        loss_of(model).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not any(map(has_shadow, model.parameters()))
+    assert_equal(grads(model), plain_grads())
+
+
+# torch.autograd.grad
+
+
+def test_grad_of_parameters(model):
+    found = torch.autograd.grad(loss_of(model), list(model.parameters()))
+    assert has_shadow(model[0].weight) and grads(model) == [None] * 4
+    assert_equal(found, plain_grads())
+    assert [one.dtype for one in found] == [torch.float32] * 4
+    (one,) = torch.autograd.grad(loss_of(model), model[2].bias)
+    assert torch.equal(one, plain_grads()[3])
+
+
+def test_grad_of_what_is_not_in_the_graph(model):
+    other = nn.Parameter(torch.ones(2))
+    loss_of(model).backward()
+    inputs = [model[0].weight, other, model[2].weight]
+    loss = model[0](X).float().pow(2).sum()
+    with pytest.raises(RuntimeError, match=r"\[1, 2\].*allow_unused"):
+        torch.autograd.grad(loss, inputs, retain_graph=True)
+    first, second, third = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
+    assert first is not None and second is None and third is None
+    found = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    assert torch.equal(found[1], torch.zeros(2)) and found[2].shape == (3, 6)
+
+
+def test_grad_of_a_batch(model):
+    out = model(X).float().sum(0)
+    weights = list(model.parameters())
+    batched = torch.autograd.grad(
+        out, weights, torch.eye(3), retain_graph=True, is_grads_batched=True
+    )
+    for row in range(3):
+        single = torch.autograd.grad(out[row], weights, retain_graph=True)
+        for one, many in zip(single, batched, strict=True):
+            torch.testing.assert_close(many[row], one, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph:UserWarning")
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_a_penalty_on_the_gradient(model, way):
+    """Second derivatives: the first with a graph, then a backward pass through it."""
+
+    def penalty(model, loss):
+        if way == "grad":
+            first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        else:
+            loss.backward(create_graph=True)
+            first = grads(model)
+            assert all(one.requires_grad for one in first[:3])
+            for parameter in model.parameters():
+                parameter.grad = None
+        sum(one.pow(2).sum() for one in first).backward()
+        return grads(model)
+
+    found = penalty(model, loss_of(model))
+    assert has_shadow(model[0].weight)
+    reference = network()
+    with ampatch.disable_casts():
+        expected = penalty(reference, loss_of(reference))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
+
+
+def test_backward_to_some_inputs(model):
+    loss_of(model).backward(inputs=[model[0].weight, model[2].bias])
+    expected = plain_grads()
+    assert torch.equal(model[0].weight.grad, expected[0])
+    assert torch.equal(model[2].bias.grad, expected[3])
+    assert model[0].bias.grad is None and model[2].weight.grad is None
+    model.zero_grad()
+    torch.autograd.backward([loss_of(model)], inputs=model[0].bias)
+    assert torch.equal(model[0].bias.grad, expected[1]) and model[0].weight.grad is None
+
+
+# Transforms, modes and what this torch lacks
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_forward_mode_ad(model):
+    tangents = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    loss_of(model).backward()
+
+    def derivative(model):
+        with forward_ad.dual_level():
+            duals = {
+                name: forward_ad.make_dual(p.detach(), tangents[name])
+                for name, p in model.named_parameters()
+            }
+            out = torch.func.functional_call(model, duals, (X,))
+            return forward_ad.unpack_dual(out.float().sum()).tangent
+
+    found = derivative(model)
+    with ampatch.disable_casts():
+        expected = derivative(network())
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_func_grad_of_the_weights(model):
+    loss_of(model).backward()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (X,)).float().pow(2).sum()
+
+    found = torch.func.grad(loss)(weights)
+    assert_equal(list(found.values()), plain_grads())
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_evaluation_before_training(model, first):
+    with first():
+        model(X)
+        model(X)
+    loss_of(model).backward()
+    assert_equal(grads(model), plain_grads())
+    with first():
+        out = model(X)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(out, network()(X))
+
+
+def test_without_private_names_of_torch(model, monkeypatch):
+    monkeypatch.setattr(shadows, "SUPPORTED", False)
+    loss_of(model).backward()
+    assert not any(map(has_shadow, model.parameters()))
+    assert_equal(grads(model), plain_grads())
+
+
+def test_without_a_level_of_forward_mode(model, monkeypatch):
+    monkeypatch.delattr(forward_ad, "_current_level")
+    loss_of(model).backward()
+    assert not any(map(has_shadow, model.parameters()))
+    assert_equal(grads(model), plain_grads())
+
+
+def test_without_the_number_of_the_backward_pass(model, monkeypatch):
+    monkeypatch.setattr(backward_pass, "_current_graph_task_id", lambda: -1)
+    loss_of(model).backward()
+    assert has_shadow(model[0].weight)
+    assert_equal(grads(model), plain_grads())
+
+
+def test_weights_of_other_kinds_are_cast_in_the_graph(model):
+    half = nn.Parameter(torch.ones(3, 4, dtype=torch.float16))
+    large = nn.Parameter(torch.ones(2**14 + 1, 4))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow, self.large = half, large
+
+        def forward(self, x):
+            return F.linear(x, self.narrow).float().sum() + F.linear(x, self.large).float().sum()
+
+    other = ampatch.initialize(Model(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    other(X).backward()
+    assert not has_shadow(half) and not has_shadow(large)
+    assert half.grad.dtype is torch.float16 and large.grad.dtype is torch.float32
+
+
+def test_a_default_argument_that_holds_the_original_is_loud(model):
+    def gradients(loss, inputs, grad=torch.autograd.grad.__wrapped__):
+        return grad(loss, inputs)
+
+    with pytest.raises(RuntimeError, match="not have been used"):
+        gradients(loss_of(model), [model[0].weight])

@@ -1,0 +1,284 @@
+"""Leaf half shadows: training with them is training, and `parameter.grad` says so."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampatch
+from ampatch.session import registry
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.fixture
+def model():
+    return ampatch.initialize(network(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+
+
+def shadowed(model) -> int:
+    """How many of the parameters have shadows."""
+    return sum(len(registry.halves_of(parameter)) for parameter in model.parameters())
+
+
+def grads(model) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def autocast_grads(loss_of=lambda model: model(X).float().pow(2).sum(), model=None):
+    """torch.autocast's gradients of the same network."""
+    model = network() if model is None else model
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model)
+    loss.backward()
+    return grads(model)
+
+
+def loss_of(model) -> torch.Tensor:
+    return model(X).float().pow(2).sum()
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is torch.float32 and torch.equal(one, other)
+
+
+def test_a_backward_pass_fills_grad(model):
+    loss_of(model).backward()
+    assert shadowed(model) == 4
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_gradients_add_up_in_float32(model):
+    plain = network()
+    for _ in range(3):
+        loss_of(model).backward()
+        autocast_grads(model=plain)
+    assert_equal(grads(model), grads(plain))
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    loss_of(model).backward()
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_many_forwards_before_one_backward_add_up_in_float32():
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, 1))
+
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    model = ampatch.initialize(One(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    sum(model(torch.ones(1, 1)).float().sum() for _ in range(1000)).backward()
+    assert model.weight.grad.item() == pytest.approx(1000, abs=2)  # bfloat16 stops at 256
+
+
+def test_forwards_that_nobody_follows_up_do_not_end_shadows(model):
+    for _ in range(10):
+        model(X)
+    loss_of(model).backward()
+    model.zero_grad()
+    loss_of(model).backward()
+    assert registry.sessions[0].shadows[0].begin()
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_two_forwards_wait_for_one_backward(model):
+    def both(model):
+        return model(X).float().pow(2).sum() + model(2 * X).float().sum()
+
+    both(model).backward()
+    for found, expected in zip(grads(model), autocast_grads(both), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+
+
+def test_a_forward_between_forward_and_backward_spoils_nothing(model):
+    loss = loss_of(model)
+    model(3 * X)
+    loss.backward()
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_a_step_between_forward_and_backward_is_an_error_as_in_plain_torch(model):
+    loss_of(model)
+    loss = loss_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    loss_of(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_weights_that_stay_stay_valid_when_others_change(model):
+    loss = model[2](F.relu(model[0](X))).float().sum()
+    with torch.no_grad():
+        model[0].bias.mul_(2)  # a bias is saved by no graph
+    model(X)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("how", ["data", "swap", "in_place", "load"])
+def test_a_change_between_forwards_is_seen(model, how):
+    loss_of(model).backward()
+    model.zero_grad()
+    state = {name: 2 * value for name, value in model.state_dict().items()}
+    plain = network()
+    plain.load_state_dict(state)
+    for name, parameter in model.named_parameters():
+        if how == "data":
+            parameter.data.copy_(state[name])
+        elif how == "swap":
+            parameter.data = state[name].clone()
+        elif how == "in_place":
+            with torch.no_grad():
+                parameter.copy_(state[name])
+    if how == "load":
+        model.load_state_dict(state)
+    loss_of(model).backward()
+    assert_equal(grads(model), autocast_grads(model=plain))
+
+
+def test_frozen_weights_get_nothing_and_thawed_ones_do(model):
+    loss_of(model).backward()
+    model.zero_grad()
+    model[0].requires_grad_(False)
+    loss_of(model).backward()
+    assert model[0].weight.grad is None and model[2].weight.grad is not None
+    model.zero_grad()
+    model[0].requires_grad_(True)
+    loss_of(model).backward()
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_frozen_between_forward_and_backward(model):
+    loss = loss_of(model)
+    model[0].requires_grad_(False)
+    loss.backward()
+    assert model[0].weight.grad is None and model[2].weight.grad is not None
+
+
+def test_a_weight_cut_short_in_place(model):
+    loss_of(model).backward()
+    model.zero_grad()
+    last = model[2]
+    last.weight.data, last.bias.data = last.weight.data[:1], last.bias.data[:1]
+    loss_of(model).backward()
+    assert last.weight.grad.shape == (1, 6)
+
+
+def test_a_model_made_double_is_left_alone(model):
+    loss_of(model).backward()
+    model.double()
+    assert model(X.double()).dtype is torch.float64
+
+
+def test_retained_graphs(model):
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert_equal(grads(model), [2 * grad for grad in autocast_grads()])
+
+
+def test_a_backward_pass_that_fails_leaves_what_plain_torch_leaves(model):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise KeyError("half-way")
+
+    with pytest.raises(KeyError):
+        model[2](Fails.apply(model[0](X))).float().sum().backward()
+    assert model[2].weight.grad is not None  # reached before the failure
+    assert all(half.grad is None for p in model.parameters() for half in registry.halves_of(p))
+
+
+def test_threads_that_share_a_model(model):
+    loss_of(model).backward()
+    model.zero_grad()
+    barrier = threading.Barrier(4)
+
+    def work():
+        barrier.wait()
+        for _ in range(25):
+            loss_of(model).backward()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found, expected in zip(grads(model), autocast_grads(), strict=True):
+        torch.testing.assert_close(found, 100 * expected, rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=reentrant)
+
+    model = ampatch.initialize(Checkpointed(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    for _ in range(2):
+        model.zero_grad()
+        model(X.clone().requires_grad_()).float().pow(2).sum().backward()
+        assert_equal(grads(model), autocast_grads())
+
+
+@pytest.mark.parametrize("end", ["deactivate", "relevel", "delete", "disable"])
+def test_a_backward_pass_after_the_end_fills_grad(model, end):
+    loss_of(model).backward()
+    model.zero_grad()
+    parameters, loss = list(model.parameters()), loss_of(model)
+    if end == "deactivate":
+        ampatch.deactivate()
+    elif end == "relevel":
+        ampatch.set_opt_level(model, "O0")
+    elif end == "delete":
+        del model
+        ampatch.initialize(nn.Linear(1, 1), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    else:
+        ampatch.initialize(model, enabled=False, verbosity=0)
+    loss.backward()
+    assert_equal([parameter.grad for parameter in parameters], autocast_grads())
+
+
+def test_shadows_go_with_their_weights():
+    model = ampatch.initialize(network(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    loss_of(model).backward()
+    shadows = registry.sessions[0].shadows[0]
+    model[2] = nn.Linear(6, 3)
+    loss_of(model).backward()
+    assert len(shadows.of) == 4 and shadowed(model) == 4
+    del model
+    gc.collect()
+    assert not shadows.of
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_no_other_level_touches_the_backward_pass(level):
+    before = torch.autograd.backward, torch.autograd.grad
+    ampatch.initialize(network(), opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    assert before == (torch.autograd.backward, torch.autograd.grad)

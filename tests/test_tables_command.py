@@ -1,0 +1,350 @@
+"""`ampatch tables`: what it says is so, and `docs/op_tables.md` says the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from op_samples import sample
+from test_casting import (
+    DRIVERLESS,
+    NO_CPU_KERNEL,
+    NO_ORACLE,
+    call,
+    cuda_autocast,
+    dtypes,
+    on_fake_cuda,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import ampatch
+from ampatch import cli
+from ampatch.casting import composites, tables
+from ampatch.casting.install import has
+from ampatch.casting.policy import CastState
+from ampatch.casting.tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ampatch.tables_command import content, differences, formats
+
+ROOT = Path(ampatch.__file__).parents[1]
+ROWS = (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED)
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", "ampatch", "tables", *arguments],
+        cwd=cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        check=False,
+    )
+
+
+# What is printed
+
+
+def test_the_document_is_fresh(capsys):
+    """To make it: ampatch tables --format markdown > docs/op_tables.md"""
+    assert cli.main(["tables", "--format", "markdown"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "op_tables.md").read_text(encoding="utf-8")
+
+
+def test_the_document_does_not_depend_on_the_torch_at_hand(monkeypatch, capsys):
+    cli.main(["tables", "--format", "markdown"])
+    here = capsys.readouterr().out
+    monkeypatch.delattr(torch, "linalg")
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    cli.main(["tables", "--format", "markdown"])
+    assert capsys.readouterr().out == here
+
+
+def test_json_holds_every_row(capsys):
+    assert cli.main(["tables", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    shown = {(row["where"], name, row["rule"]) for row in found["rows"] for name in row["names"]}
+    assert shown == {(r.where, name, r.rule.value) for r in (*ROWS, *APEX) for name in r.names}
+    assert found["torch"] == torch.__version__
+    assert found["missing"] == content.missing()
+    assert {entry["name"] for entry in found["beside"]} == {
+        "check_input", "get_fastpath_enabled", "checkpoint"
+    }
+
+
+def test_what_is_patched_beside_the_tables_is_named():
+    patched = {(where, name) for where, name, _ in composites.module_parts(CastState())}
+    assert set(content.PARTS) == patched
+
+
+@pytest.mark.parametrize("arguments, names", [
+    (["einsum"], {"torch._VF.einsum"}),
+    (["special.*soft*"], set()),
+    (["torch.special.*soft*"], {"torch.special.log_softmax", "torch.special.softmax"}),
+    (["cross_entropy_l"], {"torch._C._nn.cross_entropy_loss"}),
+    (["lo[gs]", "--rule", "float"], {"torch.log", "torch.Tensor.log"}),
+])
+def test_rows_are_asked_for_by_name(arguments, names, capsys):
+    code = cli.main(["tables", "--format", "json", *arguments])
+    out, err = capsys.readouterr()
+    found = json.loads(out)["rows"] if out else []
+    assert {f"{row['where']}.{name}" for row in found for name in row["names"]} == names
+    assert code == (0 if names else 1) and bool(err) == (not names)
+
+
+def test_an_unknown_name_says_so(capsys):
+    assert cli.main(["tables", "relu", "--rule", "banned"]) == 1
+    assert "No row with the rule 'banned' names 'relu'" in capsys.readouterr().err
+
+
+def test_text_is_plain_and_narrow_when_piped():
+    done = run()
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.isascii() and "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 88
+    assert "autocast: raises RuntimeError whatever the dtype" in done.stdout
+    assert "RNNBase.check_input" in done.stdout
+
+
+def test_a_missing_function_is_named_where_it_is_missed(monkeypatch, capsys):
+    row = tables.Row("torch.nn.functional", ("linear", "no_such"), Rule.HALF, "Because.")
+    monkeypatch.setattr(tables, "WHITELIST", (row,))
+    cli.main(["tables", "--rule", "half"])
+    out = capsys.readouterr().out
+    assert "missing in this torch: no_such\n" in out
+    assert out.endswith("lacks torch.nn.functional.no_such.\n")
+
+
+# Where autocast differs: asked of the dispatcher
+
+
+def mixtures(where: str, name: str) -> dict:
+    """Arguments of the active half type with FP32 in turns, and with the other half type."""
+    leaves, spec = tree_flatten(sample(where, name))
+    floating = [
+        index for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    kinds = {"other half": [torch.bfloat16]}
+    if len(floating) > 1:
+        kinds |= {
+            "half, float": [torch.float16, torch.float32],
+            "float, half": [torch.float32, torch.float16],
+            "two halves": [torch.float16, torch.bfloat16],
+        }
+    made = {}
+    for kind, cycle in kinds.items():
+        cast = list(leaves)
+        for index, dtype in zip(floating, itertools.cycle(cycle)):
+            cast[index] = leaves[index].to(dtype)
+        made[kind] = tree_unflatten(cast, spec)
+    return made
+
+
+def outcome(where: str, name: str, arguments) -> list | type:
+    try:
+        with FakeTensorMode():
+            return dtypes(call(where, name, *on_fake_cuda(arguments)))
+    except (RuntimeError, ValueError) as error:
+        if DRIVERLESS and "driver" in str(error):
+            return None
+        return type(error)
+
+
+def test_autocast_differs_where_we_say_so_and_nowhere_else():
+    places = [
+        (row, name) for row in ROWS for name in row.names
+        if not row.native and has(row.where, name)
+        and name not in NO_ORACLE | NO_CPU_KERNEL
+    ]
+    samples = {(row.where, name): mixtures(row.where, name) for row, name in places}
+
+    def outcomes() -> dict:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {
+                (*place, kind): outcome(*place, arguments)
+                for place, kinds in samples.items() for kind, arguments in kinds.items()
+            }
+
+    with cuda_autocast(torch.float16):
+        theirs = outcomes()
+    ampatch.initialize([], opt_level="O1", dtype=torch.float16, verbosity=0)
+    ours = outcomes()
+    differing = {
+        place[:2] for place in theirs
+        if None not in (theirs[place], ours[place]) and theirs[place] != ours[place]
+    }
+    assert differing == {
+        (row.where, name) for row, name in places if differences.from_autocast(row, False)
+    }
+    for (where, name, kind), found in theirs.items():  # and as we say
+        if (where, name) in differing and found != ours[where, name, kind]:
+            assert found is RuntimeError and ours[where, name, kind] is not RuntimeError
+
+
+def test_native_rows_are_none_of_autocasts():
+    """So that "the same" is right for them too."""
+    registered = {
+        name.removeprefix("aten::").split(".")[0]
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    }
+    native = {name.strip("_") for row in ROWS if row.native for name in row.names}
+    assert "mm" in registered and not native & registered
+
+
+# Where apex differs: the facts that were read from its lists
+
+
+def test_apex_differs_as_its_lists_say():
+    """By aten's names, of which one can have many of ours; null: in none of apex's tables."""
+    facts = json.loads((Path(__file__).parent / "data" / "apex_policies.json").read_text())
+    words = {rule.value: rule for rule in Rule}
+    said = {name: rule for rule, names in differences.APEX.items() for name in names.split()}
+    differ = {
+        name for name, word in facts.items()
+        if said.get(name) is not (words[word] if word else None)
+    }
+    through_its_callers = {name for name in facts if "upsample" in name} | {"nll_loss2d"}
+    cells = {"gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"}  # in apex's rnn_compat
+    assert differ == through_its_callers | cells
+    assert len(facts) > 90
+
+
+def test_a_difference_names_the_functions_it_is_about():
+    row = tables.Row("torch", ("exp", "square"), Rule.FLOAT, "Because.")
+    assert differences.from_apex(row) == "left alone: square"
+    assert differences.from_apex(row._replace(names=("square",))) == "left alone"
+    assert differences.from_apex(row._replace(names=("exp",))) == ""
+    sampler = tables.Row("torch", ("grid_sampler",), Rule.PROMOTE, "Because.")
+    assert differences.from_apex(sampler) == "under float"
+    assert "\\_" not in formats.write_text([], [], whole=False)
+
+
+# --check
+
+MODULE = """
+import functools
+import torch
+from torch import mm as product
+from torch.nn.functional import linear, softmax
+
+ACTS = {"exp": [torch.exp]}
+half = functools.partial(torch.softmax, dim=-1)
+
+def apply(x, act=torch.exp, *, other=torch.log):
+    return act(x)
+
+def outer(function):
+    def inner(x):
+        return function(x)
+    return inner
+
+closed = outer(torch.mm)
+
+class Net(torch.nn.Module):
+    act = staticmethod(torch.exp)
+
+    def __init__(self):
+        super().__init__()
+        self.times = torch.matmul
+
+    @property
+    def scaled(self, by=torch.prod):
+        return by(self.weight)
+
+    def forward(self, x, how=linear):
+        return how(x, x)
+
+class Slotted:
+    __slots__ = ("function", "empty")
+
+    def __init__(self):
+        self.function = torch.bmm
+
+net = torch.nn.Sequential(Net())
+layer = torch.nn.TransformerEncoderLayer(8, 2, activation=torch.nn.functional.softplus)
+slotted = Slotted()
+itself = [slotted]
+itself.append(itself)
+"""
+REBOUND = {"product": "torch.mm", "linear": "torch.nn.functional.linear"}
+OUT_OF_REACH = {
+    "ACTS['exp'][0]": ("torch.exp", "container"),
+    "half.func": ("torch.softmax", "partial"),
+    "apply(act=)": ("torch.exp", "default argument"),
+    "apply(other=)": ("torch.log", "default argument"),
+    "closed -> function": ("torch.mm", "closure"),
+    "Net.act": ("torch.exp", "class attribute"),
+    "Net.scaled(by=)": ("torch.prod", "default argument"),
+    "Net.forward(how=)": ("torch.nn.functional.linear", "default argument"),
+    "net._modules['0'].times": ("torch.matmul", "instance attribute"),
+    "layer.activation": ("torch.nn.functional.softplus", "instance attribute"),
+    "slotted.function": ("torch.bmm", "instance attribute"),
+}
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_check_names_what_a_module_holds(as_file, tmp_path):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "__init__.py").write_text("from . import layers\n")
+    (tmp_path / "project" / "layers.py").write_text(MODULE)
+    name = "layers" if as_file else "project.layers"
+    done = run("--check", "project/layers.py" if as_file else "project", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr == ""
+    *lines, total = done.stdout.splitlines()
+    assert total.startswith(f"{len(REBOUND)} found and rebound, {len(OUT_OF_REACH)} out of reach")
+    expected = [f"{name}: {path} holds {f}: found and rebound" for path, f in REBOUND.items()]
+    assert lines[: len(REBOUND)] == expected
+    starts = [
+        f"{name}: {path} holds {function}: not reachable, {kind}; "
+        for path, (function, kind) in OUT_OF_REACH.items()
+    ]
+    assert len(lines) == len(expected) + len(starts)
+    for line, start in zip(lines[len(REBOUND) :], starts):
+        assert line.startswith(start) and len(line) > len(start) + 20  # and what to do
+
+
+def test_check_is_content_with_what_can_be_rebound(tmp_path):
+    """Also where the script initializes, which binds replacements."""
+    (tmp_path / "fine.py").write_text(textwrap.dedent("""
+        import ampatch
+        from torch import mm
+        net = ampatch.initialize([], verbosity=0)
+        from torch import exp
+    """))
+    done = run("--check", "fine.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "fine: mm holds torch.mm: found and rebound",
+        "fine: exp holds torch.exp: found and rebound",
+        "2 found and rebound, 0 out of reach, of the functions that ampatch patches.",
+    ]
+
+
+@pytest.mark.parametrize("name, text, message", [
+    ("gone", None, "gone cannot be imported: ModuleNotFoundError: No module named 'gone'"),
+    ("gone.py", None, "gone.py cannot be imported: FileNotFoundError"),
+    ("broken.py", "1 / 0", "broken.py cannot be imported: ZeroDivisionError"),
+    ("script.py", "raise SystemExit(0)", "script.py cannot be imported: SystemExit: 0"),
+])
+def test_what_cannot_be_checked_is_refused(name, text, message, tmp_path, monkeypatch, capsys):
+    if text:
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["tables", "--check", name])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+    sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_check_takes_no_other_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["tables", "--check", "torch", "--rule", "half"])
+    assert stop.value.code == 2 and "goes with no other option" in capsys.readouterr().err

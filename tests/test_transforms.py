@@ -1,0 +1,235 @@
+"""torch.func, torch.autograd.functional, forward-mode AD and activation checkpointing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+from torch.autograd import functional
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import ampatch
+
+H, FP32 = torch.bfloat16, torch.float32
+JIT = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own use
+LEVELS = ["O0", "O1", "O2", "O3"]
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """A layer used twice and a softmax; output (n, 4)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return torch.softmax(self.layer(self.norm(torch.tanh(self.layer(x)))), -1)
+
+
+def managed(level):
+    return ampatch.initialize(Net(), opt_level=level, dtype=H, verbosity=0)
+
+
+def by_hand(level):
+    """The function a managed model is, written with casts where the level has them."""
+    net, half = Net(), FP32 if level == "O0" else H
+
+    def cast(tensor):
+        return tensor.to(half)
+
+    weight, bias = cast(net.layer.weight), cast(net.layer.bias)
+    inner = H if level in ("O2", "O3") else FP32
+    scale, shift = net.norm.weight.to(inner), net.norm.bias.to(inner)
+
+    def function(x):
+        y = torch.tanh(torch.nn.functional.linear(cast(x), weight, bias))
+        y = torch.nn.functional.layer_norm(y.to(inner), (4,), scale, shift)
+        y = torch.nn.functional.linear(cast(y), weight, bias)
+        return torch.softmax(y.to(inner), -1).float()
+
+    return function
+
+
+def first(function):
+    return lambda x: function(x)[..., 0].sum()
+
+
+TRANSFORMS = {
+    "vmap": lambda f: vmap(f)(X),
+    "vmap of columns": lambda f: vmap(f, in_dims=1, out_dims=1)(X.unsqueeze(0))[0],
+    "grad": lambda f: grad(first(f))(X),
+    "per sample": lambda f: vmap(grad(first(f)))(X),
+    "jvp": lambda f: torch.cat(jvp(f, (X,), (torch.ones_like(X),))),
+    "jacrev": lambda f: jacrev(f)(X),
+    "jacfwd": lambda f: jacfwd(f)(X),
+    "hessian": lambda f: hessian(first(f))(X),
+    "vjp": lambda f: torch.func.vjp(f, X)[1](torch.ones_like(X))[0],
+    "linearize": lambda f: torch.func.linearize(f, X)[1](torch.ones_like(X)),
+    "autograd jacobian": lambda f: functional.jacobian(f, X),
+    "autograd vectorized": lambda f: functional.jacobian(f, X, vectorize=True),
+    "autograd hessian": lambda f: functional.hessian(first(f), X),
+    "autograd jvp": lambda f: functional.jvp(f, X, torch.ones_like(X))[1],
+    "autograd hvp": lambda f: functional.hvp(first(f), X, torch.ones_like(X))[1],
+    "forward mode": lambda f: forward_mode(f),
+}
+
+
+def forward_mode(function):
+    with forward_ad.dual_level():
+        dual = function(forward_ad.make_dual(X, torch.ones_like(X)))
+        return torch.stack(tuple(forward_ad.unpack_dual(dual)))
+
+
+@JIT
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's linearize
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_of_a_managed_model(name, level, caplog):
+    """As that of the same function with its casts written out; nothing of it is kept."""
+    transform = TRANSFORMS[name]
+    expected = transform(by_hand(level))
+    model = ampatch.initialize(Net(), opt_level=level, dtype=H)
+    plain = model(X)
+    found = transform(model)
+    assert found.dtype is expected.dtype is FP32
+    assert torch.equal(found, expected)
+    assert torch.equal(model(X), plain) and ampatch.cache_info().entries == 0
+    assert "TorchScript" not in caplog.text
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functional_call(level):
+    """Gradients come in the dtypes of the weights that were handed in."""
+    model = managed(level)
+    weights = {name: 2 * value.detach() for name, value in model.named_parameters()}
+
+    def loss(weights):
+        return functional_call(model, weights, (X,))[:, 0].sum()
+
+    grads = grad(loss)(weights)
+    before = model(X)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(2)
+    model(X)[:, 0].sum().backward()
+    for name, value in model.named_parameters():
+        assert grads[name].dtype is value.dtype
+        # At O1 the model casts its layer once for both calls and sums in half.
+        rounding = {"rtol": 0.01, "atol": 0.01} if level == "O1" else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(grads[name], value.grad, **rounding)
+    assert not torch.equal(model(X), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_ensemble(level):
+    models = [managed(level) for _ in range(2)]
+    with torch.no_grad():
+        models[1].layer.weight.mul_(2)
+    weights, buffers = torch.func.stack_module_state(models)
+
+    def call(weights, buffers):
+        return functional_call(models[0], (weights, buffers), (X,))
+
+    found = vmap(call)(weights, buffers)
+    expected = torch.stack([model(X) for model in models])
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+# Checkpointing
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(torch.tanh(self.layer(self.layer(x))))
+
+
+class Stack(nn.Module):
+    """Four blocks, run in one of several ways."""
+
+    def __init__(self, run):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.run = nn.Sequential(*(Block() for _ in range(4))), run
+
+    def forward(self, x):
+        return torch.softmax(self.run(self.blocks, x), -1)
+
+
+def one_by_one(reentrant):
+    def run(blocks, x):
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    return run
+
+
+def plainly(blocks, x):
+    return blocks(x)
+
+
+RUNS = {
+    "reentrant": one_by_one(True),
+    "not reentrant": one_by_one(False),
+    "nested": lambda blocks, x: checkpoint(
+        lambda x: one_by_one(False)(blocks, x), x, use_reentrant=False
+    ),
+    "sequential": lambda blocks, x: checkpoint_sequential(blocks, 2, x, use_reentrant=False),
+    "sequential reentrant": lambda blocks, x: checkpoint_sequential(
+        blocks, 2, x, use_reentrant=True
+    ),
+}
+
+
+def gradients(level, run, scope="process", **options):
+    model = Stack(run)
+    options = {"dtype": H, "verbosity": 0, "patch_scope": scope, **options}
+    ampatch.initialize(model, opt_level=level, **options)
+    x = X.clone().requires_grad_()
+    torch.manual_seed(2)
+    output = model(x)
+    assert ampatch.cache_info().entries == 0
+    output[:, 0].float().pow(2).sum().backward()
+    assert ampatch.cache_info().entries == 0
+    ampatch.deactivate()
+    return [output.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def same(found, expected) -> bool:
+    return all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", RUNS)
+def test_checkpointing_changes_no_bit(name, level, scope):
+    """The recompute casts as the forward did, although it runs outside the model's hooks."""
+    expected = gradients(level, plainly, scope)
+    assert same(gradients(level, RUNS[name], scope), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_beside_a_model_at_another_level(reentrant):
+    """The recompute of an O0 model is not cast by the O1 session of another."""
+    alone = gradients("O0", one_by_one(reentrant))
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
+    assert same(gradients("O0", one_by_one(reentrant)), alone)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_under_an_override(reentrant):
+    rules = {"blocks.1": "float"}
+    expected = gradients("O1", plainly, overrides=rules)
+    assert same(gradients("O1", one_by_one(reentrant), overrides=rules), expected)
+    assert not same(gradients("O1", plainly), expected)
