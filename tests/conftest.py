@@ -36,7 +36,6 @@ _OWNERS = {
     "torch.utils.checkpoint": torch.utils.checkpoint,
     "torch.backends.mha": torch.backends.mha,
     "torch.optim.Optimizer": torch.optim.Optimizer,
-    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "torch.fx.Tracer": torch.fx.Tracer,
     "torch.jit": torch.jit,
 }
@@ -64,7 +63,7 @@ def snapshot() -> dict[tuple[str, str], object]:
         (title, name): value
         for title, owner in _OWNERS.items()
         for name, value in vars(owner).items()
-        if (name == "__init__" or not name.startswith("__")) and name not in _VOLATILE
+        if not name.startswith("__") and name not in _VOLATILE
     }
 
 
