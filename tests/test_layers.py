@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "ampatch"
 
-LEAVES = {"errors", "log", "_version"}
+LEAVES = {"errors", "foreach", "log", "_version"}
 ALLOWED = {
     "errors": set(),
+    "foreach": set(),
     "log": set(),
     "_version": set(),
     "opt_levels": LEAVES,

@@ -15,6 +15,8 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import foreach
+
 _SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
 
 
@@ -111,7 +113,7 @@ class MasterWeights:
             changed = [pair for pair in self if id(pair.half) not in known]
             if changed:
                 masters = [pair.master.detach() for pair in changed]
-                torch._foreach_copy_(masters, [pair.half.detach() for pair in changed])
+                foreach.copy_(masters, [pair.half.detach() for pair in changed])
             for pair in changed:
                 self._versions[id(pair.half)] = pair.half._version
             self._adopt(loaded)
@@ -149,7 +151,7 @@ class MasterWeights:
         taken = {}
         for part in _in_parts([pair for pair in pairs if not pair.half.grad.is_sparse]):
             copies = [torch.empty_like(pair.master) for pair in part]
-            torch._foreach_copy_(copies, [pair.half.grad for pair in part])
+            foreach.copy_(copies, [pair.half.grad for pair in part])
             for pair, copy in zip(part, copies, strict=True):
                 taken[id(pair.master)] = copy
                 pair.half.grad = None
@@ -170,7 +172,7 @@ class MasterWeights:
         if not pairs:
             return
         with torch.no_grad():
-            torch._foreach_copy_([p.half for p in pairs], [p.master for p in pairs])
+            foreach.copy_([p.half for p in pairs], [p.master for p in pairs])
         for pair in pairs:
             self._versions[id(pair.half)] = pair.half._version
 
