@@ -69,14 +69,20 @@ def register_promote_function(module: Any, name: str | None = None) -> None:
 
 
 def disable_casts() -> Under:
-    """Context manager and decorator: no casting in this thread."""
+    """Context manager and decorator: no casting in this thread.
+
+    Like torch's grad mode it belongs to the thread, so that while a generator or task
+    is suspended inside the block, what else runs in the thread is under it too.  As a
+    decorator of generators and `async` functions it covers only their own steps.  Worker
+    threads start without it; forked processes inherit it, spawned ones know of no session.
+    """
     return registry.state.under(lambda: None, by_user=True)
 
 
 def precision(dtype: str) -> Under:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
-    Raises `ValueError` for another word.  Without casting in force it changes nothing.
+    For threads and tasks as `disable_casts`.  Raises `ValueError` for another word.  Without casting in force it changes nothing.
     """
     if dtype not in ("float", "half"):
         raise ValueError(

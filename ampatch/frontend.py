@@ -11,6 +11,7 @@ from torch import nn
 
 from . import checks, overrides as override_rules
 from .errors import AmpatchError
+from .handover import Handover
 from .log import logger, set_verbosity
 from .opt_levels import level_name, resolve
 from .session import Session, registry
@@ -86,13 +87,17 @@ def initialize(
         patch_scope: `"process"` casts every call while the session is open, `"model"`
             those in a managed model's forward or on its parameters or half tensors.
 
+    Called again on objects that are managed already it puts them under the new settings:
+    weights and masters keep their FP32 values, optimizers their state.
+
     Returns:
         `models` if no optimizers were given, else `(models, optimizers)`: the very objects.
 
     Raises:
         TypeError, ValueError: for an argument that is wrong; it is named.
         AmpatchError: for a model wrapped in DistributedDataParallel too early.
-        In each case nothing has been changed.
+        In each case, and whatever else is raised, nothing has been changed; objects
+        that an earlier call manages stay managed by it.
 
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE` and
     `AMPATCH_ENABLED` (`0`) override the arguments of the same names.
@@ -125,12 +130,13 @@ def initialize(
     listed_models, listed_optimizers = checks.as_models(models), checks.as_optimizers(optimizers)
     if properties.enabled:
         _check(listed_models, listed_optimizers, properties, rules)
-        _release(listed_models, listed_optimizers)
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = ([], {})
     session = Session(properties, rules=rules, process_group=process_group)
-    session.open(listed_models, listed_optimizers)
+    with Handover(registry.sessions, listed_models, listed_optimizers):
+        session.open(listed_models, listed_optimizers)
+    registry.close_empty()
     registry.tell("on_initialize", properties)
     note = checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
@@ -178,24 +184,14 @@ def _check(
         registry.check_functions(rules[1])
 
 
-def _release(models: list[nn.Module], optimizers: list[Any]) -> None:
-    """A second `initialize` on an object takes it out of the first; FP32 values carry over."""
-    for model in models:
-        session = registry.session_of_model(model)
-        if session is not None:
-            session.release_model(model)
-    for optimizer in optimizers:
-        session = registry.session_of(optimizer)
-        if session is not None:
-            session.release_optimizer(optimizer)
-    registry.close_empty()
-
-
 def set_opt_level(model: nn.Module, opt_level: Any) -> None:
     """Put a managed model under another opt level, now.
 
     Weights keep their FP32 values, optimizers their state.  Call it between
-    steps.  Raises `AmpatchError` for a model that no open session manages.
+    steps.  Other models that were given to `initialize` with it keep their level, and
+    dynamic loss scales that they need stay as they are.  Raises `AmpatchError` for a
+    model that no open session manages, `ValueError` for a level in another half type
+    than that of those other models.
     """
     session = registry.session_of_model(model)
     if session is None:

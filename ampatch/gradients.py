@@ -24,19 +24,19 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad
 
 
 def replacements(
-    master_of: MasterOf, collect: Callable[[], None], zeroed: Callable[[set[int]], None]
+    master_of: MasterOf, ready: Callable[[list[Tensor]], None], zeroed: Callable[[set[int]], None]
 ) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """`(owner, name, make)` for each tool to replace.
 
-    `collect` moves gradients that a plain `backward()` left in half parameters
-    to their masters; `zeroed` is told which parameters (ids) have lost theirs.
+    `ready` has gradients of the given tensors complete and unscaled: those that a plain
+    `backward()` left in half parameters, or `delay_unscale` left scaled; `zeroed` is told which parameters (ids) have lost theirs.
     """
     places: list[tuple[Any, str, Callable]] = [
         (nn.Module, "zero_grad", lambda original: _zero_grad(original, master_of, zeroed))
     ]
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         places.extend(
-            (owner, name, lambda original: _on_masters(original, master_of, collect))
+            (owner, name, lambda original: _on_masters(original, master_of, ready))
             for name in _CLIPPING
             if inspect.isfunction(getattr(owner, name, None))
         )
@@ -62,12 +62,15 @@ def _zero_grad(
     return zero_grad
 
 
-def _on_masters(original: Callable, master_of: MasterOf, collect: Callable[[], None]) -> Callable:
+def _on_masters(
+    original: Callable, master_of: MasterOf, ready: Callable[[list[Tensor]], None]
+) -> Callable:
     @functools.wraps(original)
     def on_masters(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(parameters, Tensor):
             parameters = [parameters]
-        collect()
+        parameters = list(parameters)
+        ready(parameters)
         own = [
             parameter if (master := master_of(parameter)) is None else master
             for parameter in parameters

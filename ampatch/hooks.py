@@ -51,24 +51,26 @@ _HOOK_FLAGS = (
 def drop_plain_hooks(module: nn.Module) -> None:
     """Take what is left of our hooks out of a copied module."""
     for table in _HOOK_TABLES:
-        hooks = getattr(module, table)
+        hooks = getattr(module, table, {})
         for key in [key for key, hook in hooks.items() if _is_plain(hook)]:
             del hooks[key]
             for flags in _HOOK_FLAGS:
-                getattr(module, flags).pop(key, None)
+                getattr(module, flags, {}).pop(key, None)
 
 
 def _is_plain(hook: Any) -> bool:
     return hook is plain_hook or getattr(hook, "hook", None) is plain_hook
 
 
-def add_state_dict_hook(module: nn.Module, hook: Callable) -> Any:
-    """Have `hook(module, state_dict, prefix, metadata)` run after `state_dict()`."""
+def add_state_dict_hook(module: nn.Module, call: Callable) -> Any:
+    """Have `call(module, state_dict, prefix, metadata)` run after `state_dict()`."""
     if hasattr(module, "register_state_dict_post_hook"):
-        return module.register_state_dict_post_hook(hook)
-    return module._register_state_dict_hook(hook)
+        return module.register_state_dict_post_hook(Hook(call))
+    return module._register_state_dict_hook(Hook(call))
 
 
-def add_load_hook(module: nn.Module, hook: Callable) -> Any:
-    """Have `hook(state_dict, prefix, ...)` run before the module loads its own tensors."""
-    return module._register_load_state_dict_pre_hook(hook)
+def add_load_hook(module: nn.Module, call: Callable) -> Any:
+    """Have `call(module, state_dict, prefix, ...)` run before the module loads its own tensors."""
+    if hasattr(module, "register_load_state_dict_pre_hook"):
+        return module.register_load_state_dict_pre_hook(Hook(call))
+    return module._register_load_state_dict_pre_hook(Hook(call, module))

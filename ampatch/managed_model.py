@@ -1,4 +1,11 @@
-"""One model in the care of a session: its hooks, put in and taken out exactly."""
+"""One model in the care of a session: its hooks, put in and taken out exactly.
+
+`copy.deepcopy`, `pickle`, `torch.save(model)` and sending it to another process
+give plain models: no hooks, FP32 weights (O0, O1: the same values; O2: the
+masters'; O3: the rounded ones, widened), usable where ampatch is not installed.
+`copy.copy` and DataParallel's replicas share weights and hooks: they are cast
+as the model is, for as long as the session is open.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +112,8 @@ class ManagedModel:
             self._handles.extend(override.install())
         if self.properties.cast_model_type in HALF_TYPES:
             for module in _hookable(model):
-                self._handles.append(add_state_dict_hook(module, Hook(self._save_float)))
-                self._handles.append(add_load_hook(module, Hook(self._load_masters, module)))
+                self._handles.append(add_state_dict_hook(module, self._save_float))
+                self._handles.append(add_load_hook(module, self._load_masters))
         vars(model)["__deepcopy__"] = self._deepcopy
         vars(model)["__reduce_ex__"] = self._reduce
         vars(model)["__prepare_scriptable__"] = self._scriptable
@@ -275,9 +282,8 @@ def _hookable(model: nn.Module) -> Iterator[nn.Module]:
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """`(name, tensor)` of what a module's hooks answer for: its own, its TorchScript children's."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
     for name, child in module.named_children():
         if isinstance(child, torch.jit.ScriptModule):
             yield from child.named_parameters(name, remove_duplicate=False)

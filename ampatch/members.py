@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from .casting.shadows import Shadows
 from .managed_model import ManagedModel
@@ -25,7 +26,7 @@ class Members:
         self._was_given = False
         self._models: list[weakref.ref[ManagedModel]] = []
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
-        self._bystanders: list[weakref.ref] = []  # optimizers of a disabled session
+        self.bystanders: list[weakref.ref] = []  # optimizers of a disabled session
         self.shadows: list[Shadows] = []  # they outlive their model, for graphs that do
 
     def add_model(self, managed: ManagedModel) -> None:
@@ -77,15 +78,19 @@ class Members:
                 return managed
         return None
 
+    def manages(self, model: nn.Module) -> bool:
+        """Whether a model is in this session's care."""
+        return any(managed.model is model for managed in self.models())
+
     def knows(self, optimizer: Any) -> bool:
         """Whether `initialize` was given this optimizer, enabled or not."""
         return self.managed(optimizer) is not None or any(
-            bystander() is optimizer for bystander in self._bystanders
+            bystander() is optimizer for bystander in self.bystanders
         )
 
     def is_alive(self) -> bool:
         """Whether any of its models and optimizers is still in use."""
-        references = (*self._models, *self._optimizers, *self._bystanders)
+        references = (*self._models, *self._optimizers, *self.bystanders)
         return (
             not self._was_given
             or not references
@@ -94,11 +99,44 @@ class Members:
 
     def is_empty(self) -> bool:
         """Whether nothing is left of what it was given."""
-        return self._was_given and not (self._models or self._optimizers or self._bystanders)
+        return self._was_given and not (self._models or self._optimizers or self.bystanders)
 
     def plain_copy(self, model: nn.Module) -> nn.Module:
         """A plain FP32 copy of one of the models."""
         return next(managed for managed in self.models() if managed.model is model).plain_copy()
+
+    def release_model(self, model: nn.Module) -> None:
+        """Take one model out of care; its parameters go back into the optimizers."""
+        for managed in list(self.models()):
+            if managed.model is model:
+                for optimizer in self.optimizers():
+                    optimizer.settle()
+                managed.uninstall()
+                ids = {id(parameter) for parameter in model.parameters()}
+                for optimizer in self.optimizers():
+                    optimizer.release_parameters(ids)
+                    optimizer.fit_state(managed.converted())
+                self._models = [ref for ref in self._models if ref() is not managed]
+                if managed.shadows is not None:
+                    managed.shadows.retire()
+
+    def release_optimizer(self, optimizer: Any) -> None:
+        """Take one optimizer out of care."""
+        self.bystanders = [ref for ref in self.bystanders if ref() is not optimizer]
+        managed = self.managed(optimizer)
+        if managed is not None:
+            managed.settle()
+            managed.uninstall()
+            self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
+
+    def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
+        originals, halves = self._originals(), self._halves()
+        for managed in self.optimizers():
+            managed.adopt_parameters(originals, halves, masters)
+
+    def _forget_originals(self) -> None:
+        for managed in self.models():
+            managed.forget_originals()
 
     def _originals(self) -> dict[int, Tensor]:
         return {key: value for model in self.models() for key, value in model.originals().items()}

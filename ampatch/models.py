@@ -148,9 +148,8 @@ def convert_weights(
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import backward_pass, gradients, tracing
+from . import backward_pass, broadcast, gradients, tracing
 from .casting import early_names, user_functions
 from .casting.install import (
     Installation,
@@ -105,7 +105,10 @@ class Registry:
         _keep(
             self._gradient_tools,
             any(True for session in self.sessions for _ in session.optimizers()),
-            gradients.replacements(self.master_of, self.collect_grads, self.forget_overflow),
+            [
+                *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
+                *broadcast.replacements(self.agree_masters),
+            ],
         )
         _keep(
             self._backward_pass,
@@ -157,7 +160,7 @@ class Registry:
     def session_of_model(self, model: Any) -> Session | None:
         """The session that manages a model."""
         for session in reversed(self.sessions):
-            if any(managed.model is model for managed in session.models()):
+            if session.manages(model):
                 return session
         return None
 
@@ -175,11 +178,20 @@ class Registry:
                 return master
         return None
 
-    def collect_grads(self) -> None:
-        """Move what a plain `backward()` left in half parameters to their masters."""
+    def agree_masters(self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]) -> None:
+        """Have `send` make the masters of these parameters equal on all ranks."""
         for session in self.sessions:
             for managed in session.optimizers():
-                managed.take_unscaled()
+                for parameter in parameters:
+                    if managed.masters.of(parameter) is not None:
+                        managed.masters.agree(parameter, send)
+
+    def ready_grads(self, tensors: list[Tensor]) -> None:
+        """Gradients of these tensors are about to be used: gather and unscale what waits."""
+        wanted = {id(tensor) for tensor in tensors}
+        for session in self.sessions:
+            for managed in session.optimizers():
+                managed.ready(wanted)
 
     def collect_shadows(self) -> None:
         """Take the gradients that a backward pass left in shadows to their weights."""

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from . import frames, overrides, tracing
 from .casting.casts import tensors_in
 from .casting.policy import CastState, Policy
 from .casting.weight_cache import CacheInfo
+from .handover import Handover
 from .log import logger
 from .managed_model import ManagedModel
 from .members import Members
@@ -26,6 +28,7 @@ from .registry import Registry
 from .scaling.backward import ScaledBackward
 from .scaling.loss_scaler import make_scaler
 from .scaling.optimizer import ManagedOptimizer
+from .scaling.sharing import with_sharers
 from .scaling.skips import skip_report
 
 
@@ -67,7 +70,7 @@ class Session(Members):
         if not models:
             self._policy.devices = None  # no model says where it is at home: cast everywhere
         if not self.properties.enabled:
-            self._bystanders = [weakref.ref(optimizer) for optimizer in optimizers]
+            self.bystanders = [weakref.ref(optimizer) for optimizer in optimizers]
             self.is_open = True
             registry.add(self)
             return
@@ -76,8 +79,7 @@ class Session(Members):
                 self._manage_model(model, self.properties)
             for optimizer in optimizers:
                 self.manage_optimizer(optimizer)
-            for managed in self.models():
-                managed.forget_originals()
+            self._forget_originals()
             for managed in self.optimizers():
                 managed.forget_found_state()
             self.is_open = True
@@ -100,7 +102,7 @@ class Session(Members):
             optimizer.uninstall()
             optimizer.fit_state(changed)
             optimizer.restore_found_state()
-        self._models, self._optimizers, self._bystanders = [], [], []
+        self._models, self._optimizers, self.bystanders = [], [], []
         self.drop_shadows()
         self.is_open = False
         registry.remove(self)
@@ -142,6 +144,7 @@ class Session(Members):
             casts_on=lambda: registry.state.under(registry.outside_step),
             after_step=self._after_step,
             halves=self._halves,
+            master_of=self.master_of,
             process_group=self._process_group,
         )
         self._optimizers.append(weakref.ref(managed))
@@ -230,6 +233,7 @@ class Session(Members):
         registry.state.drop_interrupted()
         for optimizer in managed:
             optimizer.adopt_new()
+        managed = with_sharers(managed, list(self.optimizers()))
         registry.tell("on_loss", loss, loss_id)
         return ScaledBackward(
             loss,
@@ -267,7 +271,9 @@ class Session(Members):
         """Put one of the models under another opt level; FP32 values carry over exactly.
 
         What the level decides is decided anew, a loss scale among it; the rest
-        (dtype, limits, scope, ...) stays.
+        (dtype, limits, scope, ...) stays.  Other models of the session keep
+        their level, and the loss scalers that serve them; raises `ValueError`
+        for a level in another half type than theirs.
         """
         kept = {
             field.name: getattr(self.properties, field.name)
@@ -275,42 +281,59 @@ class Session(Members):
             if field.name not in ("opt_level", *NULLABLE) or field.name == "min_loss_scale"
         }
         properties = resolve(opt_level, **kept)
-        self.release_model(model)
-        if self.properties.loss_scale != properties.loss_scale:
-            self.scalers = [_scaler(properties) for _ in self.scalers]
-        self.properties = properties
-        self.may_cast = True
-        for policy in (self._policy, self._overrides_only):
-            policy.half_to = policy.half_type = properties.dtype
-        self._manage_model(model, properties)
-        for optimizer in self.optimizers():
-            optimizer.adopt_parameters(self._originals(), self._halves())
-        for managed in self.models():
-            managed.forget_originals()
+        others = [managed for managed in self.models() if managed.model is not model]
+        if others and properties.dtype is not self.properties.dtype:
+            raise ValueError(
+                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and the "
+                f"models given to initialize together share {self.properties.dtype}. Choose a "
+                "level in that type, or call initialize for this model and its optimizer alone."
+            )
+        with Handover([self], [model], []):
+            self._cast_to(properties.dtype)
+            self._manage_model(model, properties)
+            self._adopt_parameters({})
+        self._fit_scalers(properties, others)
+        self._forget_originals()
         registry.refresh()
 
-    def release_model(self, model: nn.Module) -> None:
-        """Take one model out of care; its parameters go back into the optimizers."""
-        for managed in list(self.models()):
-            if managed.model is model:
-                for optimizer in self.optimizers():
-                    optimizer.settle()
-                managed.uninstall()
-                ids = {id(parameter) for parameter in model.parameters()}
-                for optimizer in self.optimizers():
-                    optimizer.release_parameters(ids)
-                    optimizer.fit_state(managed.converted())
-                self._models = [ref for ref in self._models if ref() is not managed]
-                if managed.shadows is not None:
-                    managed.shadows.retire()
+    def _cast_to(self, dtype: torch.dtype) -> None:
+        for policy in (self._policy, self._overrides_only):
+            policy.half_to = policy.half_type = dtype
 
-    def release_optimizer(self, optimizer: Any) -> None:
-        """Take one optimizer out of care."""
-        managed = self.managed(optimizer)
-        if managed is not None:
-            managed.settle()
-            managed.uninstall()
-            self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
+    def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
+        """Scale losses as a model's new level wants it, and as the other models need it."""
+        if not others:
+            anew = self.properties.loss_scale != properties.loss_scale
+            self.properties = properties
+            self.may_cast = True
+        elif properties.loss_scale == "dynamic":
+            anew = all(scaler.is_one for scaler in self.scalers)
+        else:
+            dynamic = any(other.properties.loss_scale == "dynamic" for other in others)
+            anew = not dynamic and any(scaler.is_dynamic for scaler in self.scalers)
+        if anew:
+            self.scalers = [_scaler(properties) for _ in self.scalers]
+
+    def take_back(
+        self,
+        models: list[ManagedModel],
+        optimizers: list[ManagedOptimizer],
+        bystanders: list[weakref.ref],
+        masters: dict[int, Parameter],
+    ) -> None:
+        """Manage again what was released; `masters` by ids of half parameters are used again."""
+        self._cast_to(self.properties.dtype)
+        still = list(self.models())
+        self.bystanders = bystanders
+        for managed in models:
+            if not any(known.model is managed.model for known in still):
+                self._manage_model(managed.model, managed.properties)
+        self._optimizers = [weakref.ref(managed) for managed in optimizers]
+        for managed in optimizers:
+            managed.reinstall()
+        self._adopt_parameters(masters)
+        self._forget_originals()
+        registry.refresh()
 
 
 def _device_limit() -> set[str] | None:

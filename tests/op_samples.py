@@ -68,7 +68,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     **{name: _call((3, 4), [1]) for name in
        ("cumprod", "cumsum", "softmax", "log_softmax", "logsumexp")},
     **{name: _call((3, 3), (3, 3)) for name in
-       ("mm", "matmul", "__matmul__", "dsmm", "spmm", "atan2", "dist", "inner", "vecdot",
+       ("mm", "matmul", "__matmul__", "dsmm", "spmm", "arctan2", "atan2", "dist", "inner", "vecdot",
         "cosine_similarity", "pairwise_distance", "mse_loss", "l1_loss", "smooth_l1_loss",
         "huber_loss", "kl_div", "binary_cross_entropy_with_logits", "binary_cross_entropy")},
     **{name: _call((3, 3), (3, 3), (3, 3)) for name in
@@ -76,6 +76,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     **{name: _call((3, 4), [2.0]) for name in ("pow", "__pow__")},
     "norm": _call((3, 4)),
     "frobenius_norm": _call((3, 4), [[0, 1]]),
+    "norm_except_dim": _call((3, 4), [2], [0]),
     "torch._VF.norm": _call((3, 4), [2], [[1]], keepdim=True),
     "bmm": _call((2, 3, 4), (2, 4, 3)),
     "addbmm": _call((3, 3), (2, 3, 4), (2, 4, 3)),

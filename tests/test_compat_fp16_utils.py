@@ -188,6 +188,26 @@ def test_fp16_optimizer_accumulates_and_takes_closures():
     assert close_to_fp32([p for g in optimizer.param_groups for p in g["params"]], 15)
 
 
+def test_a_closure_sees_where_the_optimizer_is():
+    """LBFGS evaluates several times within a step, at weights that only the copies have yet."""
+    from apex.fp16_utils import FP16_Optimizer, network_to_half
+
+    model = network_to_half(network())
+    inner = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
+    optimizer = FP16_Optimizer(inner, static_loss_scale=16.0)
+    values = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        optimizer.backward(loss)
+        values.append(loss.item())
+        return loss
+
+    optimizer.step(closure)
+    assert len(values) == 5 and values == sorted(values, reverse=True) and values[-1] < values[0]
+
+
 def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
     from apex.fp16_utils import network_to_half
 
@@ -260,6 +280,7 @@ def test_state_of_a_used_optimizer_moves_to_the_masters():
     wrapped = FP16_Optimizer(inner)
     masters = wrapped.param_groups[0]["params"]
     assert all(
-        torch.equal(wrapped.state[m]["momentum_buffer"], value.float())
+        wrapped.state[m]["momentum_buffer"].dtype is torch.float32
+        and torch.equal(wrapped.state[m]["momentum_buffer"], value.float())
         for m, value in zip(masters, found, strict=True)
     )

@@ -192,6 +192,7 @@ LAMB = {
     "sums": {"grad_averaging": False},
     "uncorrected": {"bias_correction": False},
     "unclipped": {"max_grad_norm": 0.0},
+    "clipped at times": {"max_grad_norm": 9.0},
     "no decay": {"weight_decay": 0.0},
     "nvlamb": {"weight_decay": 0.0, "use_nvlamb": True},
 }
@@ -342,6 +343,34 @@ def test_every_optimizer_trains_and_skips_under_amp(name, level):
         assert same == ampatch.step_was_skipped(optimizer) == (step == 5), step
         losses.append(loss.item())
     assert losses[-1] < 0.4 * losses[0]
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late group"])
+def test_an_overflow_is_skipped_where_torchs_fused_kernel_does_not_look(
+    corrected, late, monkeypatch
+):
+    """Fused kernels skip by `found_inf` on the device; our own update must not rely on them."""
+    from apex import amp
+    from apex.optimizers import FusedAdam
+
+    from ampatch.compat.apex.optimizers import adam
+
+    monkeypatch.setattr(adam, "all_on_cuda", lambda params: True)  # torch has them on the CPU too
+    model = nn.Linear(2, 2)
+    optimizer = FusedAdam([model.weight], lr=0.1, bias_correction=corrected or late)
+    optimizer.add_param_group({"params": [model.bias], "bias_correction": corrected})
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    for factor in (0.01, math.inf):  # 65536 does not fit into FP16
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).float().sum() * factor
+        before = [param.detach().clone() for param in model.parameters()]
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        for old, param in zip(before, model.parameters(), strict=True):
+            assert torch.equal(old, param) == (factor == math.inf)
+            assert bool(param.isfinite().all())
 
 
 def test_hooks_of_a_step_run_once_and_closures_too():

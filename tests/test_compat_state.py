@@ -116,6 +116,14 @@ def test_a_name_put_in_follows_its_list_whatever_the_tables_say():
     assert functions.relu(HALF).dtype is torch.float16
 
 
+def test_a_name_in_two_lists_is_cast_to_half():
+    from apex import amp
+
+    amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
+    start()
+    assert functions.softmax(SINGLE, -1).dtype is torch.float16
+
+
 def test_a_list_may_be_replaced_and_edited_between_initializes():
     from apex import amp
 
@@ -227,6 +235,17 @@ def test_deactivate_ends_the_casts_and_leaves_the_rest(level):
     other, _ = start("O1")  # and amp may begin again
     assert torch.mm(SINGLE, SINGLE).dtype is other(SINGLE).dtype is torch.float16
     assert amp._amp_state.handle.is_active()
+    assert model(SINGLE).dtype is torch.float32  # the first stays without
+
+
+def test_deactivate_without_models():
+    from apex import amp
+
+    optimizer = torch.optim.SGD([nn.Parameter(SINGLE.clone())], lr=0.1)
+    amp.initialize([], optimizer, opt_level="O1", verbosity=0)
+    assert torch.mm(SINGLE, SINGLE).dtype is torch.float16
+    amp._amp_state.handle._deactivate()
+    assert torch.mm(SINGLE, SINGLE).dtype is torch.float32
 
 
 def test_the_decorator_handle():
@@ -301,6 +320,24 @@ def test_allow_incoming_model_not_fp32():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float32] * 2
+
+
+def test_masters_written_after_lazy_init_count():
+    """Megatron's way to resume: the masters come from the checkpoint, the half weights follow."""
+    from apex import amp
+
+    model, optimizer = start("O2", loss_scale=1.0)
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    for param in amp.master_params(optimizer):
+        param.data.fill_(3.0)
+    with amp.scale_loss(0.0 * model(SINGLE).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert all(bool((param == 3.0).all()) for param in model.parameters())
+    assert all(
+        bool((param == 3.0).all()) for param in optimizer._amp_stash.all_fp32_from_fp16_params
+    )
 
 
 def test_private_modules():

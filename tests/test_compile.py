@@ -153,3 +153,124 @@ def test_the_compiler_knows_torchs_functions_after_a_session():
     assert product[0] not in rules.get_torch_obj_rule_map()
     amp.deactivate()
     assert product[0] in rules.get_torch_obj_rule_map()
+
+
+# What is captured
+
+
+class Capture:
+    """A backend that keeps the graphs and runs them as they are."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, example_inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+    def casts(self) -> int:
+        return sum(node.target == "to" for graph in self.graphs for node in graph.graph.nodes)
+
+
+@pytest.fixture
+def capture():
+    torch._dynamo.reset()
+    yield Capture()
+    torch._dynamo.reset()
+
+
+class Twice(nn.Module):
+    """One layer used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+
+def test_the_casts_are_in_the_graph_and_no_weight_is_baked_in(capture, inputs):
+    model = amp.initialize(Twice(), verbosity=0)
+    fast = torch.compile(model, backend=capture, fullgraph=True)
+    with torch.no_grad():
+        before = fast(inputs)
+        assert capture.casts() == 5  # the input once; weight and bias at each use
+        model.layer.weight.data.mul_(2)
+        model.layer.bias.data.mul_(2)
+        assert torch.equal(fast(inputs), model(inputs)) and not torch.equal(before, model(inputs))
+    assert len(capture.graphs) == 1
+    assert not [name for name, _ in capture.graphs[0].named_buffers()]
+
+
+def test_switching_casts_off_and_on_compiles_each_kind_once(capture, inputs):
+    model = Twice()
+    fast = torch.compile(model, backend=capture, fullgraph=True)
+    plain = fast(inputs)
+    amp.initialize(model, verbosity=0)
+    mixed = fast(inputs)
+    for _ in range(3):
+        with amp.disable_casts():
+            assert torch.equal(fast(inputs), plain)
+        assert torch.equal(fast(inputs), mixed)
+    compiled = len(capture.graphs)
+    assert compiled <= 4
+    amp.deactivate()
+    assert torch.equal(fast(inputs), plain) and fast(inputs).dtype is FP32
+    amp.initialize(model, verbosity=0, enabled=False)
+    assert torch.equal(fast(inputs), plain)
+    amp.deactivate()
+    amp.initialize(model, verbosity=0, opt_level="O0")
+    assert torch.equal(fast(inputs), plain)
+    amp.deactivate()
+    amp.initialize(model, verbosity=0)
+    assert torch.equal(fast(inputs), mixed)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_dynamic_shapes(capture, level):
+    model = amp.initialize(Twice(), opt_level=level, verbosity=0)
+    fast = torch.compile(model, backend=capture, fullgraph=True, dynamic=True)
+    for rows in (2, 3, 5, 9):
+        x = torch.ones(rows, 4)
+        assert torch.equal(fast(x), model(x)) and fast(x).dtype is model(x).dtype
+    assert len(capture.graphs) == 1
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_in_place(level, when, inputs):
+    """`model.compile()` instead of `torch.compile(model)`: hooks and all."""
+    torch._dynamo.reset()
+    model, eager = Twice(), Twice()
+    eager.load_state_dict(model.state_dict())
+    if when == "before":
+        model.compile(backend="aot_eager")
+        assert model(inputs).dtype is FP32
+    amp.initialize([model, eager], opt_level=level, verbosity=0)
+    if when == "after":
+        model.compile(backend="aot_eager", fullgraph=True)
+    output = model(inputs)
+    assert torch.equal(output, eager(inputs)) and output.dtype is eager(inputs).dtype
+    output.float().sum().backward()
+    assert model.layer.weight.grad.dtype is model.layer.weight.dtype
+    assert not model.state_dict().keys() ^ eager.state_dict().keys()
+    amp.deactivate()
+    assert model(inputs).dtype is FP32
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_inductor(level, inputs):
+    torch._dynamo.reset()
+    model = amp.initialize(Twice(), opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    fast = torch.compile(model, fullgraph=True)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            eager, output = model(inputs), fast(inputs)
+        assert output.dtype is eager.dtype
+        torch.testing.assert_close(output, eager, rtol=0.02, atol=0.02)
+    fast(inputs).float().sum().backward()
+    assert model.layer.weight.grad.dtype is model.layer.weight.dtype
+    torch._dynamo.reset()

@@ -103,7 +103,7 @@ class Example:
 
     def step(self, one):
         optimizer, model = self.optimizers[one], self.models[one]
-        had = any(param.grad is not None for param in ampatch.master_params(optimizer))
+        had = any(grad is not None and grad.any() for grad in gradients(optimizer))
         before = everything(model, optimizer)
         optimizer.step()
         after = everything(model, optimizer)

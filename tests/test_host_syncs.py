@@ -17,14 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 
-METHODS = (
-    "item",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "cpu",
-    "numpy",
-)  # tolist of CPU memory is no wait
+# Not tolist: of CPU memory it reads without a wait, and is how skips are looked at there.
+METHODS = ("item", "__bool__", "__float__", "__int__", "cpu", "numpy")
 
 
 class Reads(TorchDispatchMode):
@@ -275,3 +269,50 @@ def test_a_step_is_captured_in_a_cuda_graph(kind, level):
     graph.replay()
     counts = ampatch.step_counts(optimizer)
     assert (counts.taken - before.taken, counts.skipped - before.skipped) == (21, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_cuda_itself_sees_no_wait(kind, level):
+    """CUDA's own check raises at the first one; the count of skips arrives all the same."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = two_layers().cuda()
+    optimizer = kind(model.parameters(), lr=0.01, fused=True)
+    ampatch.initialize(model, optimizer, opt_level=level, max_consecutive_skips=8, verbosity=0)
+    healthy = torch.randn(3, 4, device="cuda")
+    faulty = torch.full_like(healthy, math.nan)
+
+    def step(x):
+        optimizer.zero_grad()
+        with ampatch.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(healthy)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x in (healthy, faulty, healthy, *[faulty] * 6, healthy):
+            step(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ampatch.step_counts(optimizer) == (6, 7, 0)
+
+
+@pytest.mark.gpu
+def test_a_long_row_of_skips_on_cuda_is_noticed_soon(caplog):
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = two_layers().cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    ampatch.initialize(model, optimizer, max_consecutive_skips=8)
+    for _ in range(12):
+        loss = model(torch.ones(1, 4, device="cuda")).sum() * math.nan
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        torch.cuda.synchronize()  # so that the copy has arrived by the next step
+        optimizer.zero_grad()
+    assert caplog.text.count("steps of Adam in a row") == 1

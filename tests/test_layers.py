@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "ampatch"
 
-LEAVES = {"errors", "log", "_version"}
+LEAVES = {"errors", "foreach", "log", "_version"}
 ALLOWED = {
     "errors": set(),
+    "foreach": set(),
     "log": set(),
     "_version": set(),
     "opt_levels": LEAVES,
@@ -21,22 +22,24 @@ ALLOWED = {
     "hooks": set(),
     "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
     "members": {"casting", "managed_model", "opt_levels", "scaling"},
+    "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
     "models": set(),
     "gradients": set(),
     "backward_pass": set(),
+    "broadcast": set(),
     "casting": LEAVES | {"casting"},
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
     "tracing": LEAVES | {"casting", "managed_model", "models"},
     "registry": LEAVES
-    | {"backward_pass", "casting", "gradients", "schedulers", "tracing"}
+    | {"backward_pass", "broadcast", "casting", "gradients", "schedulers", "tracing"}
     | {"managed_model", "scaling", "session"},  # for type checking only
     "schedulers": {"casting"},
     "session": LEAVES
     | {"casting", "scaling", "managed_model", "opt_levels", "overrides"}
-    | {"frames", "members", "registry", "tracing"},
-    "frontend": LEAVES | {"checks", "opt_levels", "overrides", "session"},
+    | {"frames", "handover", "members", "registry", "tracing"},
+    "frontend": LEAVES | {"checks", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "scaling", "session"},
     "control": LEAVES | {"casting", "session"},
     "handle": LEAVES | {"opt_levels", "session"},
@@ -46,8 +49,7 @@ ALLOWED = {
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},
     "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
-    "cli": LEAVES
-    | {"__init__", "sweep", "compat", "diagnose", "opt_levels", "tables_command"},
+    "cli": LEAVES | {"__init__", "sweep", "compat", "diagnose", "opt_levels", "tables_command"},
     "__main__": {"cli"},
 }
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from op_autocast import under_autocast
 from op_calls import (
     CALLS,
     CASTABLE,
@@ -31,7 +32,6 @@ from op_calls import (
     quietly,
     same,
     samples,
-    under_autocast,
 )
 from op_composites import COMPOSITES
 from torch import Tensor
@@ -49,17 +49,13 @@ ALL_DTYPES = (
     torch.int16,
     torch.int32,
 )
-UNINITIALISED = {
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "resize_",
-    "resize_as_",
-}
-"""Their values are whatever was in memory."""
+NO_FIXED_VALUES = {
+    # Whatever was in memory.
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+    "resize_", "resize_as_",
+    # LAPACK's gelsy: its last bits depend on where in memory the input lies.
+    "linalg.lstsq", "linalg.lstsq-grad_oriented",
+}  # fmt: skip
 
 few_and_all = pytest.mark.parametrize(
     "limit, tried",
@@ -91,7 +87,7 @@ def trial(title: str, call: Callable, sample: Sample) -> Trial:
 def check(trials: Iterable[Trial]) -> None:
     """Open a session, and see that nothing has changed."""
     ampatch.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    found = [trial.difference(trial.title.split()[0] not in UNINITIALISED) for trial in trials]
+    found = [trial.difference(trial.title.split()[0] not in NO_FIXED_VALUES) for trial in trials]
     assert found, "nothing was tried"
     assert [difference for difference in found if difference] == []
 

@@ -73,3 +73,15 @@ def test_an_exception_after_a_delayed_block_keeps_what_was_pending():
     optimizer.step()
     moved = [a - b.detach() for a, b in zip(before, ampatch.master_params(optimizer), strict=True)]
     assert close(moved, float_grads(data()))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_set_to_none_by_hand_take_the_overflow_with_them(level, fused):
+    model, optimizer = start(level, torch.optim.Adam, options={"lr": 0.01, "fused": fused})
+    backward(model, optimizer, data(), BAD[0])
+    for parameter in ampatch.master_params(optimizer):
+        parameter.grad = None
+    optimizer.step()
+    assert not ampatch.step_was_skipped(optimizer)
+    assert ampatch.step_counts(optimizer) == (1, 0, 0)

@@ -1,154 +1,176 @@
-"""A resumed run is the uninterrupted run, bit for bit."""
+"""A resumed run is the uninterrupted run, bit for bit; checkpoints go everywhere."""
 
 from __future__ import annotations
 
-import io
-import itertools
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from resuming import HALF_TYPES, LEVELS, build, checkpoint, make_optimizer, save_all, start, train
 
 import ampatch
 
-# The default eps of 1e-8 is 0 in float16: at O3 Adam would divide by it.
-OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4),
-    "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4, foreach=True),
-    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4, fused=True),
-}
-ORDERS = list(itertools.permutations(["model", "optimizer", "amp"]))
+TESTS = Path(__file__).parent
 
 
-def build(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def start(level, kind, dtype, seed=0):
-    model = build(seed)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    settings = {"loss_scale": "dynamic", "init_scale": 512.0, "growth_interval": 3}
-    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **settings)
-    return model, optimizer
-
-
-def train(model, optimizer, steps):
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(6, 4, generator=generator)
-        targets = torch.randn(6, 2, generator=generator)
-        loss = F.mse_loss(model(inputs).float(), targets)
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            (scaled * torch.inf if step == 2 else scaled).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def all_values(model, optimizer):
-    found = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
-    for state in optimizer.state.values():
-        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return [tensor.detach().clone() for tensor in found]
-
-
-def saved(model, optimizer):
-    file = io.BytesIO()
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "amp": ampatch.state_dict(),
-        },
-        file,
+def in_a_new_process(*arguments):
+    """What a Python process of its own prints."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment
     )
-    file.seek(0)
-    return file
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def load(checkpoint, order, model, optimizer):
-    for part in order:
-        if part == "amp":
-            ampatch.load_state_dict(checkpoint["amp"])
-        else:
-            {"model": model, "optimizer": optimizer}[part].load_state_dict(checkpoint[part])
+def test_a_new_process_goes_on_bit_for_bit(tmp_path):
+    """All levels, half types, optimizers and kernels; loaded in any order."""
+    save_all(tmp_path)
+    assert in_a_new_process(TESTS / "resuming.py", tmp_path).splitlines() == []
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(part[0] for part in order))
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_resume_in_any_order(opt_level, kind, order, half):
-    model, optimizer = start(opt_level, kind, half)
-    train(model, optimizer, range(5))
-    file = saved(model, optimizer)
-    amp = ampatch.state_dict()
-    expected = train(model, optimizer, range(5, 11)), all_values(model, optimizer)
-    amp_after = ampatch.state_dict()
-    ampatch.deactivate()
+def test_the_saved_runs_have_seen_skips_and_growth():
+    """Else the scale's state would not be worth loading."""
+    model, optimizer = start("O2", torch.float16, "SGD")
+    train(model, optimizer, range(3))
+    assert ampatch.step_was_skipped(optimizer)
+    train(model, optimizer, range(3, 5))
+    assert ampatch.state_dict() == {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 2}}
 
-    model, optimizer = start(opt_level, kind, half, seed=7)
-    load(torch.load(file, weights_only=True), order, model, optimizer)
-    assert ampatch.state_dict() == amp != {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}}
-    losses = train(model, optimizer, range(5, 11))
-    found = all_values(model, optimizer)
-    assert losses == expected[0] and ampatch.state_dict() == amp_after != amp
-    assert len(found) == len(expected[1]) and all(map(torch.equal, found, expected[1]))
+
+# From one level to another
+
+
+def values_of(thing):
+    return {name: value.clone() for name, value in thing.state_dict().items()}
+
+
+def optimizer_values(optimizer):
+    """Step counts and FP32 tensors of the optimizer's state, in the parameters' order."""
+    state = optimizer.state_dict()["state"]
+    return [state[index][key].clone() for index in sorted(state) for key in sorted(state[index])]
+
+
+def begin(level, seed):
+    if level is not None:
+        return start(level, torch.bfloat16, "Adam", seed=seed)
+    model = build(seed)
+    return model, make_optimizer(model)
+
+
+def train_plain(model, optimizer, step):
+    generator = torch.Generator().manual_seed(step)
+    loss = F.mse_loss(model(torch.randn(6, 4, generator=generator)).float(), torch.ones(6, 2))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("source", [None, "O0", "O1", "O2"])
 @pytest.mark.parametrize("target", [None, "O0", "O1", "O2"])
-def test_checkpoints_cross_levels(source, target):
-    """FP32 values at every level but O3, so that each loads each other's exactly."""
-    model = build()
-    optimizer = OPTIMIZERS["Adam"](model.parameters())
-    if source:
-        model, optimizer = start(source, "Adam", torch.bfloat16)
-        train(model, optimizer, range(3))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    ampatch.deactivate()
-    other = build(9)
-    if target:
-        other, _ = start(target, "Adam", torch.bfloat16, seed=9)
-    other.load_state_dict(state)
-    found = other.state_dict()
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], value) for name, value in state.items())
-    assert not torch.equal(build(9).state_dict()["0.weight"], state["0.weight"])
+def test_checkpoints_cross_levels_and_come_back(source, target):
+    """FP32 values at every level but O3: weights and optimizer state arrive exactly."""
+    model, optimizer = begin(source, seed=0)
+    for step in range(3):
+        train_plain(model, optimizer, step)
+    weights, state = values_of(model), optimizer_values(optimizer)
+    saved = {"model": weights, "optimizer": optimizer.state_dict()}
+    assert not torch.equal(build(9).state_dict()["0.weight"], weights["0.weight"])
+    for seed, level in ((9, target), (8, source)):
+        ampatch.deactivate()
+        model, optimizer = begin(level, seed)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        found = values_of(model)
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+        assert all(map(torch.equal, optimizer_values(optimizer), state))
+        saved = {"model": found, "optimizer": optimizer.state_dict()}
+    train_plain(model, optimizer, 4)
+    assert not torch.equal(model.state_dict()["0.weight"], weights["0.weight"])
 
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_state_dict_holds_the_masters_or_the_upcast(level, half):
+    model, optimizer = start(level, half, "SGD")
+    train(model, optimizer, range(4))
+    saved = model.state_dict()
+    for (name, param), master in zip(
+        model.named_parameters(), ampatch.master_params(optimizer), strict=True
+    ):
+        assert saved[name].dtype is torch.float32
+        assert torch.equal(saved[name], master.float())
+        assert torch.equal(saved[name].to(param.dtype), param)
+    more = [not torch.equal(saved[name], saved[name].to(half).float()) for name in saved]
+    assert any(more) is (level == "O2")
+
+
+def test_loading_refreshes_masters_half_weights_and_cached_copies(opt_level, half):
+    """After training, between two forwards: the next forward and step use what was loaded."""
+    model, optimizer = start(opt_level, half, "SGD")
+    train(model, optimizer, range(2))
+    inputs = torch.randn(5, 4)
+    model.eval()
+    with torch.no_grad():
+        before = model(inputs)
+        loaded = build(3).state_dict()
+        model.load_state_dict(loaded)
+        after = model(inputs)
+    fresh, _ = start(opt_level, half, "SGD", seed=3)
+    fresh.eval()
+    with torch.no_grad():
+        assert torch.equal(after, fresh(inputs)) and not torch.equal(after, before)
+    exact = opt_level != "O3"
+    for name, value in model.state_dict().items():
+        expected = loaded[name]
+        if not exact and value.is_floating_point():
+            expected = expected.to(half).float()
+        assert torch.equal(value, expected), name
+    for master, param in zip(ampatch.master_params(optimizer), model.parameters(), strict=True):
+        assert torch.equal(master.to(param.dtype), param)
+
+
+# Without ampatch
 
 READER = """
-import sys, torch
-checkpoint = torch.load(sys.argv[1], weights_only=True)
-assert "ampatch" not in sys.modules
-model = torch.nn.Linear(3, 2)
-model.load_state_dict(checkpoint["model"])
-optimizer = torch.optim.Adam(model.parameters())
-optimizer.load_state_dict(checkpoint["optimizer"])
-assert model.weight.dtype is torch.float32
-print(model.weight.double().sum().item())
+import sys
+sys.modules["ampatch"] = None  # import ampatch raises
+import torch
+for path in sys.argv[1:]:
+    checkpoint = torch.load(path, weights_only=True)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+    )
+    model.load_state_dict(checkpoint["model"])
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    assert {value.dtype for value in model.parameters()} == {torch.float32}
+    print(sum(value.double().sum().item() for value in model.state_dict().values()))
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    print(all(bool(value.isfinite().all()) for value in model.parameters()))
 """
 
 
-def test_a_process_without_ampatch_reads_the_checkpoint(tmp_path):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0, init_scale=64.0)
-    with ampatch.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(saved(model, optimizer).read())
-    done = subprocess.run(
-        [sys.executable, "-c", READER, str(path)], capture_output=True, text=True, check=True
-    )
-    (master, _) = ampatch.master_params(optimizer)
-    assert float(done.stdout) == master.double().sum().item()
+def test_a_process_without_ampatch_reads_and_trains_on(tmp_path):
+    paths, expected = [], []
+    for level in LEVELS:
+        for dtype in HALF_TYPES:
+            model, optimizer = start(level, dtype, "Adam")
+            train(model, optimizer, range(4))
+            paths.append(tmp_path / f"{level} {dtype}.pt")
+            torch.save(checkpoint(model, optimizer), paths[-1])
+            values = model.state_dict().values()
+            expected += [str(sum(value.double().sum().item() for value in values)), "True"]
+            ampatch.deactivate()
+    assert in_a_new_process("-c", READER, *paths).split() == expected
+
+
+# What is refused
 
 
 @pytest.mark.parametrize(
@@ -161,8 +183,24 @@ def test_a_process_without_ampatch_reads_the_checkpoint(tmp_path):
     ],
 )
 def test_a_wrong_amp_state_changes_nothing(state):
-    start("O1", "SGD", torch.float16)
+    start("O1", torch.float16, "SGD")
     before = ampatch.state_dict()
     with pytest.raises(ValueError):
         ampatch.load_state_dict(state)
     assert ampatch.state_dict() == before
+
+
+def test_a_model_state_that_does_not_fit_is_refused_as_torch_does():
+    """Each parameter that does fit has its master loaded, as torch loads the parameter."""
+    model, optimizer = start("O2", torch.bfloat16, "SGD")
+    state = build(3).state_dict()
+    state["3.weight"] = torch.ones(7, 7)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(state)
+    plain = build()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        plain.load_state_dict(state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    optimizer.step()
+    assert torch.equal(model.state_dict()["0.weight"], state["0.weight"])

@@ -32,7 +32,8 @@ OWNERS = {
 }
 RULE_OF = {(row.where, name): row.rule for row in ROWS for name in row.names if not row.native}
 NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.native]
-TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE}
+TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE, Rule.FLOAT_UNLESS_SAME_SIZE}
+TO_WIDEST = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
 
 NEW_IN = {("torch.linalg", "matrix_sqrth"): (2, 15)}
 """Rows for functions that some torch from 2.4 on lacks, and the version that has them."""
@@ -64,9 +65,9 @@ def test_every_row_names_functions_and_says_why(row):
 
 
 @pytest.mark.parametrize("table, rules", [
-    ("WHITELIST", {Rule.HALF, Rule.POWER}),
+    ("WHITELIST", {Rule.HALF, Rule.HALF_IF_FIRST, Rule.POWER}),
     ("BLACKLIST", TO_FP32),
-    ("PROMOTE", {Rule.PROMOTE}),
+    ("PROMOTE", TO_WIDEST),
     ("BANNED", {Rule.BANNED}),
 ])
 def test_each_table_holds_its_own_rules(table, rules):
@@ -251,12 +252,13 @@ REFUSED = {
 BY_NUMBER = {
     "addcdiv": lambda f: f(HALF, HALF, FULL[0, 0]),
     "addcmul": lambda f: f(HALF, HALF, FULL[0, 0]),
+    "arctan2": lambda f: f(HALF, FULL[0, 0]),
     "atan2": lambda f: f(HALF, FULL[0, 0]),
 }
 
 
 @pytest.mark.parametrize("where, name", [op for op, rule in RULE_OF.items()
-                                         if rule is Rule.PROMOTE])
+                                         if rule in TO_WIDEST])
 def test_the_other_promoters_need_us(where, name):
     function = getattr(OWNERS[where], name)
     if name in BY_NUMBER:

@@ -125,6 +125,12 @@ def _half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.half_to
 
 
+def _half_if_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    first = args[0] if args else kwargs.get("input")
+    is_other = isinstance(first, Tensor) and not castable(first, policy)
+    return None if is_other else policy.half_to
+
+
 def _float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.float_to
 
@@ -135,15 +141,31 @@ def _float_unless_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtyp
     return policy.float_to
 
 
+def _float_unless_same_size(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    tensor, *size = (*args, *kwargs.values())
+    wanted = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
+    is_same = isinstance(tensor, Tensor) and tensor.shape == tuple(wanted)
+    return None if is_same and wanted else policy.float_to  # a size of () sums in any case
+
+
+def _widest_unless_scalar(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    if any(value.dim() == 0 for value in tensors_in((*args, *kwargs.values()))):
+        return None
+    return widest(args, kwargs, policy)
+
+
 def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.float_to if policy.apex_flavour else None
 
 
 CHOOSERS: dict[Rule, Callable[[tuple, dict, Policy], torch.dtype | None]] = {
     Rule.HALF: _half,
+    Rule.HALF_IF_FIRST: _half_if_first,
     Rule.FLOAT: _float,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
+    Rule.FLOAT_UNLESS_SAME_SIZE: _float_unless_same_size,
     Rule.PROMOTE: widest,
+    Rule.PROMOTE_UNLESS_SCALAR: _widest_unless_scalar,
 }
 APEX_CHOOSERS = {Rule.FLOAT: _apex_float}
 

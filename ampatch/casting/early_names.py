@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .patches import PatchSet
@@ -20,14 +20,19 @@ from .patches import PatchSet
 _NOT_THE_USERS = ("torch", "ampatch")
 
 
-def bound(functions: Container[int]) -> list[tuple[dict, str, Any]]:
+def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     """`(globals, name, function)` of each global, outside torch, whose id is in `functions`."""
-    return [
-        (namespace, name, value)
-        for namespace in _namespaces()
-        for name, value in list(namespace.items())
-        if id(value) in functions
-    ]
+    wanted = frozenset(functions)
+    found = []
+    for namespace in _namespaces():
+        # Thousands of modules, few hits.  In C throughout, so that no thread can import meanwhile.
+        if not wanted.isdisjoint(map(id, namespace.values())):
+            found += [
+                (namespace, name, value)
+                for name, value in list(namespace.items())
+                if id(value) in wanted
+            ]
+    return found
 
 
 def rebind(patches: PatchSet, replacements: Mapping[int, Any]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import foreach
+
 hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _backward_hooks = operator.attrgetter("_backward_hooks")
 _late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -39,11 +41,11 @@ def move(weights: list[Tensor], halves: list[Tensor]) -> None:
     with torch.no_grad():
         if is_first:
             earlier = list(map(torch.empty_like, weights))
-            torch._foreach_copy_(earlier, grads)
+            foreach.copy_(earlier, grads)
             for weight, grad in zip(weights, earlier, strict=True):
                 weight.grad = grad
         else:
-            torch._foreach_add_(earlier, grads)
+            foreach.add_(earlier, grads)
 
 
 def deliver(weight: Tensor, half_grad: Tensor) -> None:

@@ -22,6 +22,7 @@ import torch.distributed
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import foreach
 from .shadow_grads import deliver_by_itself, hooks_of, is_watched, move
 
 MOST_WAITING = 4
@@ -137,7 +138,7 @@ class Shadows:
             for shadow, version in zip(self._listed, versions, strict=True):
                 shadow.version = version
         with torch.no_grad():
-            torch._foreach_copy_(targets, weights)
+            foreach.copy_(targets, weights)
 
     def _catch_up(self, weights: list[Tensor]) -> None:
         """Weight by weight: some have changed, been moved, frozen or got hooks."""

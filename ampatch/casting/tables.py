@@ -24,9 +24,12 @@ class Rule(Enum):
     """The dtype that the floating inputs of a call get."""
 
     HALF = "half"  # the half type
+    HALF_IF_FIRST = "half if first"  # as HALF, if the first input is one to cast
     FLOAT = "float"  # half inputs up to FP32
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
+    FLOAT_UNLESS_SAME_SIZE = "float unless same size"  # as FLOAT, if there is anything to sum
     PROMOTE = "promote"  # the widest floating dtype among the inputs
+    PROMOTE_UNLESS_SCALAR = "promote unless scalar"  # nothing where an input has no dimension
     POWER = "matrix power"  # HALF from the first multiplication on
     BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
     REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; apex's flavour only
@@ -79,6 +82,7 @@ _RESIZE = "Its backward pass adds many output gradients into one input pixel, a 
 
 _ZERO_DIM = "PyTorch promotes these inputs itself, except for tensors of no dimension (scalars)."
 _ONE_DTYPE = "PyTorch refuses inputs of two dtypes here, so the widest one decides."
+_SCALED = "PyTorch refuses inputs of two dtypes here, except a scalar, by which it only multiplies."
 _WRITES = "Writes one tensor into another, which PyTorch refuses for two dtypes; the widest wins."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
 
@@ -109,13 +113,13 @@ WHITELIST: tuple[Row, ...] = (
     Row("torch", _RECURRENTS, Rule.HALF, _RECURRENT),
     Row("torch", ("_scaled_dot_product_flash_attention",), Rule.HALF, _ATTENTION),
     Row("torch", ("prelu",), Rule.HALF, _PRELU),
-    Row("torch", ("corrcoef", "cov"), Rule.HALF, _COVARIANCE),
+    Row("torch", ("corrcoef", "cov"), Rule.HALF_IF_FIRST, _COVARIANCE),
     Row("torch", ("matrix_power",), Rule.POWER, _POWER),
     Row("torch.Tensor", ("__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm"),
         Rule.HALF, _MATRIX),
     Row("torch.Tensor", ("addmv", "addr", "mv"), Rule.HALF, _VECTOR),
     Row("torch.Tensor", ("prelu",), Rule.HALF, _PRELU),
-    Row("torch.Tensor", ("corrcoef", "cov"), Rule.HALF, _COVARIANCE),
+    Row("torch.Tensor", ("corrcoef", "cov"), Rule.HALF_IF_FIRST, _COVARIANCE),
     Row("torch.Tensor", ("matrix_power",), Rule.POWER, _POWER),
     Row("torch.nn.functional", ("linear",), Rule.HALF, _MATRIX),
     Row("torch.nn.functional", _CONVOLUTIONS, Rule.HALF, _CONVOLUTION),
@@ -137,8 +141,8 @@ BLACKLIST: tuple[Row, ...] = (
     Row("torch", ("acos", "arccos", "arcsin", "asin", "erfinv", "tan"), Rule.FLOAT, _STEEP),
     Row("torch", ("reciprocal", "rsqrt"), Rule.FLOAT, _INVERSE),
     Row("torch", ("pow", "square"), Rule.FLOAT, _SQUARE),
-    Row("torch", ("cosine_similarity", "dist", "frobenius_norm", "pairwise_distance", "pdist",
-                  "renorm"), Rule.FLOAT, _NORM),
+    Row("torch", ("cosine_similarity", "dist", "frobenius_norm", "norm_except_dim",
+                  "pairwise_distance", "pdist", "renorm"), Rule.FLOAT, _NORM),
     Row("torch", ("nuclear_norm",), Rule.FLOAT, _SINGULAR),
     Row("torch", ("group_norm", "layer_norm", "native_layer_norm", "rms_norm"),
         Rule.FLOAT, _NORMALIZE),
@@ -159,7 +163,7 @@ BLACKLIST: tuple[Row, ...] = (
     Row("torch.Tensor", ("dist", "renorm"), Rule.FLOAT, _NORM),
     Row("torch.Tensor", ("logsumexp",), Rule.FLOAT, _SOFTMAX),
     Row("torch.Tensor", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
-    Row("torch.Tensor", ("sum_to_size",), Rule.FLOAT, _TOTAL),
+    Row("torch.Tensor", ("sum_to_size",), Rule.FLOAT_UNLESS_SAME_SIZE, _TOTAL),
     Row("torch.Tensor", ("cumprod", "cumsum", "prod", "sum"), Rule.FLOAT_UNLESS_DTYPE, _TOTAL),
     Row("torch.nn.functional", ("cosine_similarity", "pairwise_distance", "pdist"),
         Rule.FLOAT, _NORM),
@@ -187,12 +191,13 @@ BLACKLIST: tuple[Row, ...] = (
 # To the widest floating dtype among the inputs.
 
 PROMOTE: tuple[Row, ...] = (
-    Row("torch", ("addcdiv", "addcmul", "atan2"), Rule.PROMOTE, _ZERO_DIM),
-    Row("torch", ("bilinear", "cross", "dot", "grid_sampler", "inner", "vdot"),
-        Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", ("addcdiv", "addcmul", "arctan2", "atan2"), Rule.PROMOTE, _ZERO_DIM),
+    Row("torch", ("bilinear", "cross", "dot", "grid_sampler", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", ("inner",), Rule.PROMOTE_UNLESS_SCALAR, _SCALED),
     Row("torch", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
-    Row("torch.Tensor", ("addcdiv", "addcmul", "atan2"), Rule.PROMOTE, _ZERO_DIM),
-    Row("torch.Tensor", ("cross", "dot", "inner", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch.Tensor", ("addcdiv", "addcmul", "arctan2", "atan2"), Rule.PROMOTE, _ZERO_DIM),
+    Row("torch.Tensor", ("cross", "dot", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch.Tensor", ("inner",), Rule.PROMOTE_UNLESS_SCALAR, _SCALED),
     Row("torch.Tensor", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
     Row("torch.nn.functional", ("bilinear",), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch._VF", ("tensordot",), Rule.PROMOTE, _ONE_DTYPE),

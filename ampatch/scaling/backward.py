@@ -9,6 +9,7 @@ from torch import Tensor
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
 from .pending import Pending
+from .sharing import Sharing
 
 
 class ScaledBackward:
@@ -24,6 +25,7 @@ class ScaledBackward:
     __slots__ = (
         "_loss",
         "_optimizers",
+        "_sharing",
         "_outsiders",
         "_scaler",
         "_scale",
@@ -46,6 +48,7 @@ class ScaledBackward:
     ) -> None:
         self._loss = loss
         self._optimizers = optimizers
+        self._sharing = Sharing(optimizers)
         self._outsiders = [] if scaler.is_one else [(other, other.seen()) for other in outsiders]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
@@ -68,7 +71,7 @@ class ScaledBackward:
         scaled = self._scaler.scale(self._loss)
         self._scale = self._scaler.snapshot()
         for optimizer in self._optimizers:
-            optimizer.before_backward(self._scaler, self._scale)
+            optimizer.before_backward(self._scaler, self._scale, self._sharing)
         known = [optimizer.pending for optimizer in self._optimizers if optimizer.pending]
         self._pending = known[0] if known else Pending(self._scaler, self._scale)
         return scaled
@@ -91,10 +94,12 @@ class ScaledBackward:
     def _finish(self) -> None:
         if self._delay_unscale:
             for optimizer in self._optimizers:
-                optimizer.leave_scaled(self._pending, self._scaler)
+                optimizer.leave_scaled(self._pending, self._scaler, self._sharing)
             return
         found = [
-            optimizer.after_backward(self._scaler, self._scale, defer_update=self._delay_check)
+            optimizer.after_backward(
+                self._scaler, self._scale, self._sharing, defer_update=self._delay_check
+            )
             for optimizer in self._optimizers
         ]
         update = self._scaler.defer if self._delay_check else self._scaler.update

@@ -20,6 +20,7 @@ from ..log import logger
 from .loss_scaler import Scaler
 from .master_weights import MasterWeights, _world_size
 from .pending import Pending
+from .sharing import Sharing
 
 
 class GradientFlow:
@@ -67,7 +68,15 @@ class GradientFlow:
         if self.pending is not None and not self.pending.is_scaled_by(scaler):
             self.pending.finish()
 
-    def before_backward(self, scaler: Scaler, scale: Any) -> None:
+    def refuse_step_in_block(self) -> None:
+        """Raise `AmpatchError` inside a `scale_loss` block: gradients are not unscaled yet."""
+        if self._in_block:
+            raise AmpatchError(
+                f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block of this "
+                "optimizer: its gradients are still scaled. Call step() after the block."
+            )
+
+    def before_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> None:
         """Make room for gradients scaled by `scale`: set aside, or scale, what is there."""
         self.report_left_scaled()
         self._fed = True
@@ -82,7 +91,7 @@ class GradientFlow:
         if not held:
             self.pending = self._found_inf = None
         elif not alone:
-            self._put_back_scaled(held, scaler, scale)
+            self._put_back_scaled(sharing.owned(self, held), scaler, scale)
         for param in own:  # what backward adds must be told from what was there
             param.grad = None
 
@@ -98,7 +107,7 @@ class GradientFlow:
                 half.grad, param.grad = param.grad.to(half.dtype), None
 
     def after_backward(
-        self, scaler: Scaler, scale: Any, *, defer_update: bool = False
+        self, scaler: Scaler, scale: Any, sharing: Sharing, *, defer_update: bool = False
     ) -> Tensor | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
         self._in_block = False
@@ -107,25 +116,31 @@ class GradientFlow:
             self.pending = None
             self._add_to_masters(fresh)
             self._add_aside()
-            found = self._unscale(scaler, self._all_grads(), scale)
+            found = self._unscale(scaler, self._all_grads(), scale, sharing)
         else:
             own = [
-                param.grad
+                (param, param.grad)
                 for param in self.parameters()
                 if param.grad is not None and self.masters.half_of(param) is None
             ]
-            found = self._unscale(scaler, [*own, *fresh.values()], scale)
+            of_masters = [
+                (pair.master, fresh[id(pair.master)])
+                for pair in self.masters
+                if id(pair.master) in fresh
+            ]
+            found = self._unscale(scaler, [*own, *of_masters], scale, sharing)
             self._add_to_masters(fresh)
             self._add_aside()
         self._deferred = scaler if defer_update else None
         return found
 
-    def leave_scaled(self, pending: Pending, scaler: Scaler) -> None:
+    def leave_scaled(self, pending: Pending, scaler: Scaler, sharing: Sharing) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
         self._in_block = False
         fresh = self.masters.take_grads()
         if self.pending is None:
-            earlier = [pair.master.grad for pair in self.masters if pair.master.grad is not None]
+            masters = sharing.owned(self, [pair.master for pair in self.masters])
+            earlier = [master.grad for master in masters if master.grad is not None]
             aside = [grad for _, grad in self._aside]
             scaler.scale_grads_(_values([*earlier, *aside]), pending.scale)
         self._add_to_masters(fresh)
@@ -166,12 +181,31 @@ class GradientFlow:
         if self.pending is not None:
             self.pending.finish()
 
-    def unscale_pending(self, scaler: Scaler) -> Tensor | None:
+    def unscale_pending(self, scaler: Scaler, sharing: Sharing) -> Tensor | None:
         """This optimizer's part of `Pending.finish`; returns found_inf."""
         scale, self.pending = self.pending.scale, None
-        return self._unscale(scaler, self._all_grads(), scale)
+        return self._unscale(scaler, self._all_grads(), scale, sharing)
 
-    def _unscale(self, scaler: Scaler, grads: list[Tensor], scale: Any) -> Tensor | None:
+    def _unscale(
+        self, scaler: Scaler, grads: list[tuple[Tensor, Tensor]], scale: Any, sharing: Sharing
+    ) -> Tensor | None:
+        """Unscale `(parameter, gradient)` pairs; those shared are checked for all who hold them."""
+        owned = {id(param) for param in sharing.owned(self, [param for param, _ in grads])}
+        grads = [(param, grad) for param, grad in grads if id(param) in owned]
+        alone = [grad for param, grad in grads if not sharing.is_shared(param)]
+        found = self._check([self], scaler, alone, scale)
+        others = sharing.others(self)
+        if others:
+            shared = [grad for param, grad in grads if sharing.is_shared(param)]
+            in_shared = self._check([self, *others], scaler, shared, scale)
+            if found is None or in_shared is None:
+                return in_shared if found is None else found
+            found = torch.maximum(found, in_shared)
+        return found
+
+    def _check(
+        self, concerned: list[GradientFlow], scaler: Scaler, grads: list[Tensor], scale: Any
+    ) -> Tensor | None:
         found = scaler.unscale_(_values(grads), scale)
         if found is None or not (grads or self._process_group):
             return None  # without gradients there is nothing to learn for the scale
@@ -179,9 +213,12 @@ class GradientFlow:
             torch.distributed.all_reduce(
                 found, torch.distributed.ReduceOp.MAX, group=self._process_group
             )
-        self._last_unscaled = scaler, scale
-        known = self._found_inf
-        self._found_inf = found if known is None else torch.maximum(known, found.to(known.device))
+        for flow in concerned:
+            flow._last_unscaled = scaler, scale
+            known = flow._found_inf
+            flow._found_inf = (
+                found if known is None else torch.maximum(known, found.to(known.device))
+            )
         return found
 
     def seen(self) -> dict[int, tuple[int, int]]:
@@ -218,10 +255,12 @@ class GradientFlow:
         """All gradients were zeroed: nothing is pending, no overflow is remembered."""
         self.pending = self._found_inf = self._spent = None
         self._left_scaled = False
+        self._aside = []
         self.masters.drop_grads()
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
+        self._aside = [(param, grad) for param, grad in self._aside if id(param) not in zeroed]
         known = self._found_inf is not None or self._spent is not None or self._left_scaled
         if known and all(
             param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
@@ -232,16 +271,30 @@ class GradientFlow:
 
     def take_unscaled(self) -> None:
         """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
-        if self.masters.has_grads():
+        if self.masters.has_grads() and not self._in_block:
             self.finish_pending()
             self._add_to_masters(self.masters.take_grads())
+
+    def ready(self, wanted: set[int]) -> None:
+        """Somebody is about to use gradients of these tensors (ids): leave none scaled or half."""
+        leaves = zip(self.parameters(), self._leaves(), strict=True)
+        if any(id(param) in wanted or id(leaf) in wanted for param, leaf in leaves):
+            if self._in_block:
+                logger.error(
+                    "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
+                    "still scaled. Clip them after the block.",
+                    type(self.optimizer).__name__,
+                )
+                return
+            self.finish_pending()
+        self.take_unscaled()
 
     def has_gradients(self) -> bool:
         """Whether there is anything to step on."""
         return any(param.grad is not None for param in self.parameters())
 
-    def _all_grads(self) -> list[Tensor]:
-        return [param.grad for param in self.parameters() if param.grad is not None]
+    def _all_grads(self) -> list[tuple[Tensor, Tensor]]:
+        return [(param, param.grad) for param in self.parameters() if param.grad is not None]
 
     def _add_to_masters(self, fresh: dict[int, Tensor]) -> None:
         for pair in self.masters:
@@ -268,7 +321,7 @@ class GradientFlow:
         (scaler, scale), self._spent = self._spent, None
         grads = self._all_grads()
         if grads and self.pending is None:
-            self._unscale(scaler, grads, torch.ones_like(scale))
+            self._unscale(scaler, grads, torch.ones_like(scale), Sharing())
 
 
 def _values(grads: list[Tensor]) -> list[Tensor]:

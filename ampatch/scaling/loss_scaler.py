@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..log import logger
+from .. import foreach
 from .kernels import check_and_unscale_, update_scale_
 from .scale_settings import LARGEST, SETTINGS, SMALLEST, ScaleSettings, checked_entry
 
@@ -52,12 +53,12 @@ class StaticScaler:
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
         if scale != 1.0 and grads:
-            torch._foreach_mul_(grads, scale)
+            foreach.mul_(grads, scale)
 
     def unscale_(self, grads: list[Tensor], scale: float) -> Tensor | None:
         """Divide FP32 gradients by `scale`, in place.  None: nothing was checked."""
         if scale != 1.0 and grads:
-            torch._foreach_mul_(grads, 1.0 / scale)
+            foreach.mul_(grads, 1.0 / scale)
         return None
 
     def defer(self, found_infs: list[Tensor]) -> None:
@@ -158,7 +159,7 @@ class DynamicScaler:
     def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
         for device, group in _by_device(grads):
-            torch._foreach_mul_(group, scale.to(device))
+            foreach.mul_(group, scale.to(device))
 
     def unscale_(self, grads: list[Tensor], scale: Tensor) -> Tensor | None:
         """Divide FP32 gradients by `scale`, in place.

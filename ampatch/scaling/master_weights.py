@@ -7,13 +7,15 @@ path for "no master weights".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
+
+from .. import foreach
 
 _SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
 
@@ -32,7 +34,7 @@ class MasterWeights:
         self._by_half: dict[int, Pair] = {}
         self._by_master: dict[int, Pair] = {}
         self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
-        self._loaded: dict[int, int] = {}  # versions of half weights right after a checkpoint
+        self._loaded: dict[int, int] = {}  # versions of half weights whose masters are known good
         self._settled = True
 
     def __len__(self) -> int:
@@ -41,14 +43,17 @@ class MasterWeights:
     def __iter__(self) -> Iterator[Pair]:
         return iter(list(self._by_half.values()))
 
-    def add(self, half: Tensor, original: Tensor | None) -> Parameter:
-        """Make the master of `half` and return it.
+    def add(
+        self, half: Tensor, original: Tensor | None, master: Parameter | None = None
+    ) -> Parameter:
+        """Make the master of `half`, unless there is one already, and return it.
 
         It holds `original`, the FP32 values `half` was rounded from, where they
         are known, so that converting a model loses nothing.
         """
-        values = half.detach().float() if original is None else original
-        master = Parameter(values, requires_grad=half.requires_grad)
+        if master is None:
+            values = half.detach().float() if original is None else original
+            master = Parameter(values, requires_grad=half.requires_grad)
         pair = Pair(half, master)
         self._by_half[id(half)] = self._by_master[id(master)] = pair
         self._versions[id(half)] = half._version
@@ -80,6 +85,13 @@ class MasterWeights:
             self._by_half[id(half)].master.copy_(values)
         self._loaded[id(half)] = half._version + 1
 
+    def agree(self, half: Tensor, send: Callable[[Tensor], None]) -> None:
+        """Ranks have made `half` equal; `send` makes its master equal too, one rank's for all."""
+        pair = self._by_half[id(half)]
+        self._adopt([pair])
+        send(pair.master.detach())
+        self._loaded[id(half)] = half._version
+
     def half_of(self, master: Tensor) -> Tensor | None:
         """The half parameter of a master, or None."""
         pair = self._by_master.get(id(master))
@@ -92,8 +104,8 @@ class MasterWeights:
         `.data` write may have come after `initialize`; later only weights whose
         version has moved.  Elements that still equal their master's rounding
         keep the master's precision.  With several ranks the first settling takes
-        all values from the half weights, which DDP made equal, except those of
-        a checkpoint loaded after the broadcast.
+        all values from the half weights, which somebody may have made equal, except
+        those that `agree` made equal and those of a checkpoint loaded since.
         """
         if not self._settled and _world_size() > 1:
             loaded = [p for p in self if self._loaded.get(id(p.half)) == p.half._version]
@@ -101,7 +113,7 @@ class MasterWeights:
             changed = [pair for pair in self if id(pair.half) not in known]
             if changed:
                 masters = [pair.master.detach() for pair in changed]
-                torch._foreach_copy_(masters, [pair.half.detach() for pair in changed])
+                foreach.copy_(masters, [pair.half.detach() for pair in changed])
             for pair in changed:
                 self._versions[id(pair.half)] = pair.half._version
             self._adopt(loaded)
@@ -122,7 +134,7 @@ class MasterWeights:
         with torch.no_grad():
             for half, master in pairs:
                 same = half == master.to(half.dtype)
-                if not bool(same.all()):
+                if not half.is_meta and not bool(same.all()):
                     master.copy_(torch.where(same, master, half.to(master.dtype)))
                 self._versions[id(half)] = half._version
 
@@ -139,7 +151,7 @@ class MasterWeights:
         taken = {}
         for part in _in_parts([pair for pair in pairs if not pair.half.grad.is_sparse]):
             copies = [torch.empty_like(pair.master) for pair in part]
-            torch._foreach_copy_(copies, [pair.half.grad for pair in part])
+            foreach.copy_(copies, [pair.half.grad for pair in part])
             for pair, copy in zip(part, copies, strict=True):
                 taken[id(pair.master)] = copy
                 pair.half.grad = None
@@ -160,7 +172,7 @@ class MasterWeights:
         if not pairs:
             return
         with torch.no_grad():
-            torch._foreach_copy_([p.half for p in pairs], [p.master for p in pairs])
+            foreach.copy_([p.half for p in pairs], [p.master for p in pairs])
         for pair in pairs:
             self._versions[id(pair.half)] = pair.half._version
 

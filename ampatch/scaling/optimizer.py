@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..log import logger
+from .apex_layouts import torch_layout
 from .closures import step_with_closure
 from .fused import skips_in_kernel
 from .gradient_flow import GradientFlow
+from .methods import Methods
 from .step_counts import StepCounter
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -25,7 +26,8 @@ class ManagedOptimizer(GradientFlow):
 
     `casts_off` and `casts_on` make the context managers that `step` and its
     closure run in; `after_step(self)` is told of every step, skipped or not.
-    `halves` gives the ids of the parameters that are to have masters now.  The
+    `halves` gives the ids of the parameters that are to have masters now,
+    `master_of` the master that another optimizer has made for one of them.  The
     ranks of `process_group` share their overflow flag.
     """
 
@@ -37,6 +39,7 @@ class ManagedOptimizer(GradientFlow):
         casts_on: Callable[[], AbstractContextManager],
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
+        master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
         process_group: Any = None,
     ) -> None:
         super().__init__(optimizer, process_group)
@@ -44,12 +47,12 @@ class ManagedOptimizer(GradientFlow):
         self.counter = StepCounter()
         self._told_unfed = False
         self.was_fed = True  # a `scale_loss` block came since the step before the last
-        self.is_open = True
         self._casts_off = casts_off
         self._casts_on = casts_on
         self._after_step = after_step
         self._halves = halves
-        self._installed: dict[str, tuple[bool, Any, Any]] = {}
+        self._master_of = master_of
+        self._methods = Methods(optimizer)
         self._found_state: list[tuple[Any, dict]] | None = None  # to go back, should opening fail
 
     # Put in, take out
@@ -63,13 +66,30 @@ class ManagedOptimizer(GradientFlow):
         state = getattr(self.optimizer, "state", None)
         if state is not None:
             self._found_state = [(param, dict(entry)) for param, entry in state.items()]
-        self.adopt_parameters(originals, halves)
-        self._replace("step", self._make_step)
-        if hasattr(self.optimizer, "zero_grad"):
-            self._replace("zero_grad", self._make_zero_grad)
+        self.adopt_parameters(originals, halves, {})
+        self._put_methods()
 
-    def adopt_parameters(self, originals: dict[int, Tensor], halves: set[int]) -> None:
-        """Put masters in the place of half parameters that the optimizer still holds itself."""
+    def reinstall(self) -> None:
+        """Take over the methods again after `uninstall`; `adopt_parameters` does the rest."""
+        self._methods.take_out()
+        self._put_methods()
+
+    def _put_methods(self) -> None:
+        self._methods.put("step", self._step)
+        for name, answer in (
+            ("zero_grad", self._zero_grad),
+            ("load_state_dict", self._load_state_dict),
+        ):
+            if hasattr(self.optimizer, name):
+                self._methods.put(name, answer)
+
+    def adopt_parameters(
+        self, originals: dict[int, Tensor], halves: set[int], masters: dict[int, Parameter]
+    ) -> None:
+        """Put masters in the place of half parameters that the optimizer still holds itself.
+
+        Those in `masters` (by ids of half parameters) exist already.
+        """
         for group in self.optimizer.param_groups:
             for index, param in enumerate(group["params"]):
                 if id(param) not in halves:
@@ -78,7 +98,9 @@ class ManagedOptimizer(GradientFlow):
                     continue
                 master = self.masters.of(param)
                 if master is None:
-                    master = self.masters.add(param, originals.get(id(param)))
+                    original = originals.get(id(param))
+                    known = masters.get(id(param), self._master_of(param))
+                    master = self.masters.add(param, original, known)
                     if param.grad is not None:
                         master.grad, param.grad = param.grad.float(), None
                 group["params"][index] = master
@@ -91,7 +113,7 @@ class ManagedOptimizer(GradientFlow):
     def adopt_new(self) -> None:
         """Make masters for half parameters that were added, or unfrozen, since."""
         if any(param.dtype in _HALF_TYPES for param in self.parameters()):
-            self.adopt_parameters({}, self._halves())
+            self.adopt_parameters({}, self._halves(), {})
 
     def release_parameters(self, halves: set[int]) -> None:
         """Put parameters (ids of the model's) back in the place of their masters."""
@@ -115,35 +137,14 @@ class ManagedOptimizer(GradientFlow):
         The caller gives the half parameters their master's values first.
         """
         self.finish_pending()
-        self.is_open = False
         self.release_parameters({id(pair.half) for pair in self.masters})
-        for name, (had_own, found, put) in self._installed.items():
-            own = vars(self.optimizer)
-            if own.get(name) is not put:
-                continue  # somebody wrapped ours; it passes through from now on
-            if had_own:
-                own[name] = found
-            else:
-                del own[name]
-        self._installed.clear()
+        self._methods.take_out()
 
     def restore_found_state(self) -> None:
         """Opening failed half-way: the state is as it was found, to the bit."""
         if self._found_state is not None:
             self.optimizer.state.clear()
             self.optimizer.state.update(self._found_state)
-
-    def _replace(self, name: str, make: Callable[[Callable], Callable]) -> None:
-        """Shadow a method on the instance by a bound method.
-
-        Only a bound method *of the optimizer* is met by LR schedulers built
-        before and after: they rebind `step.__func__`.
-        """
-        own = vars(self.optimizer)
-        original = getattr(self.optimizer, name)
-        method = types.MethodType(make(original), self.optimizer)
-        self._installed[name] = (name in own, own.get(name), method)
-        own[name] = method
 
     def _move_state(self, old: Any, new: Any) -> None:
         state = getattr(self.optimizer, "state", None)
@@ -156,16 +157,8 @@ class ManagedOptimizer(GradientFlow):
 
     # The step
 
-    def _make_step(self, original: Callable) -> Callable:
-        @functools.wraps(getattr(original, "__func__", original))
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_open:
-                return original(*args, **kwargs)
-            return self._step(original, args, kwargs)
-
-        return step
-
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        self.refuse_step_in_block()
         self.forget_found_state()
         self._fed = self._fed or self._left_scaled  # about those more is to be said
         self.report_left_scaled()
@@ -195,17 +188,13 @@ class ManagedOptimizer(GradientFlow):
         if skipped is True:
             self.note_step(True)
             return None
-        done = False
         try:
             with self._casts_off():
                 if in_kernel:
                     result = self._step_in_kernel(original, args, kwargs, found)
                 else:
                     result = original(*args, **kwargs)
-            done = True
-        finally:
-            if not done:
-                self._found_inf = found  # for another try
+        finally:  # should it raise half-way, the model follows what was done
             self.masters.push()
         self.note_step(skipped)
         return result
@@ -227,11 +216,7 @@ class ManagedOptimizer(GradientFlow):
 
     def report_unfed(self) -> None:
         """Say once if the last step came without `scale_loss`, where there is dynamic scaling."""
-        if (
-            self.was_fed
-            or self._told_unfed
-            or not self.has_gradients()
-        ):
+        if self.was_fed or self._told_unfed or not self.has_gradients():
             return
         self._told_unfed = True
         name = type(self.optimizer).__name__
@@ -247,14 +232,29 @@ class ManagedOptimizer(GradientFlow):
         """Casting as it is outside the step, for the forward in a closure."""
         return self._casts_on()
 
-    def _make_zero_grad(self, original: Callable) -> Callable:
-        @functools.wraps(getattr(original, "__func__", original))
-        def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.is_open:
-                self.forget_gradients()
-            return original(*args, **kwargs)
+    def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        self.forget_gradients()
+        return original(*args, **kwargs)
 
-        return zero_grad
+    def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """As the original; understands apex's layouts, and takes their masters' values over."""
+        self.adopt_new()
+        self.masters.settle()
+        if args:
+            state, args = args[0], args[1:]
+        else:
+            kwargs = dict(kwargs)
+            state = kwargs.pop("state_dict")
+        state, values = torch_layout(
+            state, self.optimizer.param_groups, lambda p: self.masters.half_of(p) is not None
+        )
+        result = original(state, *args, **kwargs)
+        with torch.no_grad():
+            for param, value in values:
+                param.copy_(value)
+        if values:
+            self.masters.push()
+        return result
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .loss_scaler import Scaler
+from .sharing import Sharing
 
 if TYPE_CHECKING:
     from .optimizer import ManagedOptimizer
@@ -34,9 +35,7 @@ class Pending:
 
     def finish(self) -> None:
         """Unscale the gradients, and let the scaler know."""
-        found = [
-            optimizer.unscale_pending(self._scaler)
-            for optimizer in self._optimizers
-            if optimizer.pending is self
-        ]
+        waiting = [optimizer for optimizer in self._optimizers if optimizer.pending is self]
+        sharing = Sharing(waiting)
+        found = [optimizer.unscale_pending(self._scaler, sharing) for optimizer in waiting]
         self._scaler.update([flag for flag in found if flag is not None])

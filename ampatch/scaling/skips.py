@@ -23,8 +23,8 @@ def skip_report(managed: ManagedOptimizer, names: dict[int, str], scalers: list[
         "in a row were skipped because gradients held inf or NaN. "
         f"First such gradients: {_offenders(managed, names)}. {_histories(scalers)} "
         "At a small scale this is no overflow of float16 any more: look for a NaN in the data, "
-        'the loss or the weights, or try dtype=torch.bfloat16, opt_level="O0" for these modules '
-        '(overrides={"path.*": "float"}) or a lower learning rate.'
+        'the loss or the weights, or try dtype=torch.bfloat16, overrides={"path.*": "float"} for '
+        'these modules, opt_level="O0" or a lower learning rate.'
     )
 
 

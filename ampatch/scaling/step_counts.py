@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import foreach
+
 
 class StepCounts(NamedTuple):
     """Of one optimizer since `initialize`."""
@@ -50,7 +52,7 @@ class StepCounter:
             self._on_device = [torch.full_like(found, float(number)) for number in numbers]
         steps, left_out, row = self._on_device
         found = found.to(steps.device)
-        torch._foreach_add_([steps, left_out], [torch.ones_like(found), found])
+        foreach.add_([steps, left_out], [torch.ones_like(found), found])
         torch.addcmul(found, row, found, out=row)  # one more than before, or 0
 
     def read(self) -> StepCounts:

@@ -1,0 +1,45 @@
+"""DistributedDataParallel's first broadcast, taught about master weights.
+
+It makes the half weights of all ranks rank 0's, but knows nothing of the FP32
+values behind them.  With this replacement the masters follow: all ranks have
+rank 0's, in FP32, so that a checkpoint that was loaded before wrapping, or the
+weights a model was built with, are not rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+Agree = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
+
+
+def replacements(agree: Agree) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """`(owner, name, make)` of what to replace.
+
+    `agree(parameters, send)` calls `send` on the master of each parameter that has one.
+    """
+    if not torch.distributed.is_available():
+        return []
+    return [(DistributedDataParallel, "__init__", lambda original: _wrapping(original, agree))]
+
+
+def _wrapping(original: Callable, agree: Agree) -> Callable:
+    @functools.wraps(original)
+    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not kwargs.get("init_sync", True):
+            return
+        group = self.process_group
+        first = torch.distributed.get_global_rank(group, 0)
+        ignored = self.parameters_to_ignore
+        parameters = [p for name, p in self.module.named_parameters() if name not in ignored]
+        agree(parameters, lambda master: torch.distributed.broadcast(master, first, group=group))
+
+    return __init__

@@ -1,0 +1,75 @@
+"""Methods of ours on one optimizer: put in, taken out, and put in again without piling up."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+Answer = Callable[[Callable, tuple, dict], Any]
+_SEAT = "_ampatch_seat"  # functools.wraps hands it on to wrappers around ours
+
+
+class _Seat:
+    """Who answers for a method; nobody, and calls pass through."""
+
+    __slots__ = ("answer",)
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer: Answer | None = answer
+
+
+class Methods:
+    """Shadows methods on the instance by bound methods.
+
+    Only a bound method *of the optimizer* is met by LR schedulers built before
+    and after: they rebind `step.__func__`.  A scheduler's wrapper stays when
+    ours is taken out from under it; whoever comes next takes the seat that is
+    left inside, so that wrappers do not nest ever deeper.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._seats: list[_Seat] = []
+        self._put: dict[str, tuple[bool, Any, Any]] = {}
+
+    def put(self, name: str, answer: Answer) -> None:
+        """Have `answer(original, args, kwargs)` called for the method `name`."""
+        own = vars(self._optimizer)
+        original = getattr(self._optimizer, name)
+        seat = getattr(original, _SEAT, None)
+        if seat is not None and seat.answer is None:
+            seat.answer = answer
+        else:
+            seat = _Seat(answer)
+            method = types.MethodType(_asking(seat, original), self._optimizer)
+            self._put[name] = (name in own, own.get(name), method)
+            own[name] = method
+        self._seats.append(seat)
+
+    def take_out(self) -> None:
+        """Give the optimizer its own methods back, as far as nobody has wrapped ours."""
+        for seat in self._seats:
+            seat.answer = None
+        for name, (had_own, found, put) in self._put.items():
+            own = vars(self._optimizer)
+            if own.get(name) is not put:
+                continue
+            if had_own:
+                own[name] = found
+            else:
+                del own[name]
+        self._seats.clear()
+        self._put.clear()
+
+
+def _asking(seat: _Seat, original: Callable) -> Callable:
+    @functools.wraps(getattr(original, "__func__", original))
+    def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if seat.answer is None:
+            return original(*args, **kwargs)
+        return seat.answer(original, args, kwargs)
+
+    setattr(method, _SEAT, seat)
+    return method

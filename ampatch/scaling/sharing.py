@@ -1,0 +1,59 @@
+"""Parameters that several optimizers update: their gradients are dealt with once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .gradient_flow import GradientFlow
+
+
+class Sharing:
+    """Which of `optimizers` hold the same tensors; the first of them owns such a tensor.
+
+    Only the owner scales or unscales its gradient; an overflow in it concerns all holders.
+    """
+
+    def __init__(self, optimizers: Sequence[GradientFlow] = ()) -> None:
+        holders: dict[int, list[GradientFlow]] = {}
+        if len(optimizers) > 1:
+            for optimizer in optimizers:
+                for param in optimizer.parameters():
+                    holders.setdefault(id(param), []).append(optimizer)
+        self._holders = {key: known for key, known in holders.items() if len(known) > 1}
+
+    def owned(self, optimizer: GradientFlow, params: Iterable[Tensor]) -> list[Tensor]:
+        """Those of `params` that are this optimizer's to deal with."""
+        if not self._holders:
+            return list(params)
+        return [p for p in params if self._holders.get(id(p), [optimizer])[0] is optimizer]
+
+    def others(self, optimizer: GradientFlow) -> list[GradientFlow]:
+        """Those who hold tensors that this optimizer owns."""
+        known = [holders[1:] for holders in self._holders.values() if holders[0] is optimizer]
+        return list({id(other): other for some in known for other in some}.values())
+
+    def is_shared(self, param: Tensor) -> bool:
+        """Whether several optimizers hold this tensor."""
+        return id(param) in self._holders
+
+
+def with_sharers(given: list[GradientFlow], everyone: Sequence[GradientFlow]) -> list[GradientFlow]:
+    """`given` and all who share a tensor with them, be it through others."""
+    found = list(given)
+    if all(other in given for other in everyone):
+        return found
+    held = {id(other): {id(param) for param in other.parameters()} for other in everyone}
+    reached: set[int] = set().union(*(held.get(id(one), set()) for one in given))
+    more = True
+    while more:
+        more = False
+        for other in everyone:
+            if other not in found and not reached.isdisjoint(held[id(other)]):
+                found.append(other)
+                reached |= held[id(other)]
+                more = True
+    return found
