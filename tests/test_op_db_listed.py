@@ -34,7 +34,7 @@ from ampatch.casting.tables import Rule
 LISTED = [name for name in OPS if any(call.rules for call in CALLS[name])]
 EXACT = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE, Rule.FLOAT_UNLESS_SAME_SIZE, Rule.BANNED}
 PROMOTES = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
-TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.15}  # inputs up to 9 make steep softmaxes
 
 REFUSED_IN_HALF = {"svd_lowrank", "pca_lowrank", "linalg.pinv-singular"}
 """Products in half, then a decomposition that PyTorch has in no half type, on no device.
