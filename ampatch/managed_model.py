@@ -97,7 +97,8 @@ class ManagedModel:
         ]
         for override in self._overrides:
             self._handles.extend(override.install())
-        if self.properties.cast_model_type in HALF_TYPES:
+        dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
+        if (dtypes | {self.properties.cast_model_type}) & set(HALF_TYPES):
             for module in model.modules():
                 self._handles.append(add_state_dict_hook(module, Hook(self._save_float)))
                 self._handles.append(add_load_hook(module, Hook(self._load_masters, module)))

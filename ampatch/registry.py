@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import averaging
 from .casting import user_functions
 from .casting.install import (
     Installation,
@@ -105,7 +106,7 @@ class Registry:
             patches = self._gradient_patches(
                 self.master_of, self.collect_grads, self.forget_overflow
             )
-            for owner, name, make in patches:
+            for owner, name, make in (*patches, averaging.replacement(self.current_master_of)):
                 original = self._gradient_tools.replace(owner, name, make)
                 made[id(original)] = getattr(owner, name)
             for module, name, original in early_names(made):
@@ -168,6 +169,14 @@ class Registry:
         for session in self.sessions:
             for managed in session.optimizers():
                 managed.take_unscaled()
+
+    def current_master_of(self, half: Tensor) -> Tensor | None:
+        """As `master_of`; what was written into the half parameter has been taken over."""
+        for session in reversed(self.sessions):
+            master = session.current_master_of(half)
+            if master is not None:
+                return master
+        return None
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed by their module."""

@@ -23,11 +23,12 @@ ALLOWED = {
     "members": {"managed_model", "opt_levels", "scaling"},
     "models": set(),
     "gradients": set(),
+    "averaging": set(),
     "casting": LEAVES | {"casting"},
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
-    "registry": LEAVES | {"casting", "scaling", "session"},  # the last two for type checking only
+    "registry": LEAVES | {"averaging", "casting"} | {"scaling", "session"},  # those for types only
     "session": LEAVES
     | {"casting", "scaling", "gradients", "managed_model", "opt_levels", "overrides"}
     | {"frames", "members", "registry"},
