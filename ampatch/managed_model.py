@@ -185,11 +185,11 @@ class ManagedModel:
 
     def plain_copy(self, memo: dict | None = None) -> nn.Module:
         """A deep copy without hooks and patches, its weights in FP32."""
-        memo = {} if memo is None else memo
+        memo, widened = {} if memo is None else memo, False
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             value = self.float_value(tensor)
             if value is not tensor and id(tensor) not in memo:
-                plain = value.detach().clone()
+                plain, widened = value.detach().clone(), True
                 if isinstance(tensor, nn.Parameter):
                     plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
                 memo[id(tensor)] = plain
@@ -201,6 +201,8 @@ class ManagedModel:
             own.update(ours)
         for module in plain.modules():
             drop_plain_hooks(module)
+        if widened:
+            flatten_rnns(plain)
         return plain
 
     def _deepcopy(self, memo: dict) -> nn.Module:
