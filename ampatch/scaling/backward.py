@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from .loss_scaler import Scaler
+from .master_weights import world_size
 from .optimizer import ManagedOptimizer
 from .pending import Pending
 
@@ -74,9 +75,11 @@ class ScaledBackward:
             for optimizer in self._optimizers:
                 optimizer.leave_scaled(self._pending, self._scaler)
         else:
+            # In DDP's `no_sync` one rank alone may see an inf; at the step all of them have.
+            defer = self._delay_check or world_size() > 1
             found = [
-                optimizer.after_backward(self._scaler, self._scale, defer_update=self._delay_check)
+                optimizer.after_backward(self._scaler, self._scale, defer_update=defer)
                 for optimizer in self._optimizers
             ]
-            update = self._scaler.defer if self._delay_check else self._scaler.update
+            update = self._scaler.defer if defer else self._scaler.update
             update([flag for flag in found if flag is not None])

@@ -62,6 +62,7 @@ def _evaluate(managed: Any, closure: Callable) -> Any:
         loss = closure()
     managed.finish_pending()
     managed.take_unscaled()
+    managed.update_deferred()
     return loss
 
 

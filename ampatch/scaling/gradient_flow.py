@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import AmpatchError
 from ..log import logger
 from .loss_scaler import Scaler
-from .master_weights import MasterWeights, _world_size
+from .master_weights import MasterWeights, world_size
 from .pending import Pending
 
 
@@ -34,7 +34,7 @@ class GradientFlow:
         self.pending: Pending | None = None
         self._process_group = process_group
         self._found_inf: Tensor | None = None
-        self._deferred: Scaler | None = None  # its update waits for the step
+        self._deferred: list[Scaler] = []  # their update waits for the step
         self._in_block = False
         self._left_scaled = False  # by a block that this optimizer was not given to
         self._aside: list[tuple[Tensor, Tensor]] = []
@@ -73,7 +73,7 @@ class GradientFlow:
         held = [param for param in self.parameters() if param.grad is not None]
         if not held:
             self.pending = self._found_inf = None
-        elif _world_size() > 1:
+        elif world_size() > 1:
             self._put_back_scaled(held, scaler, scale)
         else:  # what backward adds must be told from what was there
             self._aside = [
@@ -113,8 +113,15 @@ class GradientFlow:
             found = self._unscale(scaler, [*own, *fresh.values()], scale)
             self._add_to_masters(fresh)
             self._add_aside()
-        self._deferred = scaler if defer_update else None
+        if defer_update and scaler not in self._deferred:
+            self._deferred.append(scaler)
         return found
+
+    def update_deferred(self) -> None:
+        """Let the scalers react to the flags that `scale_loss` left for the step."""
+        for scaler in self._deferred:
+            scaler.update([])
+        self._deferred.clear()
 
     def leave_scaled(self, pending: Pending, scaler: Scaler) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
@@ -137,7 +144,7 @@ class GradientFlow:
         """
         self._in_block = False
         fresh = self.masters.take_grads()
-        if _world_size() > 1:
+        if world_size() > 1:
             self._add_to_masters(fresh)
             return
         for param in self.parameters():

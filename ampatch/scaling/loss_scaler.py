@@ -172,7 +172,8 @@ class DynamicScaler:
 
     def defer(self, found_infs: list[Tensor]) -> None:
         """Keep these flags for the next `update`."""
-        self._deferred.extend(found_infs)
+        known = [*self._deferred, *found_infs]
+        self._deferred = known if len(known) < 2 else [torch.stack(known).amax()]
 
     def update(self, found_infs: list[Tensor]) -> None:
         """Back off if one of the flags is set; else count a clean step, and grow in time."""

@@ -95,7 +95,7 @@ class MasterWeights:
         all values from the half weights, which DDP made equal, except those of
         a checkpoint loaded after the broadcast.
         """
-        if not self._settled and _world_size() > 1:
+        if not self._settled and world_size() > 1:
             loaded = [p for p in self if self._loaded.get(id(p.half)) == p.half._version]
             known = {id(pair.half) for pair in loaded}
             changed = [pair for pair in self if id(pair.half) not in known]
@@ -179,7 +179,8 @@ def _in_parts(pairs: list[Pair]) -> Iterator[list[Pair]]:
         yield part
 
 
-def _world_size() -> int:
+def world_size() -> int:
+    """How many processes train together; 1 without `torch.distributed`."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1

@@ -165,9 +165,7 @@ class ManagedOptimizer(GradientFlow):
         self.report_left_scaled()
         self.adopt_new()
         self.settle()
-        if self._deferred is not None:
-            self._deferred.update([])
-            self._deferred = None
+        self.update_deferred()
         closure, args, kwargs = _closure(args, kwargs)
         if closure is not None:
             with self._casts_off():
