@@ -120,6 +120,37 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
                 )
 
 
+def not_sharded(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
+
+    FSDP keeps views of its own on their data, and would go on gathering the old.
+    """
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if _is_sharded(parameter) and _would_change(parameter, properties):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
+                    f"has the sharded parameter {name!r} (FSDP, DTensor) in {parameter.dtype}, "
+                    "which can neither be cast nor get a master copy. Expected FP32 parameters "
+                    'and opt_level="O1"; for half weights give fully_shard a '
+                    "MixedPrecisionPolicy."
+                )
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """DTensors know their `placements`; flat parameters of FSDP's first version are shards too."""
+    return hasattr(parameter, "placements") or hasattr(parameter, "_sharded_size")
+
+
+def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:
+    if not parameter.is_floating_point():
+        return False
+    if properties.casts_model and parameter.dtype is not properties.cast_model_type:
+        return True
+    masters = properties.master_weights is not False and parameter.requires_grad
+    return masters and parameter.dtype in HALF_TYPES
+
+
 def fused_steps_work(
     models: list[nn.Module], optimizers: list[Any], properties: Properties
 ) -> None:
