@@ -74,6 +74,7 @@ def train(rank: int, kind: str, group: bool, micro: int, sync: bool, poisoned: t
         process_group=dist.group.WORLD if group else None,
         verbosity=0,
     )
+    half = model(torch.randn(2, 6), torch.zeros(4))[0].dtype
     skipped, scales, dtypes = [], [], set()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -87,7 +88,6 @@ def train(rank: int, kind: str, group: bool, micro: int, sync: bool, poisoned: t
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
         scales.append(amp.loss_scale())
-    half = model(torch.randn(2, 6), torch.zeros(4))[0].dtype
     weights = whole(model.parameters())
     state = whole(value for value in model.state_dict().values())
     return {
@@ -114,9 +114,11 @@ def in_one_process(kind: str, micro: int, left_out: tuple) -> list[torch.Tensor]
     return [param.detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+CASES = [(kind, 1, True) for kind in OPTIMIZERS] + [("SGD", 2, True), ("AdamW fused", 2, False)]
+
+
+@pytest.mark.parametrize("kind, micro, sync", CASES)
 @pytest.mark.parametrize("group", [True, False])
-@pytest.mark.parametrize("micro, sync", [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize("poisoned", [(), (2,)], ids=["clean", "overflow in one shard"])
 def test_o1_on_sharded_parameters(ranks, kind, group, micro, sync, poisoned):
     """As FP32 in one process; an inf that only one rank's shard holds skips the step on both."""

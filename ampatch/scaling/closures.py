@@ -1,10 +1,9 @@
 """`optimizer.step(closure)`: the backward pass happens inside the step.
 
 The first evaluation runs before the optimizer's own step, so that an overflow
-is known before anything moves.  Optimizers that evaluate again (LBFGS, SAM-like
-ones) get the closure itself; if one of the later evaluations overflows, weights
-and optimizer state go back to what they were before the step, and the step
-counts as skipped.
+is known before anything moves.  Optimizers that evaluate again (LBFGS) get the
+closure itself; if one of the later evaluations overflows, weights and optimizer
+state go back to what they were before the step, and the step counts as skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def step_with_closure(
     Casting is off around this, and on again inside the closure.
     """
     first = _evaluate(managed, closure)
-    if _overflowed(managed):
+    if managed.take_overflow():
         managed.note_skip(True)
         return first
     before = _Snapshot(managed)
@@ -42,7 +41,7 @@ def step_with_closure(
             return first
         managed.masters.push()
         loss = _evaluate(managed, closure)
-        if _overflowed(managed):
+        if managed.take_overflow():
             raise _Overflow
         return loss
 
@@ -64,11 +63,6 @@ def _evaluate(managed: Any, closure: Callable) -> Any:
     managed.take_unscaled()
     managed.update_deferred()
     return loss
-
-
-def _overflowed(managed: Any) -> bool:
-    found = managed.take_found_inf()
-    return found is not None and bool(found.item())
 
 
 class _Snapshot:

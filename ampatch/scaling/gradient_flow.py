@@ -242,6 +242,11 @@ class GradientFlow:
             param.grad = grad if param.grad is None else grad.add_(param.grad)
         self._aside = []
 
+    def take_overflow(self) -> bool:
+        """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
+        found = self.take_found_inf()
+        return found is not None and bool(found.item())
+
     def take_found_inf(self) -> Tensor | None:
         """The overflow flag of the gradients gathered since it was last taken; None: unchecked."""
         found, self._found_inf = self._found_inf, None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .closures import step_with_closure
 from .gradient_flow import GradientFlow
+from .two_step import TwoSteps, has_two_steps
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -44,6 +45,7 @@ class ManagedOptimizer(GradientFlow):
         self._casts_on = casts_on
         self._after_step = after_step
         self._halves = halves
+        self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
         self._installed: dict[str, tuple[bool, Any, Any]] = {}
         self._found_state: list[tuple[Any, dict]] | None = None  # to go back, should opening fail
 
@@ -60,6 +62,9 @@ class ManagedOptimizer(GradientFlow):
             self._found_state = [(param, dict(entry)) for param, entry in state.items()]
         self.adopt_parameters(originals, halves)
         self._replace("step", self._make_step)
+        if self._two_steps is not None:
+            self._replace("first_step", self._two_steps.make_first)
+            self._replace("second_step", self._two_steps.make_second)
         if hasattr(self.optimizer, "zero_grad"):
             self._replace("zero_grad", self._make_zero_grad)
 
@@ -161,12 +166,10 @@ class ManagedOptimizer(GradientFlow):
         return step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        self.forget_found_state()
-        self.report_left_scaled()
-        self.adopt_new()
-        self.settle()
-        self.update_deferred()
         closure, args, kwargs = _closure(args, kwargs)
+        if closure is not None and self._two_steps is not None:
+            return self._two_steps.step(original, closure, args, kwargs)
+        self.before_step()
         if closure is not None:
             with self._casts_off():
                 result = step_with_closure(self, original, closure, args, kwargs)
@@ -174,6 +177,19 @@ class ManagedOptimizer(GradientFlow):
             result = self.step_on_gradients(original, args, kwargs)
         self._after_step(self)
         return result
+
+    def before_step(self) -> None:
+        """Bring parameters, gradients and scalers up to date."""
+        self.forget_found_state()
+        self.report_left_scaled()
+        self.adopt_new()
+        self.settle()
+        self.update_deferred()
+
+    def after_step(self, skipped: bool) -> None:
+        """A step in halves has ended."""
+        self.note_skip(skipped)
+        self._after_step(self)
 
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The original step on the gradients there are, or none after an overflow."""
@@ -207,6 +223,10 @@ class ManagedOptimizer(GradientFlow):
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True
+
+    def casts_off(self) -> AbstractContextManager:
+        """No casting, for what the optimizer computes."""
+        return self._casts_off()
 
     def casts_on(self) -> AbstractContextManager:
         """Casting as it is outside the step, for the forward in a closure."""
