@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
 
 from .errors import AmpatchError, did_you_mean, type_name
@@ -103,12 +105,10 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
     """
     if not properties.casts_model:
         return
+    target = properties.cast_model_type
     for index, model in enumerate(models):
-        for name, module in model.named_modules():
-            if not isinstance(module, nn.parallel.DistributedDataParallel):
-                continue
-            target = properties.cast_model_type
-            if any(
+        for name, module in (*model.named_modules(), *(("", outer) for outer in _around(model))):
+            if isinstance(module, nn.parallel.DistributedDataParallel) and any(
                 parameter.dtype is not target and parameter.is_floating_point()
                 for parameter in module.parameters()
             ):
@@ -118,6 +118,25 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
                     f"which would miss the gradients of parameters cast to {target}. "
                     "Call initialize first and wrap the model it returns."
                 )
+
+
+def _around(model: nn.Module) -> list[nn.Module]:
+    """The DistributedDataParallel that a model, or a part of it, was put into earlier.
+
+    Nothing in the model knows of it, so the living objects are searched; only
+    where a process group is up, since there is no DDP without one.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    gc.collect()  # one that nobody uses any more does no harm
+    inside = {id(module) for module in model.modules()}
+    return [
+        outer
+        for outer in gc.get_objects()
+        if issubclass(type(outer), nn.parallel.DistributedDataParallel)
+        and any(id(module) in inside for module in outer.modules())
+    ]
 
 
 def not_sharded(models: list[nn.Module], properties: Properties) -> None:

@@ -144,7 +144,7 @@ class GradientFlow:
         """
         self._in_block = False
         fresh = self.masters.take_grads()
-        if world_size() > 1:
+        if world_size() > 1 and self.pending is not None:
             self._add_to_masters(fresh)
             return
         for param in self.parameters():
