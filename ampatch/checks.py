@@ -64,6 +64,12 @@ def as_optimizers(optimizers: Any) -> list[Any]:
                 f"(or an object with param_groups and step), or a list or tuple of "
                 f"them, got {type_name(optimizer)}."
             )
+        if not hasattr(optimizer, "__dict__"):
+            raise TypeError(
+                f"ampatch.initialize(optimizers=...): {type_name(optimizer)} has __slots__, so its "
+                "step cannot be replaced. Expected an optimizer with a __dict__: derive a class "
+                "from it without __slots__."
+            )
     return list({id(optimizer): optimizer for optimizer in listed}.values())
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .states import states_of
+
 
 class _Overflow(Exception):
     """A later evaluation overflowed; ends the optimizer's own step."""
@@ -71,16 +73,18 @@ class _Snapshot:
     def __init__(self, managed: Any) -> None:
         self._managed = managed
         self._params = [(param, param.detach().clone()) for param in managed.parameters()]
-        state = managed.optimizer.state
-        self._state = {key: _cloned(value) for key, value in state.items()}
+        self._states = [
+            (state, {key: _cloned(value) for key, value in state.items()})
+            for state in states_of(managed.optimizer)
+        ]
 
     def restore(self) -> None:
         with torch.no_grad():
             for param, value in self._params:
                 param.copy_(value)
-        state = self._managed.optimizer.state
-        state.clear()
-        state.update(self._state)
+        for state, found in self._states:
+            state.clear()
+            state.update(found)
         self._managed.masters.push()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .closures import step_with_closure
 from .gradient_flow import GradientFlow
+from .states import as_dtype, states_of
 from .two_step import TwoSteps, has_two_steps
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -47,7 +48,7 @@ class ManagedOptimizer(GradientFlow):
         self._halves = halves
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
         self._installed: dict[str, tuple[bool, Any, Any]] = {}
-        self._found_state: list[tuple[Any, dict]] | None = None  # to go back, should opening fail
+        self._found_state: list[tuple[Any, dict]] = []  # to go back, should opening fail
 
     # Put in, take out
 
@@ -57,9 +58,10 @@ class ManagedOptimizer(GradientFlow):
         `originals` maps ids of half parameters to the FP32 values they were
         rounded from; only parameters in `halves` (ids) get masters.
         """
-        state = getattr(self.optimizer, "state", None)
-        if state is not None:
-            self._found_state = [(param, dict(entry)) for param, entry in state.items()]
+        self._found_state = [
+            (state, {param: dict(entry) for param, entry in state.items()})
+            for state in states_of(self.optimizer)
+        ]
         self.adopt_parameters(originals, halves)
         self._replace("step", self._make_step)
         if self._two_steps is not None:
@@ -86,7 +88,7 @@ class ManagedOptimizer(GradientFlow):
 
     def forget_found_state(self) -> None:
         """Opening succeeded: from now on the state is what training makes of it."""
-        self._found_state = None
+        self._found_state = []
 
     def adopt_new(self) -> None:
         """Make masters for half parameters that were added, or unfrozen, since."""
@@ -129,9 +131,9 @@ class ManagedOptimizer(GradientFlow):
 
     def restore_found_state(self) -> None:
         """Opening failed half-way: the state is as it was found, to the bit."""
-        if self._found_state is not None:
-            self.optimizer.state.clear()
-            self.optimizer.state.update(self._found_state)
+        for state, found in self._found_state:
+            state.clear()
+            state.update(found)
 
     def _replace(self, name: str, make: Callable[[Callable], Callable]) -> None:
         """Shadow a method on the instance by a bound method.
@@ -146,13 +148,13 @@ class ManagedOptimizer(GradientFlow):
         own[name] = method
 
     def _move_state(self, old: Any, new: Any) -> None:
-        state = getattr(self.optimizer, "state", None)
-        if state is not None and old in state:
-            moved = state.pop(old)
-            for key, value in moved.items():
-                if key != "step":
-                    moved[key] = _as_dtype(value, new.dtype)
-            state[new] = moved
+        for state in states_of(self.optimizer):
+            if old in state:
+                moved = state.pop(old)
+                for key, value in moved.items():
+                    if key != "step":
+                        moved[key] = as_dtype(value, new.dtype)
+                state[new] = moved
 
     # The step
 
@@ -240,15 +242,6 @@ class ManagedOptimizer(GradientFlow):
             return original(*args, **kwargs)
 
         return zero_grad
-
-
-def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """A piece of optimizer state, a tensor or a list of them (LBFGS), in another dtype."""
-    if isinstance(value, list):
-        return [_as_dtype(item, dtype) for item in value]
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
 
 
 def _closure(args: tuple, kwargs: dict) -> tuple[Callable | None, tuple, dict]:
