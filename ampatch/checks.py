@@ -151,8 +151,10 @@ def not_sharded(models: list[nn.Module], properties: Properties) -> None:
     FSDP keeps views of its own on their data, and would go on gathering the old.
     """
     for index, model in enumerate(models):
+        by_wrapper = any(_is_fsdp(module) for module in model.modules())
         for name, parameter in model.named_parameters():
-            if _is_sharded(parameter) and _would_change(parameter, properties):
+            sharded = by_wrapper or hasattr(parameter, "placements")  # as DTensors have
+            if sharded and _would_change(parameter, properties):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
                     f"has the sharded parameter {name!r} (FSDP, DTensor) in {parameter.dtype}, "
@@ -162,9 +164,9 @@ def not_sharded(models: list[nn.Module], properties: Properties) -> None:
                 )
 
 
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    """DTensors know their `placements`; flat parameters of FSDP's first version are shards too."""
-    return hasattr(parameter, "placements") or hasattr(parameter, "_sharded_size")
+def _is_fsdp(module: nn.Module) -> bool:
+    """FSDP's first version; its class is not imported just to ask."""
+    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
 
 
 def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:

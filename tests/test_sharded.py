@@ -135,6 +135,78 @@ def test_o1_on_sharded_parameters(ranks, kind, group, micro, sync, poisoned):
     assert all(map(torch.equal, one["weights"], one["state"]))
 
 
+def partly_sharded(rank: int, scale: float | str) -> dict:
+    """Only the layers are sharded; `shift` is a plain parameter beside DTensors."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net()
+    fully_shard(model.layers)
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    amp.initialize(
+        model,
+        optimizer,
+        opt_level="O1",
+        loss_scale=scale,
+        init_scale=256.0,
+        process_group=dist.group.WORLD,
+        verbosity=0,
+    )
+    skipped = []
+    for step in range(3):
+        optimizer.zero_grad()
+        bad = scale == "dynamic" and (rank, step) == (0, 1)
+        with amp.scale_loss(loss_of(model, 10 * rank + step, bad), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+    return {"skipped": skipped, "shift": model.shift.detach().clone()}
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+def test_plain_parameters_beside_sharded_ones(ranks, scale):
+    one, two = ranks(partly_sharded, scale)
+    assert one["skipped"] == two["skipped"] == [False, scale == "dynamic", False]
+    shift = torch.zeros(4, requires_grad=True)  # its gradient is 0.1 in every step made
+    optimizer = OPTIMIZERS["SGD"]([shift])
+    for _ in range(one["skipped"].count(False)):
+        shift.grad = torch.full((4,), 0.1)
+        optimizer.step()
+    for rank in (one, two):
+        torch.testing.assert_close(rank["shift"], shift.detach(), atol=1e-5, rtol=1e-3)
+
+
+def first_version(rank: int, level: str, use_orig_params: bool) -> dict:
+    """FullyShardedDataParallel, the wrapper."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(
+        Net(), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    try:
+        amp.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
+    except amp.AmpatchError as error:
+        return {"error": str(error)}
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"error": None, "losses": losses}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_first_fsdp(ranks, use_orig_params):
+    for rank in ranks(first_version, "O1", use_orig_params):
+        assert rank["error"] is None and rank["losses"][-1] < rank["losses"][0]
+    for level in ("O2", "O3"):
+        for rank in ranks(first_version, level, use_orig_params):
+            assert "sharded parameter" in rank["error"]
+
+
 def refused(rank: int, level: str, dtype: torch.dtype) -> dict:
     model = sharded(dtype)
     optimizer = OPTIMIZERS["SGD"](model.parameters())

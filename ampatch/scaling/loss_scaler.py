@@ -74,13 +74,13 @@ class StaticScaler:
 
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
-        if scale != 1.0 and grads:
-            torch._foreach_mul_(grads, scale)
+        if scale != 1.0:
+            for _, group in _alike(grads):
+                torch._foreach_mul_(group, scale)
 
     def unscale_(self, grads: list[Tensor], scale: float) -> Tensor | None:
         """Divide FP32 gradients by `scale`, in place.  None: nothing was checked."""
-        if scale != 1.0 and grads:
-            torch._foreach_mul_(grads, 1.0 / scale)
+        self.scale_grads_(grads, 1.0 / scale)
         return None
 
     def defer(self, found_infs: list[Tensor]) -> None:
@@ -152,7 +152,7 @@ class DynamicScaler:
 
     def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
-        for device, group in _by_device(grads):
+        for device, group in _alike(grads):
             torch._foreach_mul_(group, scale.to(device))
 
     def unscale_(self, grads: list[Tensor], scale: Tensor) -> Tensor | None:
@@ -163,7 +163,7 @@ class DynamicScaler:
         """
         found = torch.zeros_like(scale)
         inverse = scale.double().reciprocal().float()
-        for device, group in _by_device(grads):
+        for device, group in _alike(grads):
             found_here = found if device == found.device else found.to(device)
             _check_and_unscale_(group, found_here, inverse.to(device))
             if found_here is not found:
@@ -225,8 +225,9 @@ def make_scaler(loss_scale: str | float, **limits: Any) -> Scaler:
     return DynamicScaler(**limits) if loss_scale == "dynamic" else StaticScaler(float(loss_scale))
 
 
-def _by_device(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    groups: dict[torch.device, list[Tensor]] = {}
+def _alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
+    """Gradients that one operator takes together: of a device, and sharded or not."""
+    groups: dict[tuple[torch.device, type], list[Tensor]] = {}
     for grad in grads:
-        groups.setdefault(grad.device, []).append(grad)
-    return list(groups.items())
+        groups.setdefault((grad.device, type(grad)), []).append(grad)
+    return [(device, group) for (device, _), group in groups.items()]
