@@ -146,7 +146,7 @@ class Members:
         return {
             id(parameter)
             for managed in self.models()
-            if managed.properties.master_weights
+            if managed.properties.master_weights is not False  # at O1 for weights that came in half
             for parameter in managed.model.parameters()
             if parameter.dtype in HALF_TYPES and parameter.requires_grad
         }

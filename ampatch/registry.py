@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import backward_pass, broadcast, gradients, tracing
+from . import averaging, backward_pass, broadcast, gradients, tracing
 from .casting import early_names, user_functions
 from .casting.install import (
     Installation,
@@ -108,6 +108,7 @@ class Registry:
             [
                 *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
                 *broadcast.replacements(self.agree_masters),
+                averaging.replacement(self.current_master_of),
             ],
         )
         _keep(
@@ -205,6 +206,14 @@ class Registry:
             shadows.of.get(id(weight)) for session in self.sessions for shadows in session.shadows
         ]
         return [shadow.half for shadow in found if shadow is not None]
+
+    def current_master_of(self, half: Tensor) -> Tensor | None:
+        """As `master_of`; what was written into the half parameter has been taken over."""
+        for session in reversed(self.sessions):
+            master = session.current_master_of(half)
+            if master is not None:
+                return master
+        return None
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed by their module."""

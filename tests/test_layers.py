@@ -25,6 +25,7 @@ ALLOWED = {
     "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
     "models": set(),
     "gradients": set(),
+    "averaging": set(),
     "backward_pass": set(),
     "broadcast": set(),
     "casting": LEAVES | {"casting"},
@@ -33,7 +34,7 @@ ALLOWED = {
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
     "tracing": LEAVES | {"casting", "managed_model", "models"},
     "registry": LEAVES
-    | {"backward_pass", "broadcast", "casting", "gradients", "schedulers", "tracing"}
+    | {"averaging", "backward_pass", "broadcast", "casting", "gradients", "schedulers", "tracing"}
     | {"managed_model", "scaling", "session"},  # for type checking only
     "schedulers": {"casting"},
     "session": LEAVES

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
 from .. import foreach
+from .ranks import world_size
 
 _SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
 
@@ -107,7 +107,7 @@ class MasterWeights:
         all values from the half weights, which somebody may have made equal, except
         those that `agree` made equal and those of a checkpoint loaded since.
         """
-        if not self._settled and _world_size() > 1:
+        if not self._settled and world_size() > 1:
             loaded = [p for p in self if self._loaded.get(id(p.half)) == p.half._version]
             known = {id(pair.half) for pair in loaded}
             changed = [pair for pair in self if id(pair.half) not in known]
@@ -189,10 +189,3 @@ def _in_parts(pairs: list[Pair]) -> Iterator[list[Pair]]:
         size += pair.half.numel()
     if part:
         yield part
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
