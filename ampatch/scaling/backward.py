@@ -71,8 +71,7 @@ class ScaledBackward:
     def _enter(self) -> Tensor:
         for optimizer in self._optimizers:
             optimizer.finish_other(self._scaler)
-        scaled = self._scaler.scale(self._loss)
-        self._scale = self._scaler.snapshot()
+        scaled, self._scale = self._scaler.scale(self._loss)
         for optimizer in self._optimizers:
             optimizer.before_backward(self._scaler, self._scale, self._sharing)
         known = [optimizer.pending for optimizer in self._optimizers if optimizer.pending]
