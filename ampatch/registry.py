@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,11 +41,9 @@ class Registry:
         self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
         self.schedulers = HeldSchedulers(self.managed)
-        self._gradient_tools, self._backward_pass, self._tracing_tools = (
-            PatchSet(),
-            PatchSet(),
-            PatchSet(),
-        )
+        self._gradient_tools = PatchSet()
+        self._backward_pass = PatchSet()
+        self._tracing_tools = PatchSet()
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
         self._table_edits: list[tuple[str, str, Rule | None]] = []
@@ -148,10 +146,7 @@ class Registry:
 
     def session_of(self, optimizer: Any) -> Session | None:
         """The session that an optimizer was given to."""
-        for session in reversed(self.sessions):
-            if session.knows(optimizer):
-                return session
-        return None
+        return _first(session for session in reversed(self.sessions) if session.knows(optimizer))
 
     def managed(self, optimizer: Any) -> ManagedOptimizer | None:
         """Our side of an optimizer, or None."""
@@ -160,10 +155,7 @@ class Registry:
 
     def session_of_model(self, model: Any) -> Session | None:
         """The session that manages a model."""
-        for session in reversed(self.sessions):
-            if session.manages(model):
-                return session
-        return None
+        return _first(session for session in reversed(self.sessions) if session.manages(model))
 
     def managed_model(self, model: Any) -> ManagedModel | None:
         """Our side of a model, or None."""
@@ -173,11 +165,11 @@ class Registry:
 
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
-        for session in reversed(self.sessions):
-            master = session.master_of(half)
-            if master is not None:
-                return master
-        return None
+        return _first(session.master_of(half) for session in reversed(self.sessions))
+
+    def current_master_of(self, half: Tensor) -> Tensor | None:
+        """As `master_of`; what was written into the half parameter has been taken over."""
+        return _first(session.current_master_of(half) for session in reversed(self.sessions))
 
     def agree_masters(self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]) -> None:
         """Have `send` make the masters of these parameters equal on all ranks."""
@@ -207,14 +199,6 @@ class Registry:
         ]
         return [shadow.half for shadow in found if shadow is not None]
 
-    def current_master_of(self, half: Tensor) -> Tensor | None:
-        """As `master_of`; what was written into the half parameter has been taken over."""
-        for session in reversed(self.sessions):
-            master = session.current_master_of(half)
-            if master is not None:
-                return master
-        return None
-
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed by their module."""
         for session in self.sessions:
@@ -223,12 +207,11 @@ class Registry:
 
     def half_of(self, master: Tensor) -> Tensor | None:
         """The half parameter of a master in any session, or None."""
-        for session in self.sessions:
-            for managed in session.optimizers():
-                half = managed.masters.half_of(master)
-                if half is not None:
-                    return half
-        return None
+        return _first(
+            managed.masters.half_of(master)
+            for session in self.sessions
+            for managed in session.optimizers()
+        )
 
     def outside_step(self) -> Any:
         """The policy in force around the step that is running: a closure's forward runs in it."""
@@ -297,6 +280,11 @@ class Registry:
 
         logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)
         when_importable(owner, on_import)
+
+
+def _first(found: Iterable[Any]) -> Any:
+    """The first that is not None, or None."""
+    return next((one for one in found if one is not None), None)
 
 
 def _keep(tools: PatchSet, needed: bool, patches: Patches) -> None:

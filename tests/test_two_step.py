@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -182,6 +183,97 @@ def test_an_overflow_in_either_half_leaves_the_step_out(kind, level, way, where,
         assert not ampatch.step_was_skipped(optimizer)
     for ours, theirs in zip(values(optimizer), plain(kind, range(6)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0)
+
+
+class Struck(SAM):
+    """Is interrupted in one of its halves, once, after the first weight has moved."""
+
+    struck = None
+
+    def _each(self):
+        for index, found in enumerate(super()._each()):
+            if index == 1 and self.struck == (half := inspect.stack()[1].function):
+                self.struck = None
+                raise KeyboardInterrupt(half)
+            yield found
+
+
+STRUCK = [(way, half) for way in WAYS for half in ("first_step", "second_step")]
+
+
+@pytest.mark.parametrize("way, where", [*STRUCK, ("closure", "the closure")])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_ctrl_c_in_either_half_leaves_the_weights_from_before(level, way, where):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = Struck(model.parameters(), torch.optim.SGD, rho=0.5, **BASES["SGD"][1])
+    ampatch.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
+    WAYS[way](model, optimizer, 0)
+    weights = values(optimizer)
+    optimizer.struck = where
+    with pytest.raises(KeyboardInterrupt):
+        if where == "the closure":
+            backward(model, optimizer, 1)
+            optimizer.step(interrupted)
+        else:
+            WAYS[way](model, optimizer, 1)
+    assert optimizer.struck in (None, "the closure")
+    assert all(map(torch.equal, weights, values(optimizer)))
+    for param, weight in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(param, weight.to(param.dtype))
+    optimizer.zero_grad()
+    WAYS[way](model, optimizer, 2)
+    assert not ampatch.step_was_skipped(optimizer)
+    for ours, theirs in zip(values(optimizer), plain("SGD", [0, 2]), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0)
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_both_halves_count_as_one_step():
+    model, optimizer = start("SGD", "O1")
+    by_halves(model, optimizer, 0)
+    by_halves(model, optimizer, 1, first=math.inf)
+    by_halves(model, optimizer, 2, second=math.nan)
+    by_closure(model, optimizer, 3)
+    assert ampatch.step_counts(optimizer) == (2, 2, 0)
+
+
+def test_gradients_that_nobody_zeroed_are_looked_at_in_both_halves():
+    """inf of the first half is still there in the second, and in the next step's first."""
+    model, optimizer = start("SGD", "O1")
+    before = values(optimizer)
+    backward(model, optimizer, 0, math.inf)
+    optimizer.first_step()
+    optimizer.second_step()
+    optimizer.first_step()
+    optimizer.second_step()
+    assert ampatch.step_counts(optimizer) == (0, 2, 2)
+    assert all(map(torch.equal, before, values(optimizer)))
+
+
+@pytest.mark.parametrize("half_step", ["first_step", "second_step"])
+def test_a_half_inside_the_block_is_refused(half_step):
+    model, optimizer = start("SGD", "O1")
+    with pytest.raises(ampatch.AmpatchError, match="inside the ampatch.scale_loss block"):
+        with ampatch.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+            getattr(optimizer, half_step)()
+
+
+def test_half_steps_without_scale_loss_are_told(caplog):
+    model, optimizer = build("SGD")
+    ampatch.initialize(model, optimizer, opt_level="O1")
+    by_halves(model, optimizer, 0)
+    assert "came without ampatch.scale_loss" not in caplog.text
+    for _ in range(2):
+        loss_of(model, 1).backward()
+        optimizer.first_step(zero_grad=True)
+        loss_of(model, 1).backward()
+        optimizer.second_step()
+    assert caplog.text.count("SAM.step() came without ampatch.scale_loss") == 1
 
 
 def test_given_back():

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from .snapshots import WeightsAndState
-from .states import states_of
 
 
 class _Overflow(Exception):
