@@ -27,7 +27,7 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | list,
     number: int,
     poison: bool = False,
     weight: float = 1.0,
@@ -69,6 +69,20 @@ def accumulate_under_ddp(rank: int, level: str) -> dict:
     with parallel.no_sync():
         backward(parallel, optimizer, rank, weight=0.5)
     backward(parallel, optimizer, 10 + rank, weight=0.5)
+    return {"grads": [param.grad.clone() for param in amp.master_params(optimizer)]}
+
+
+def accumulate_for_two_optimizers(rank: int, level: str) -> dict:
+    """As above, and a second optimizer updates the last layer too."""
+    model, optimizer = build(seed=0)
+    pair = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    amp.initialize(
+        model, pair, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=128.0
+    )
+    parallel = DistributedDataParallel(model)
+    with parallel.no_sync():
+        backward(parallel, pair, rank, weight=0.5)
+    backward(parallel, pair, 10 + rank, weight=0.5)
     return {"grads": [param.grad.clone() for param in amp.master_params(optimizer)]}
 
 
@@ -156,9 +170,10 @@ def test_ranks_agree_bit_by_bit_after_an_overflow_on_one(ranks, level):
     assert all(bool(value.isfinite().all()) for value in one["weights"])
 
 
+@pytest.mark.parametrize("work", [accumulate_under_ddp, accumulate_for_two_optimizers])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
-    one, two = ranks(accumulate_under_ddp, level)
+def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level, work):
+    one, two = ranks(work, level)
     model, _ = build(seed=0)
     for number in (0, 1, 10, 11):
         inputs, targets = batch(number)

@@ -188,6 +188,19 @@ def test_an_overflow_in_a_shared_parameter_concerns_both(opt_level, half, where,
 
 
 @pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, half, given):
+    models, optimizers = tied()
+    run = Mixed(models, optimizers, level, half)
+    pair = [optimizers[index] for index in given]
+    run.backward(models[0](batch(0)).float().sum() * math.inf, pair)
+    run.backward(models[0](batch(1)).float().sum(), pair)
+    for optimizer in optimizers:
+        optimizer.step()
+        assert ampatch.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
 def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, half, given):
     models, optimizers = tied()
     run = Mixed(models, optimizers, opt_level, half)

@@ -71,11 +71,12 @@ class ScaledBackward:
     def _enter(self) -> Tensor:
         for optimizer in self._optimizers:
             optimizer.finish_other(self._scaler)
+        held = [optimizer.gather() for optimizer in self._optimizers]
         scaled, self._scale = self._scaler.scale(self._loss)
-        for optimizer in self._optimizers:
-            optimizer.before_backward(self._scaler, self._scale, self._sharing)
         known = [optimizer.pending for optimizer in self._optimizers if optimizer.pending]
         self._pending = known[0] if known else Pending(self._scaler, self._scale)
+        for optimizer, params in zip(self._optimizers, held, strict=True):
+            optimizer.make_room(params, self._pending, self._sharing)
         return scaled
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -96,7 +97,7 @@ class ScaledBackward:
     def _finish(self) -> None:
         if self._delay_unscale:
             for optimizer in self._optimizers:
-                optimizer.leave_scaled(self._pending, self._scaler, self._sharing)
+                optimizer.leave_scaled(self._pending, self._sharing)
             return
         found = [
             optimizer.after_backward(self._scaler, self._scale, self._sharing)

@@ -76,33 +76,37 @@ class GradientFlow:
                 "optimizer: its gradients are still scaled. Call step() after the block."
             )
 
-    def before_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> None:
-        """Make room for gradients scaled by `scale`: set aside, or scale, what is there."""
+    def gather(self) -> list[Tensor]:
+        """Before a backward pass: complete the gradients; returns whose there are."""
         self.left_scaled.report()
         self._fed = True
         self.masters.settle()
         self.take_unscaled()
         self.check_spent()
-        held = [param for param in self.parameters() if param.grad is not None]
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def make_room(self, held: list[Tensor], pending: Pending, sharing: Sharing) -> None:
+        """Set the gradients that `gather` found aside, or scale them as those that come."""
         self._in_block = True  # from here on there is something to put back
         if not held:
             self.pending = None
             self._overflow.forget()
-        elif world_size() > 1:
-            self._put_back_scaled(sharing.owned(self, held), scaler, scale)
-        else:  # what backward adds must be told from what was there
-            own = [param for param in held if self.masters.half_of(param) is None]
-            self._aside = [(param, param.grad) for param in own]
-            for param in own:
-                param.grad = None
+            return
+        owned = sharing.owned(self, held)
+        if world_size() > 1:
+            self._put_back_scaled(owned, pending)
+            return
+        own = [param for param in owned if self.masters.half_of(param) is None]
+        self._aside = [(param, param.grad) for param in own]
+        for param in own:  # what backward adds must be told from what was there
+            param.grad = None
 
-    def _put_back_scaled(self, held: list[Tensor], scaler: Scaler, scale: Any) -> None:
+    def _put_back_scaled(self, owned: list[Tensor], pending: Pending) -> None:
         """Leave earlier gradients where backward adds to them, so one all-reduce serves both."""
         if self.pending is None:
-            scaler.scale_grads_([param.grad for param in held], scale)
-            self.pending = Pending(scaler, scale)
-            self.pending.join(self)
-        for param in held:
+            pending.scale_up([param.grad for param in owned])
+            self._wait_in(pending)
+        for param in owned:
             half = self.masters.half_of(param)
             if half is not None:
                 half.grad, param.grad = param.grad.to(half.dtype), None
@@ -140,7 +144,7 @@ class GradientFlow:
             scaler.update([])
         self._deferred.clear()
 
-    def leave_scaled(self, pending: Pending, scaler: Scaler, sharing: Sharing) -> None:
+    def leave_scaled(self, pending: Pending, sharing: Sharing) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
         self._in_block = False
         taken = self.masters.take_grads()
@@ -148,9 +152,12 @@ class GradientFlow:
             masters = sharing.owned(self, [pair.master for pair in self.masters])
             earlier = [master.grad for master in masters if master.grad is not None]
             aside = [grad for _, grad in self._aside]
-            scaler.scale_grads_([*earlier, *aside], pending.scale)
+            pending.scale_up([*earlier, *aside])
         _add(*taken)
         self._add_aside()
+        self._wait_in(pending)
+
+    def _wait_in(self, pending: Pending) -> None:
         self.pending = pending
         pending.join(self)
 

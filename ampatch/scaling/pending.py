@@ -33,6 +33,10 @@ class Pending:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
 
+    def scale_up(self, grads: list[Tensor]) -> None:
+        """Bring complete gradients to the scale of these, in place."""
+        self._scaler.scale_grads_(grads, self.scale)
+
     def is_scaled_by(self, scaler: Scaler) -> bool:
         """Whether new gradients of `scaler` may be added: it has not moved since."""
         return self._scaler is scaler and self._generation == scaler.generation
