@@ -31,6 +31,10 @@ from ampatch.casting.tables import Rule
 ROUNDS, CALLS = 60, 2000
 FULL = torch.randn(4, 4)
 HALF = FULL.bfloat16()
+DESIGN = (
+    "The design was made with these prices for a C function: direct 35, plain closure about 100, "
+    "FunctionWrapper about 480."
+)
 State = tuple[str, Callable[[], AbstractContextManager], Callable[[], Callable]]
 
 
@@ -137,7 +141,8 @@ def main() -> None:
     print(
         f"Nanoseconds of processor time per call, {ROUNDS} interleaved rounds of {CALLS}: median and quartiles."
     )
-    print(f"{machine()}.\n")
+    print(f"{machine()}.")
+    print(DESIGN, end="\n\n")
     with torch.no_grad():
         print(table("a C function", measure(alone())), end="\n\n")
         print(table("torch.mm of FP32", measure(states("mm", FULL, FULL))), end="\n\n")

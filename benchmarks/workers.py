@@ -21,10 +21,10 @@ def _serve(connection: Connection, make: Callable, system: str, threads: int) ->
     torch.set_num_threads(threads)
     step = make(system)
     while (steps := connection.recv()) is not None:
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(steps):
             step()
-        connection.send((time.perf_counter() - begin) / steps)
+        connection.send((time.process_time() - begin) / steps)
 
 
 def measure(
@@ -36,7 +36,7 @@ def measure(
     warm_up: int,
     threads: int,
 ) -> dict[str, list[float]]:
-    """Seconds per step of each system, one figure per round.
+    """Seconds of CPU time per step of each system, one figure per round.
 
     `make(system)` builds, in the system's own process, the function that does one step.
     """

@@ -61,6 +61,12 @@ LACKING = {
         "torch 2.4 itself cannot be imported without its fake tensors": {
             "test_ways_of_running": "test_a_torch_without_its_private_names[fake tensors]",
         },
+        "torch 2.4 has no half kernel of grid_sampler on the CPU": {
+            "test_casting": """
+                test_dtype_is_autocasts[fp16-torch.grid_sampler]
+                test_dtype_is_autocasts[bf16-torch.grid_sampler]
+            """,
+        },
         "torch 2.4's Adam has no decoupled_weight_decay": {
             "test_compat_apex": "test_fused_adam_is_adamw_unless_told_otherwise[True]",
         },

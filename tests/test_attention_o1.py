@@ -193,3 +193,31 @@ def test_nested_tensors_work_as_without_us(half):
         found = model(nested)
     for new, old in zip(found.unbind(), plain.unbind(), strict=True):
         assert torch.equal(new, old)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Dynamo looks functions of torch up by identity; as if nothing had been compiled before."""
+    rules = torch._dynamo.trace_rules
+    rules.clear_lru_cache()
+    torch._dynamo.reset()
+    yield
+    rules.clear_lru_cache()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("flag", ["there", "gone"])
+def test_compiled_with_and_without_casting(flag, fresh_compiler, monkeypatch):
+    """The module's first compilation comes after `initialize`; fullgraph raises if it breaks."""
+    model, x, _ = model_and_input("layer")
+    plain, _ = evaluated(model.eval(), x)
+    ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
+    in_half, _ = evaluated(model, x)
+    if flag == "gone":  # another torch may not have it
+        monkeypatch.delattr(torch.backends.mha, "_is_fastpath_enabled")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), in_half)
+        with ampatch.disable_casts():
+            torch.testing.assert_close(compiled(x), plain, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(in_half, plain)

@@ -118,6 +118,14 @@ QUIET = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:LSTM w
                                    "ignore:.*API of nested tensors")
 
 
+@pytest.fixture(autouse=True)
+def unfused():
+    """As under autocast: the fused kernels of nn.Transformer zero what is padded in the memory."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
 @QUIET
 @MODULES
 @pytest.mark.parametrize(

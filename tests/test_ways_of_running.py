@@ -8,13 +8,11 @@ import subprocess
 import sys
 import textwrap
 import types
-from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import ampatch
 

@@ -87,15 +87,14 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
     They stay with modules the policy does not cover, and with nested tensors, which
     those modules take on no other path.  Only the asking module's frame says whose
-    call it is; compiled code has no frames and takes the kernels one by one.
+    call it is.  Code being compiled has no frames, and may not call the original.
     """
 
     def get_fastpath_enabled() -> bool:
         policy = state.table_policy()
-        return original() and (
-            policy is None
-            or (not is_dynamo_compiling() and _left_alone(inspect.currentframe(), policy))
-        )
+        if is_dynamo_compiling():
+            return policy is None and getattr(torch.backends.mha, "_is_fastpath_enabled", True)
+        return original() and (policy is None or _left_alone(inspect.currentframe(), policy))
 
     return get_fastpath_enabled
 

@@ -72,8 +72,7 @@ class ScaledBackward:
         for optimizer in self._optimizers:
             optimizer.finish_other(self._scaler)
         held = [optimizer.gather() for optimizer in self._optimizers]
-        scaled = self._scaler.scale(self._loss)
-        self._scale = self._scaler.snapshot()
+        scaled, self._scale = self._scaler.scale(self._loss)
         known = [optimizer.pending for optimizer in self._optimizers if optimizer.pending]
         self._pending = known[0] if known else Pending(self._scaler, self._scale)
         for optimizer, params in zip(self._optimizers, held, strict=True):

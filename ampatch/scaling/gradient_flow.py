@@ -44,10 +44,9 @@ class GradientFlow:
         self._in_block = False
         self._aside: list[tuple[Tensor, Tensor]] = []
 
-    def parameters(self) -> Iterator[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """The tensors the optimizer updates: masters, or the parameters themselves."""
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def settle(self) -> None:
         """Bring all up to date: half weights written from outside, gradients left anywhere."""
@@ -84,7 +83,7 @@ class GradientFlow:
         self.masters.settle()
         self.take_unscaled()
         self.check_spent()
-        return [param for param, _ in self._all_grads()]
+        return self._held()
 
     def make_room(self, held: list[Tensor], pending: Pending, sharing: Sharing) -> None:
         """Set the gradients that `gather` found aside, or scale them as those that come."""
@@ -114,27 +113,27 @@ class GradientFlow:
     def after_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Tensor | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
         self._in_block = False
-        fresh = self.masters.take_grads()
+        masters, fresh = self.masters.take_grads()
         if self.pending is not None:
             self.pending = None
-            self._add_to_masters(fresh)
+            _add(masters, fresh)
             self._add_aside()
-            found = sharing.unscale(self, scaler, self._all_grads(), scale)
-        else:
-            own = [
-                (param, param.grad)
-                for param in self.parameters()
-                if param.grad is not None and self.masters.half_of(param) is None
-            ]
-            of_masters = [
-                (pair.master, fresh[id(pair.master)])
-                for pair in self.masters
-                if id(pair.master) in fresh
-            ]
-            found = sharing.unscale(self, scaler, [*own, *of_masters], scale)
-            self._add_to_masters(fresh)
-            self._add_aside()
+            return self._unscale_all(scaler, scale, sharing)
+        own = self._held()
+        if len(self.masters):
+            own = [param for param in own if self.masters.half_of(param) is None]
+        grads = [*[param.grad for param in own], *fresh]
+        found = sharing.unscale(self, scaler, [*own, *masters], grads, scale)
+        _add(masters, fresh)
+        self._add_aside()
         return found
+
+    def _held(self) -> list[Tensor]:
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Tensor | None:
+        params = self._held()
+        return sharing.unscale(self, scaler, params, [param.grad for param in params], scale)
 
     def defer_update(self, scaler: Scaler) -> None:
         """The next step is when `scaler` is to react to the flags it has."""
@@ -150,13 +149,13 @@ class GradientFlow:
     def leave_scaled(self, pending: Pending, sharing: Sharing) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
         self._in_block = False
-        fresh = self.masters.take_grads()
+        taken = self.masters.take_grads()
         if self.pending is None:
             masters = sharing.owned(self, [pair.master for pair in self.masters])
             earlier = [master.grad for master in masters if master.grad is not None]
             aside = [grad for _, grad in self._aside]
             pending.scale_up([*earlier, *aside])
-        self._add_to_masters(fresh)
+        _add(*taken)
         self._add_aside()
         self._wait_in(pending)
 
@@ -173,9 +172,9 @@ class GradientFlow:
         if not self._in_block:
             return
         self._in_block = False
-        fresh = self.masters.take_grads()
+        taken = self.masters.take_grads()
         if world_size() > 1 and self.pending is not None:
-            self._add_to_masters(fresh)
+            _add(*taken)
             return
         for param in sharing.owned(self, self.parameters()):
             if self.masters.half_of(param) is None:
@@ -200,7 +199,7 @@ class GradientFlow:
     def unscale_pending(self, scaler: Scaler, sharing: Sharing) -> Tensor | None:
         """This optimizer's part of `Pending.finish`; returns found_inf."""
         scale, self.pending = self.pending.scale, None
-        return sharing.unscale(self, scaler, self._all_grads(), scale)
+        return self._unscale_all(scaler, scale, sharing)
 
     def check(
         self, scaler: Scaler, grads: list[Tensor], scale: Any, concerned: list[GradientFlow]
@@ -248,7 +247,7 @@ class GradientFlow:
         """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
         if self.masters.has_grads() and not self._in_block:
             self.finish_pending()
-            self._add_to_masters(self.masters.take_grads())
+            _add(*self.masters.take_grads())
 
     def ready(self, wanted: set[int]) -> None:
         """Somebody is about to use gradients of these tensors (ids): leave none scaled or half."""
@@ -267,16 +266,6 @@ class GradientFlow:
     def has_gradients(self) -> bool:
         """Whether there is anything to step on."""
         return any(param.grad is not None for param in self.parameters())
-
-    def _all_grads(self) -> list[tuple[Tensor, Tensor]]:
-        return [(param, param.grad) for param in self.parameters() if param.grad is not None]
-
-    def _add_to_masters(self, fresh: dict[int, Tensor]) -> None:
-        for pair in self.masters:
-            grad = fresh.get(id(pair.master))
-            if grad is None:
-                continue
-            pair.master.grad = grad if pair.master.grad is None else pair.master.grad.add_(grad)
 
     def _add_aside(self) -> None:
         for param, grad in self._aside:
@@ -297,6 +286,11 @@ class GradientFlow:
     def check_spent(self) -> None:
         """Look again at gradients that a step has used and nobody zeroed: inf may be left there."""
         spent = self._overflow.take_spent()
-        grads = [] if spent is None or self.pending is not None else self._all_grads()
-        if grads:
-            Sharing().unscale(self, spent.scaler, grads, torch.ones_like(spent.scale))
+        if spent is not None and self.pending is None and self.has_gradients():
+            self._unscale_all(spent.scaler, torch.ones_like(spent.scale), Sharing())
+
+
+def _add(masters: list[Tensor], grads: list[Tensor]) -> None:
+    """Add gradients to those that masters have."""
+    for master, grad in zip(masters, grads, strict=True):
+        master.grad = grad if master.grad is None else master.grad.add_(grad)

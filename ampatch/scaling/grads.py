@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
+
+_is_cpu = operator.attrgetter("is_cpu")
+_is_sparse = operator.attrgetter("is_sparse")
 
 
 def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
@@ -11,6 +16,9 @@ def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
 
     They are of one device, and all sharded or none.
     """
+    if grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads)):
+        if len(set(map(type, grads))) == 1:  # the usual case, without a look at each
+            return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}
     for grad in map(values, grads):
         groups.setdefault((grad.device, type(grad)), []).append(grad)

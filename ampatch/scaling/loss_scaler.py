@@ -1,6 +1,6 @@
 """The loss scale: static, or dynamic on the device.
 
-Both kinds share `scale`, `snapshot`, `unscale_`, `update`, `get` and `set`.  A
+Both kinds share `scale`, `unscale_`, `update`, `get` and `set`.  A
 scale of 1 is a static scaler like any other; it only happens to have nothing to
 do.  Gradients are unscaled by a snapshot of the scale that their loss was
 multiplied by: another block or `set` may have moved the scale since.
@@ -43,13 +43,9 @@ class StaticScaler:
         """Whether scaling and unscaling change nothing."""
         return self._value == 1.0
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` in FP32 times the scale."""
-        return loss.float() if self.is_one else loss.float() * self._value
-
-    def snapshot(self) -> float:
-        """The present scale, for `scale_grads_` and `unscale_`."""
-        return self._value
+    def scale(self, loss: Tensor) -> tuple[Tensor, float]:
+        """`loss` in FP32 times the scale, and that scale."""
+        return (loss.float() if self.is_one else loss.float() * self._value), self._value
 
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
@@ -142,19 +138,17 @@ class DynamicScaler:
         self._deferred: list[Tensor] = []
         self._recent: collections.deque[Tensor] = collections.deque(maxlen=_REMEMBERED)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` in FP32 times the scale.  The scaler moves to the device of the loss."""
+    def scale(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """`loss` in FP32 times the scale, and that scale, which no update changes.
+
+        The scaler moves to the device of the loss.  Nothing waits.
+        """
         if self._scale.device != loss.device:
             self._scale = self._scale.to(loss.device)
             self._unskipped = self._unskipped.to(loss.device)
-        factor = self._scale.clone()  # autograd keeps it; ours changes in place
-        return loss.float() * factor
-
-    def snapshot(self) -> Tensor:
-        """The present scale, for `scale_grads_` and `unscale_`.  On the device; nothing waits."""
-        snapshot = self._scale.clone()
-        self._recent.append(snapshot)
-        return snapshot
+        factor = self._scale.clone()
+        self._recent.append(factor)
+        return loss.float() * factor, factor
 
     def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
@@ -168,7 +162,7 @@ class DynamicScaler:
         the gradients held an inf or NaN, else 0.0.
         """
         found = torch.zeros_like(scale)
-        inverse = scale.double().reciprocal().float()
+        inverse = scale.reciprocal()
         for device, group in alike(grads):
             found_here = found if device == found.device else found.to(device)
             check_and_unscale_(group, found_here, inverse.to(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +21,8 @@ from .states import FoundStates, move_state
 from .step_counts import StepCounter
 from .two_step import TwoSteps, has_two_steps
 
-_HALF_TYPES = (torch.float16, torch.bfloat16)
+_HALF_TYPES = frozenset((torch.float16, torch.bfloat16))
+_dtype_of = operator.attrgetter("dtype")
 
 
 class ManagedOptimizer(GradientFlow):
@@ -116,7 +118,7 @@ class ManagedOptimizer(GradientFlow):
 
     def adopt_new(self) -> None:
         """Make masters for half parameters that were added, or unfrozen, since."""
-        if any(param.dtype in _HALF_TYPES for param in self.parameters()):
+        if not _HALF_TYPES.isdisjoint(map(_dtype_of, self.parameters())):
             self.adopt_parameters({}, self._halves(), {})
 
     def release_parameters(self, halves: set[int]) -> None:

@@ -38,20 +38,23 @@ class Sharing:
         self,
         optimizer: GradientFlow,
         scaler: Scaler,
-        grads: Sequence[tuple[Tensor, Tensor]],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
         scale: Any,
     ) -> Tensor | None:
-        """Unscale those of an optimizer's `(parameter, gradient)` pairs that it owns.
+        """Unscale those of an optimizer's gradients, of `params`, that it owns.
 
         Those shared are checked for all who hold them.  Returns found_inf, or None: unchecked.
         """
-        owned = {id(param) for param in self.owned(optimizer, [param for param, _ in grads])}
-        grads = [(param, grad) for param, grad in grads if id(param) in owned]
-        alone = [grad for param, grad in grads if not self._is_shared(param)]
+        if not self._holders:
+            return optimizer.check(scaler, list(grads), scale, [optimizer])
+        owned = {id(param) for param in self.owned(optimizer, params)}
+        pairs = [pair for pair in zip(params, grads, strict=True) if id(pair[0]) in owned]
+        alone = [grad for param, grad in pairs if not self._is_shared(param)]
         found = optimizer.check(scaler, alone, scale, [optimizer])
         others = self._others(optimizer)
         if others:
-            shared = [grad for param, grad in grads if self._is_shared(param)]
+            shared = [grad for param, grad in pairs if self._is_shared(param)]
             in_shared = optimizer.check(scaler, shared, scale, [optimizer, *others])
             if found is None or in_shared is None:
                 return in_shared if found is None else found
