@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 import ampatch
 
-PATIENCE = 30  # seconds; a rank that waits for another in vain must not stop the tests
+PATIENCE = 100  # seconds; a rank that waits for another in vain must not stop the tests
 
 
 class Ranks:

@@ -83,21 +83,20 @@ class GradientFlow:
         self.masters.settle()
         self.take_unscaled()
         self.check_spent()
-        return [param for param in self.parameters() if param.grad is not None]
+        return self._held()
 
     def make_room(self, held: list[Tensor], pending: Pending, sharing: Sharing) -> None:
         """Set the gradients that `gather` found aside, or scale them as those that come."""
+        owned = sharing.owned(self, held)
+        alone = not held or world_size() == 1
+        own = [param for param in owned if alone and self.masters.half_of(param) is None]
+        self._aside = [(param, param.grad) for param in own]
         self._in_block = True  # from here on there is something to put back
         if not held:
             self.pending = None
             self._overflow.forget()
-            return
-        owned = sharing.owned(self, held)
-        if world_size() > 1:
+        elif not alone:
             self._put_back_scaled(owned, pending)
-            return
-        own = [param for param in owned if self.masters.half_of(param) is None]
-        self._aside = [(param, param.grad) for param in own]
         for param in own:  # what backward adds must be told from what was there
             param.grad = None
 
@@ -120,7 +119,7 @@ class GradientFlow:
             _add(masters, fresh)
             self._add_aside()
             return self._unscale_all(scaler, scale, sharing)
-        own = [param for param in self.parameters() if param.grad is not None]
+        own = self._held()
         if len(self.masters):
             own = [param for param in own if self.masters.half_of(param) is None]
         grads = [*[param.grad for param in own], *fresh]
@@ -129,8 +128,11 @@ class GradientFlow:
         self._add_aside()
         return found
 
+    def _held(self) -> list[Tensor]:
+        return [param for param in self.parameters() if param.grad is not None]
+
     def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Tensor | None:
-        params = [param for param in self.parameters() if param.grad is not None]
+        params = self._held()
         return sharing.unscale(self, scaler, params, [param.grad for param in params], scale)
 
     def defer_update(self, scaler: Scaler) -> None:
