@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,19 +40,24 @@ def loader() -> DataLoader:
     return DataLoader(DATASET, batch_size=16, shuffle=False)
 
 
-def float_losses(epochs: int, clip: float | None = None) -> list[float]:
+def float_losses(
+    epochs: int,
+    make: Callable[[], nn.Module] = network,
+    batches: Iterable[tuple[Tensor, Tensor]] | None = None,
+    clip: Callable[[Any], Any] | None = None,
+) -> list[float]:
     """Every step's loss in FP32, by a loop of our own: what a client's run is held against."""
     assert not ampatch.session.registry.sessions, "this would run in half"
-    model = network()
+    model = make()
     optimizer = optimizer_of(model)
     losses = []
     for _ in range(epochs):
-        for inputs, targets in loader():
+        for inputs, targets in batches or loader():
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                clip(model.parameters())
             optimizer.step()
             losses.append(loss.item())
     return losses
