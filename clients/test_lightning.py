@@ -42,7 +42,8 @@ class Module(pl.LightningModule):
         self.losses: list[float] = []
 
     def on_train_start(self) -> None:
-        amp._amp_state.loss_scalers[0]._loss_scale = 1024.0  # does not overflow
+        if isinstance(self.trainer.precision_plugin, ApexMixedPrecisionPlugin):
+            amp._amp_state.loss_scalers[0]._loss_scale = 1024.0  # does not overflow
 
     def forward(self, inputs):
         return self.net(inputs)
@@ -137,3 +138,41 @@ def test_lightning_itself_does_not_resume_with_apex(opt_level, backend, tmp_path
         RuntimeError, match="Resuming training with APEX is currently not supported"
     ):
         trainer(tmp_path, **backend).fit(Module(), loader(), ckpt_path=str(tmp_path / "at.ckpt"))
+
+
+class TwoOptimizers(Module):
+    """One optimizer for each linear layer."""
+
+    def configure_optimizers(self):
+        return [optimizer_of(self.net[0]), optimizer_of(self.net[3])]
+
+
+class Alternating(TwoOptimizers):
+    """Lightning passes each batch once for each optimizer."""
+
+    def training_step(self, batch, batch_index, optimizer_idx):
+        return super().training_step(batch, batch_index)
+
+
+class Manual(TwoOptimizers):
+    """`manual_backward` names no optimizer: Lightning gives `scale_loss` all of them."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_index):
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_index))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Alternating, Manual])
+def test_several_optimizers(kind, opt_level, backend, half, tmp_path):
+    expected = kind()
+    trainer(tmp_path).fit(expected, loader())
+    module = kind()
+    trainer(tmp_path, **backend).fit(module, loader())
+    assert_falls(module.losses)
+    assert_close(module.losses, expected.losses, half)

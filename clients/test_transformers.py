@@ -97,9 +97,8 @@ class Run:
             **(backend if opt_level else {}),
         )
         self.log = Losses(scale if opt_level else None)
-        self.trainer = Trainer(
-            bert(), self.arguments, train_dataset=SENTENCES, callbacks=[self.log]
-        )
+        data = {"train_dataset": SENTENCES, "eval_dataset": SENTENCES}
+        self.trainer = Trainer(bert(), self.arguments, **data, callbacks=[self.log])
 
     def train(self, **options) -> list[float]:
         self.trainer.train(**options)
@@ -164,3 +163,36 @@ def test_resuming(opt_level, tmp_path):
     ampatch.deactivate()
     again = Run(tmp_path, opt_level, steps=16, **saving)
     assert again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8")) == whole[8:]
+
+
+def test_evaluation_while_training_and_the_best_model(opt_level, tmp_path):
+    """Trainer evaluates between steps, and ends with the best checkpoint's weights loaded."""
+    run = Run(
+        tmp_path,
+        opt_level,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the worst, which is not the last
+    )
+    run.train()
+    best = BertForSequenceClassification.from_pretrained(run.trainer.state.best_model_checkpoint)
+    assert run.trainer.state.best_global_step == 4
+    assert run.trainer.evaluate()["eval_loss"] == pytest.approx(
+        run.trainer.state.best_metric, rel=1e-2
+    )
+    for name, value in run.trainer.model.state_dict().items():
+        assert torch.equal(value, best.state_dict()[name]), name
+
+
+def test_training_twice(opt_level, tmp_path):
+    """The second `train` initializes the same model again."""
+    run = Run(tmp_path, opt_level)
+    run.train()
+    first = len(run.log.seen)
+    run.train()
+    second = run.log.seen[first:]
+    assert len(second) == first and max(second) < 0.5 * run.log.seen[0]
