@@ -6,6 +6,9 @@ it is on a CPU: `use_cpu=True` is all that is set.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -196,3 +199,41 @@ def test_training_twice(opt_level, tmp_path):
     run.train()
     second = run.log.seen[first:]
     assert len(second) == first and max(second) < 0.5 * run.log.seen[0]
+
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "finetune.py")
+
+
+def script(*command: str, succeeds: bool = True) -> str:
+    """Run `python COMMAND` in a process of its own; what it wrote to stderr."""
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode == 0) is succeeds, done.stderr
+    return done.stderr
+
+
+def results(folder: Path) -> list[dict]:
+    """What each process of scripts/finetune.py left."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def test_ampatch_run(opt_level, tmp_path):
+    script("-m", "ampatch", "run", SCRIPT, str(tmp_path), opt_level)
+    (found,) = results(tmp_path)
+    assert_falls(found["losses"])
+    assert found["dtypes"] == ["torch.float16" if opt_level == "O2" else "torch.float32"]
+
+
+def test_two_processes_under_torchrun(opt_level, tmp_path):
+    """Trainer wraps the model in DistributedDataParallel after `amp.initialize`."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    script(*torchrun, "-m", "ampatch", "run", SCRIPT, str(tmp_path), opt_level)
+    first, second = results(tmp_path)
+    assert (first["rank"], second["rank"], first["world"]) == (0, 1, 2)
+    assert_falls(first["losses"])
+    assert first["weights"] == second["weights"]
+
+
+def test_without_ampatch_the_script_stops(tmp_path):
+    assert "APEX is not installed" in script(SCRIPT, str(tmp_path), "O1", succeeds=False)
