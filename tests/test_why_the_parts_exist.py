@@ -41,6 +41,11 @@ def test_with_loss_scaling_the_result_of_o0_returns(level, scale):
     assert trained == parts.train(GRADIENTS, "O0") == GRADIENTS.exact(8)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_levels_scale_without_being_told(level):
+    assert parts.train(GRADIENTS, level) == GRADIENTS.exact(8)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_bfloat16_has_the_range_of_fp32_and_needs_no_scaling(level):
     assert parts.train(GRADIENTS, level, "bfloat16", loss_scale=1.0) == GRADIENTS.exact(8)
