@@ -1,5 +1,6 @@
 """Where a NaN comes from: `debug(model)` names module, direction and parameters."""
 
-from .nonfinite import Debugger, Report, debug
+from .finding import Report
+from .nonfinite import Debugger, debug
 
 __all__ = ["Debugger", "Report", "debug"]
