@@ -20,19 +20,15 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 import ampatch
 
 from .finding import Report, location
+from .models import Models, check_model
 from .operators import CHECKED, Operators, Origin, Place, is_finite, largest, values
 from .trees import tensors_in
 
@@ -51,10 +47,7 @@ def debug(model: nn.Module | None = None) -> Debugger:
 
     Raises `TypeError` if `model` is no module.
     """
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(
-            f"ampatch.debug(model=...): expected a torch.nn.Module, got {type(model).__name__}."
-        )
+    check_model(model, "debug")
     return Debugger(model)
 
 
@@ -64,18 +57,11 @@ class Debugger:
     def __init__(self, model: nn.Module | None) -> None:
         self.report: Report | None = None
         self.is_active = True
-        self._watches_all = model is None
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._parameters = WeakIdKeyDictionary()  # names
-        self._running: list[nn.Module] = []
         self._is_stepping = False
         self._steps: dict[int, int] = {}
         self._handles: list[Any] = []
-        if model is not None:
-            self._adopt(model, "")
+        self._models = Models(model, adopted=self._hook_parameter, left=self._look)
         self._handles += [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._stepped),
         ]
@@ -89,6 +75,7 @@ class Debugger:
             return
         self.is_active = False
         self._operators.leave()
+        self._models.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -109,20 +96,11 @@ class Debugger:
         """Optimizer steps since the start, skipped ones too; of several optimizers the most."""
         return max(self._steps.values(), default=0)
 
-    def _adopt(self, model: nn.Module, prefix: str) -> None:
-        """Learn a model's names and watch its parameters' gradients."""
-        for name, module in model.named_modules(prefix=prefix):
-            self._names[module] = name
-        for name, parameter in model.named_parameters(prefix=prefix):
-            if parameter not in self._parameters and parameter.requires_grad:
-                look = self._parameter_hook(weakref.ref(parameter))
-                self._handles.append(parameter.register_hook(look))
-            self._parameters[parameter] = name
-
     def _now(self) -> tuple[str, nn.Module | None]:
         """What runs outside of backward, for the operators."""
-        if self._running:
-            return "forward", self._running[-1]
+        running = self._models.running
+        if running:
+            return "forward", running[-1]
         return "step" if self._is_stepping else "forward", None
 
     # What the engine and torch's optimizers tell
@@ -155,8 +133,7 @@ class Debugger:
     def _weights_of(self, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                half = ampatch.session.registry.half_of(weight)
-                name = self._parameters.get(weight if half is None else half)
+                name = self._models.name_of(weight)
                 if name is not None:
                     yield name, weight
 
@@ -165,38 +142,29 @@ class Debugger:
 
     # Forward and backward
 
-    def _enter(self, module: nn.Module, args: tuple) -> None:
-        if self._watches_all and not self._running and module not in self._names:
-            self._adopt(module, type(module).__name__)
-        if module in self._names:
-            self._running.append(module)
-
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if module not in self._running:
-            return
-        while self._running.pop() is not module:  # those that an exception ended
-            pass
+    def _look(self, module: nn.Module, args: tuple, output: Any) -> None:
         place = Place(module, None, 0)
-        name = self._names[module] or "the model"
+        name = self._models.names[module] or "the model"
         self._check(f"output of {name}", tensors_in(output), place, tensors_in(args))
+
+    def _hook_parameter(self, parameter: Tensor) -> None:
+        if parameter.requires_grad:
+            hook = self._parameter_hook(weakref.ref(parameter))
+            self._handles.append(parameter.register_hook(hook))
 
     def _parameter_hook(self, of: Callable[[], Tensor | None]) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
             parameter = of()
             if parameter is None or is_finite(gradient):
                 return
-            name = self._parameters[parameter]
-            place = Place(self._owner(name), None, 0)
+            name = self._models.name_of(parameter)
+            place = Place(self._models.owner(name), None, 0)
             self._check(f"gradient of the parameter {name}", [gradient], place, [], "backward")
             report = self.report
             if report is not None and report.step == self.step and name not in report.parameters:
                 report.parameters.append(name)
 
         return look
-
-    def _owner(self, parameter: str) -> nn.Module | None:
-        path = parameter.rpartition(".")[0]
-        return next((module for module, name in self._names.items() if name == path), None)
 
     # The report
 
@@ -227,7 +195,7 @@ class Debugger:
     def _found(self, origin: Origin, where: str) -> None:
         module, code, line = origin.place
         self.report = Report(
-            None if module is None else self._names.get(module, ""),
+            None if module is None else self._models.names.get(module, ""),
             "" if module is None else type(module).__name__,
             origin.phase,
             where,
