@@ -1,6 +1,14 @@
-"""Where a NaN comes from: `debug(model)` names module, direction and parameters."""
+"""Answers: where a NaN comes from, how large gradients are, what is cast, what is installed."""
 
 from .finding import Report
+from .gradient_range import GradientRange, GradientReport, gradient_range
 from .nonfinite import Debugger, debug
 
-__all__ = ["Debugger", "Report", "debug"]
+__all__ = [
+    "Debugger",
+    "GradientRange",
+    "GradientReport",
+    "Report",
+    "debug",
+    "gradient_range",
+]

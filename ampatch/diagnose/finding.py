@@ -46,11 +46,12 @@ class Report:
         made = f"made by {self.operator}" if self.operator else "made where operators are not seen"
         at = f" at {self.location}" if self.location else ""
         largest = "unknown" if self.largest_input is None else f"{self.largest_input:g}"
-        lines = [
+        first = (
             f"First non-finite value ({self.value}) at step {self.step}{rank}, in {self.phase}: "
             f"{made} in {self.dtype}, {self._module()}{at}. "
             f"Largest finite input: {largest}. Noticed in the {self.where}."
-        ]
+        )
+        lines = [first]
         if not self.input_is_finite:
             lines.append("What went into it was not finite either: look at the data or the loss.")
         if self.phase == "backward":
