@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .histogram import SMALLEST, SMALLEST_NORMAL
@@ -20,6 +22,18 @@ def check() -> None:
             "A plot of gradients needs matplotlib, which is not installed: "
             "pip install matplotlib, or pip install ampatch[sweep]."
         ) from error
+
+
+def check_path(path: Any) -> None:
+    """Raise `OSError` or `ValueError` unless a picture can be written to `path`."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    directory, suffix = Path(path).absolute().parent, Path(path).suffix[1:]
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        raise OSError(f"{path}: {directory} is no directory that can be written to.")
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if suffix and suffix.lower() not in kinds:
+        raise ValueError(f"{path}: unknown kind of picture; expected one of {', '.join(kinds)}.")
 
 
 def plot(report: GradientReport, path: Any) -> None:
