@@ -160,9 +160,8 @@ class CastWatch:
             self._refreshed(frame.f_locals["self"])
         elif code is _CAST:
             value = frame.f_locals["value"]
-            if isinstance(value, Tensor) and isinstance(result, Tensor) and result is not value:
-                if running:
-                    self._cast(running[-1], value, result)
+            if running and isinstance(result, Tensor) and result is not value:
+                self._cast(running[-1], value, result)
         elif code in _CALLS and running:
             ended = running.pop()
             if ended.went_up:
@@ -204,5 +203,6 @@ def name_of(original: Any) -> str:
     made = registry.installation.replaced_by(original)
     named = original if made is None else made
     module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", str(named))
-    full = f"{module}.{name}" if module else name
-    return full.replace("torch._C._nn.", "torch.nn.functional.")
+    if module == "torch._C._nn" and hasattr(torch.nn.functional, name):
+        module = "torch.nn.functional"
+    return f"{module}.{name}" if module else name

@@ -39,8 +39,8 @@ def functions(found: CastReport) -> list[str]:
     refreshes = found.refreshes
     if refreshes.batches:
         lines.append(
-            f"Cached copies of weights were brought up to date in {refreshes.batches} batches: "
-            f"{refreshes.weights} casts, {refreshes.bytes} bytes."
+            "Cached copies of weights are brought up to date where a forward begins: "
+            f"{refreshes.weights} casts in {refreshes.batches} batches, {refreshes.bytes} bytes."
         )
     return lines
 

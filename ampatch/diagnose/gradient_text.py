@@ -38,11 +38,11 @@ def bars(found: Histogram) -> Iterator[str]:
     edges = range(first - first % width, last + 1, width)
     groups = [(e, sum(found.bins.get(e + i, 0) for i in range(width))) for e in edges]
     most = max(n for _, n in groups)
-    yield "absolute value        share"
+    yield "absolute value         share"
     for edge, n in groups:
         bar = "#" * -(-BAR * n // most)
         upper = edge + width - 1
-        yield f"2^{edge - 1:<4} to 2^{upper:<4} {_share(n, found):>11}  {bar:<{BAR}} {_zone(upper)}".rstrip()
+        yield f"2^{edge - 1:<4} to 2^{upper:<4} {_share(n, found):>12}  {bar:<{BAR}} {_zone(upper)}".rstrip()
 
 
 def _share(n: int, found: Histogram) -> str:
