@@ -141,7 +141,8 @@ def _check(options: argparse.Namespace) -> None:
     """End with an error for a script that is not there and for settings nobody knows."""
     import ampatch
     from ampatch.opt_levels import resolve
-    from ampatch.sweep.script import check_script
+
+    from .running import check_script
 
     given = {"AMPATCH_OPT_LEVEL": options.opt_level, "AMPATCH_DTYPE": options.dtype}
     try:
