@@ -46,7 +46,8 @@ ALLOWED = {
     "handle": LEAVES | {"opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
     # the rooms around the engine use its public API (and the tables)
-    "diagnose": LEAVES | {"__init__", "diagnose", "tables_command"},
+    "diagnose": LEAVES
+    | {"__init__", "casting", "diagnose", "opt_levels", "session", "sweep", "tables_command"},
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},
     "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},

@@ -121,6 +121,10 @@ class Installation:
             function = self._originals[id(function)][1]
         return function
 
+    def replaced_by(self, original: Any) -> Any:
+        """The replacement of one of torch's functions, or None."""
+        return self._by_original.get(id(original))
+
     def ensure(self, function: Callable) -> None:
         """Patch `function` where torch keeps it, so that overrides for it can act."""
         if id(function) not in self._by_original:
