@@ -19,7 +19,7 @@ from .casting.install import (
     when_importable,
 )
 from .casting.patches import PatchSet
-from .casting.policy import CastState
+from .casting.policy import CastState, Policy
 from .casting.tables import Rule
 from .errors import AmpatchError
 from .log import logger
@@ -65,8 +65,10 @@ class Registry:
 
     def refresh(self) -> None:
         """Make patches and the process's policy what the open sessions need."""
-        casting = [session for session in self.sessions if session.policy is not None]
-        by_tables = [session for session in casting if session.policy.follows_tables]
+        # Asked once: a session's models may be collected, and its policy go, while this runs.
+        asked = [(session, session.policy) for session in self.sessions]
+        casting = [(session, policy) for session, policy in asked if policy is not None]
+        by_tables = [(session, policy) for session, policy in casting if policy.follows_tables]
         self.state.process = None
         if not casting or bool(by_tables) != self.installation.has_tables:
             self.installation.undo()
@@ -74,14 +76,14 @@ class Registry:
             self.installation.install()
             for place in self._user_functions:
                 self._put_user_function(*place)
-        for session in casting:
-            self._apply_special(session)
+        for session, policy in casting:
+            self._apply_special(session, policy)
         if casting:
-            self.state.process = (by_tables or casting)[-1].policy
+            self.state.process = (by_tables or casting)[-1][1]
         self._refresh_tools()
 
-    def _apply_special(self, session: Session) -> None:
-        if session.policy.apex_flavour:
+    def _apply_special(self, session: Session, policy: Policy) -> None:
+        if policy.apex_flavour:
             self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.function_rules.items():
             original = self.installation.original(function)
