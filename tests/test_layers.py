@@ -45,6 +45,9 @@ ALLOWED = {
     "control": LEAVES | {"casting", "session"},
     "handle": LEAVES | {"environment", "opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
+    "auto": LEAVES
+    | {"__init__", "auto", "backward_pass", "casting", "environment", "opt_levels", "scaling"}
+    | {"session"},
     # the rooms around the engine use its public API (and the tables)
     "diagnose": LEAVES | {"__init__", "diagnose", "environment", "tables_command"},
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},

@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from run_command import ampatch_run, environment, write
@@ -66,7 +64,7 @@ def test_a_wrong_command_line_starts_nothing(arguments, message, tmp_path, monke
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr("ampatch.run.script.install_apex", lambda: None)
-    monkeypatch.setattr("ampatch.run.children.set_up", lambda: None)
+    monkeypatch.setattr("ampatch.run.children.start", lambda is_auto: None)
     with pytest.raises(SystemExit) as stop:
         cli.main(["run", *arguments])
     written = capsys.readouterr()

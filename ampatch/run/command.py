@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
         usage="ampatch run [options] SCRIPT [SCRIPT ARGUMENTS]\n"
         "       ampatch run [options] -m MODULE [SCRIPT ARGUMENTS]",
         description="Runs SCRIPT as Python would, with what its initialize is given replaced by "
-        "these options. `from apex import amp` finds ampatch, unless an apex is installed. "
+        "these options, or, with --auto, in mixed precision all by itself. `from apex import amp` finds ampatch, unless an apex is installed. "
         "Options come before SCRIPT.",
         epilog="Exit status: the script's own; 1 if an exception ends it; 130 after Ctrl-C; 2 for "
         "a wrong command line. Under torchrun: torchrun --nproc-per-node 2 -m ampatch run SCRIPT",
@@ -49,6 +49,12 @@ def add_parser(commands: Any) -> None:
         type=_option("loss_scale"),
         metavar="SCALE",
         help='"dynamic" or a number; sets AMPATCH_LOSS_SCALE',
+    )
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="for a script without AMP code: cast torch's functions, scale each backward(), "
+        "check each step(); at O1, in float16 or bfloat16",
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     parser.add_argument("script", nargs="?", metavar="SCRIPT")
@@ -74,7 +80,7 @@ def run_command(options: argparse.Namespace) -> int:
     """Run the script or module; returns its exit code."""
     if options.module is None and options.script is None:
         options.parser.error("the following arguments are required: SCRIPT")
-    from ampatch import environment
+    from ampatch import auto, environment
     from ampatch.run import children
     from ampatch.run.script import ModuleMissing, check_script, run_module, run_script
 
@@ -85,12 +91,14 @@ def run_command(options: argparse.Namespace) -> int:
     }
     os.environ.update({name: value for name, value in given.items() if value is not None})
     try:
-        environment.read()
+        asked = environment.read()
         if options.script is not None:
             check_script(options.script)
     except (AmpatchError, OSError, ValueError) as error:
         options.parser.error(str(error))
-    children.set_up()
+    if options.auto and (reason := auto.why_not(asked)) is not None:
+        options.parser.error(reason)
+    children.start(options.auto)
     if options.script is not None:
         return run_script(options.script, options.arguments).exit_code
     try:

@@ -7,4 +7,4 @@ if PACKAGE_ROOT not in sys.path:  # noqa: F821  (given by who runs this)
 
 from ampatch.run.children import start_child
 
-start_child()
+start_child(IS_AUTO, HAS_APEX)  # noqa: F821
