@@ -309,12 +309,16 @@ def test_weights_updated_by_hand(asked):
     close(*both(loop, asked))
 
 
-def test_weights_updated_by_hand_do_not_meet_the_first_scale():
+def test_weights_updated_by_hand_do_not_meet_the_first_scale(caplog):
     """Nobody would skip this step, so its backward pass is not scaled."""
     auto.start(Asked())
     w = torch.ones(4, 1, requires_grad=True)
-    (torch.ones(1, 4) @ w * 1000.0).sum().backward()
-    assert torch.equal(w.grad, torch.full((4, 1), 1000.0))
+    for _ in range(2):
+        w.grad = None
+        (torch.ones(1, 4) @ w * 1000.0).sum().backward()
+        assert torch.equal(w.grad, torch.full((4, 1), 1000.0))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "reached no parameter of a torch.optim.Optimizer" in told[0]
 
 
 def test_autograd_grad_is_the_users_own(asked):
@@ -447,6 +451,24 @@ def test_a_hook_that_writes_in_place():
         between.register_hook(halve)
         (between * 1.0).sum().backward()
         return w.grad.clone()
+
+    close(*both(loop))
+
+
+def test_hooks_on_tensor_subclasses():
+    """Their functions call torch's again, by the names that are ours now."""
+
+    class Named(torch.Tensor):
+        pass
+
+    def loop():
+        w, seen = nn.Parameter(torch.ones(3)), []
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        between = (w * 2.0).as_subclass(Named)
+        between.register_hook(lambda grad: seen.append(grad.clone().as_subclass(torch.Tensor)))
+        (between * 3.0).sum().as_subclass(torch.Tensor).backward()
+        optimizer.step()
+        return seen, w.detach()
 
     close(*both(loop))
 
@@ -686,11 +708,12 @@ def test_threads_take_turns():
     "call, name",
     [
         (lambda: ampatch.initialize(net()), "ampatch.initialize"),
+        (lambda: ampatch.initialize(net(), enabled=False), "ampatch.initialize"),
         (lambda: ampatch.init(), "ampatch.init"),
         (lambda: torch.autocast("cpu").__enter__(), "torch.autocast"),
         (lambda: torch.amp.GradScaler("cpu"), "torch.amp.GradScaler"),
     ],
-    ids=["initialize", "init", "autocast", "GradScaler"],
+    ids=["initialize", "off", "init", "autocast", "GradScaler"],
 )
 def test_other_amp_code_is_told(call, name):
     begin()
@@ -699,13 +722,19 @@ def test_other_amp_code_is_told(call, name):
     assert f"--auto is for scripts without AMP code, and this one calls {name}. " in str(error.value)
 
 
-def test_other_amp_code_that_is_off_is_let_through():
-    begin()
-    with torch.autocast("cpu", enabled=False):
+def test_torchs_amp_that_is_off_is_let_through():
+    def loop():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert ampatch.initialize(model, enabled=False) is model
+        x, y = batch()
+        with torch.autocast("cpu", enabled=False):
+            loss = F.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen = grads(model)
+        scaler.step(optimizer)
+        scaler.update()
+        return seen, weights(model)
+
+    close(*both(loop))

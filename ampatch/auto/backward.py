@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..backward_pass import _current_graph_task_id
+from ..log import logger
 from ..scaling.optimizer import ManagedOptimizer
 from ..session import Session
 from .graph import Strays, leaves
@@ -42,6 +43,7 @@ class Passes:
         self._session = session
         self._scaler = session.scalers[0]
         self._one_at_a_time = threading.RLock()
+        self._told = False
         self._strays: Strays | None = None
         self._retained: list[weakref.ref[Tensor]] = []
         self._later: list[tuple[Callable[[Tensor], None], Tensor]] = []
@@ -89,7 +91,19 @@ class Passes:
             for optimizer in self._session.optimizers()
             if hidden or any(id(param) in ids for param in optimizer.parameters())
         ]
-        return _Plan(reached, optimizers) if optimizers else None
+        if optimizers:
+            return _Plan(reached, optimizers)
+        self._tell_unscaled()
+        return None
+
+    def _tell_unscaled(self) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "ampatch run --auto: a backward() reached no parameter of a torch.optim.Optimizer. "
+                "Such losses are not scaled, since nobody would skip a step after an overflow; "
+                "gradients that float16 cannot hold are lost there. --dtype bfloat16 holds them."
+            )
 
     def _held(self) -> set[int]:
         return {id(param) for one in self._session.optimizers() for param in one.parameters()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +54,8 @@ def start(asked: Asked) -> Session | None:
     gradient_hooks.put(patches, passes)
     for name in ("__init__", "__setstate__"):  # built, and copied or unpickled
         patches.replace(Optimizer, name, lambda original: _noticing(original, session))
-    registry.observe(_Ending(session, patches))
+    ending = _Ending(session, patches)
+    ending.stop_observing = registry.observe(ending)
     return session
 
 
@@ -63,13 +63,15 @@ class _Ending:
     """Told by the session when it closes."""
 
     def __init__(self, session: Session, patches: PatchSet) -> None:
-        self._session = weakref.ref(session)
+        self._session = session
         self._patches = patches
+        self.stop_observing: Callable[[], None]
 
     def on_close(self, session: Session) -> None:
         """Take the patches out, if it is this session that closes."""
-        if session is self._session():
+        if session is self._session:
             self._patches.undo()
+            self.stop_observing()
 
 
 def _noticing(original: Callable, session: Session) -> Callable:

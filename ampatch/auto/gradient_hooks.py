@@ -18,6 +18,9 @@ from ..casting.patches import PatchSet
 from .backward import Passes
 
 
+_WRAPPED = "_ampatch_sees_true_gradients"
+
+
 def put(patches: PatchSet, passes: Passes) -> None:
     """Replace the functions that hang hooks on tensors and modules."""
 
@@ -25,7 +28,10 @@ def put(patches: PatchSet, passes: Passes) -> None:
         def make(original: Callable) -> Callable:
             @functools.wraps(original)
             def register(self: Any, hook: Callable, *args: Any, **kwargs: Any) -> Any:
-                return original(self, wrap(hook, passes), *args, **kwargs)
+                if not hasattr(hook, _WRAPPED):  # tensor subclasses send it through here again
+                    hook = wrap(hook, passes)
+                    setattr(hook, _WRAPPED, True)
+                return original(self, hook, *args, **kwargs)
 
             return register
 
@@ -100,11 +106,15 @@ def _all_true(grads: Any, scale: Any) -> Any:
 def _true(grad: Tensor, scale: Any) -> Tensor:
     """Unscaled; half gradients in FP32, where they do not underflow."""
     wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    return wide / scale
+    return wide / _beside(scale, grad)
 
 
 def _scaled(given: Any, like: Any, scale: Any) -> Any:
     if not isinstance(given, Tensor):
         return given
-    scaled = given * scale
+    scaled = given * _beside(scale, given)
     return scaled.to(like.dtype) if isinstance(like, Tensor) else scaled
+
+
+def _beside(scale: Any, tensor: Tensor) -> Any:
+    return scale.to(tensor.device) if isinstance(scale, Tensor) else scale

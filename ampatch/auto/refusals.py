@@ -1,10 +1,14 @@
-"""Scripts that have AMP code of their own are told so, before two engines meet in them."""
+"""Scripts that have AMP code of their own are told so, before two engines meet in them.
+
+apex's `initialize` and `init` come here too: ampatch's stand behind them.  torch's are let
+through where they are switched off.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.amp.autocast_mode import autocast
@@ -16,7 +20,7 @@ from ..errors import AmpatchError
 
 
 def put(patches: PatchSet) -> None:
-    """Have the ways into other AMP code refuse; those that are switched off are let through."""
+    """Have the ways into other AMP code refuse."""
     for name in ("initialize", "init"):
         patches.replace(ampatch, name, functools.partial(_refusing, f"ampatch.{name}"))
     patches.replace(torch.amp.GradScaler, "__init__", _refusing_scaler)
@@ -30,10 +34,10 @@ def _error(what: str, instead: str) -> AmpatchError:
 
 
 def _refusing(what: str, original: Callable) -> Callable:
+    """Refuses with `enabled=False` too: the script's `scale_loss` would find our session."""
+
     @functools.wraps(original)
-    def refuse(*args: Any, enabled: bool = True, **kwargs: Any) -> Any:
-        if not enabled:
-            return original(*args, enabled=False, **kwargs)
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise _error(
             what, "Leave out --auto; --opt-level, --dtype and --loss-scale count there too."
         )
