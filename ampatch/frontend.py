@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import checks, overrides as override_rules
+from . import checks, environment, overrides as override_rules
 from .errors import AmpatchError
 from .handover import Handover
 from .log import logger, set_verbosity
-from .opt_levels import level_name, resolve
+from .opt_levels import resolve
 from .session import Session, registry
 
 
@@ -100,8 +99,9 @@ def initialize(
         In each case, and whatever else is raised, nothing has been changed; objects
         that an earlier call manages stay managed by it.
 
-    The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE` and
-    `AMPATCH_ENABLED` (`0`) override the arguments of the same names.
+    The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
+    and `AMPATCH_ENABLED` (`0`) override the arguments of the same names; `ValueError`
+    names one that is wrong.
     """
     checks.unknown_keywords(initialize, unknown)
     given = {
@@ -147,30 +147,31 @@ def initialize(
 
 
 def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any, dict]:
-    """Let the environment override level, dtype and `enabled`.
+    """Let the environment override level, dtype, loss scale and `enabled`.
 
     Settings that a script chose for its own opt level (`keep_batchnorm_fp32=True`
     for O2) may contradict the one asked for; they give way, and it is said.
     """
-    if os.environ.get("AMPATCH_ENABLED", "").lower() in ("0", "false"):
-        given = {**given, "enabled": False}
-    asked = os.environ.get("AMPATCH_OPT_LEVEL")
-    dtype = os.environ.get("AMPATCH_DTYPE") or dtype
-    if not asked:
+    asked = environment.read()
+    given = {**given, "enabled": given["enabled"] if asked.enabled else False}
+    if asked.loss_scale is not None:
+        given["loss_scale"] = asked.loss_scale
+    dtype = asked.dtype or dtype
+    if asked.opt_level is None:
         return opt_level, dtype, given
-    if level_name(asked) != opt_level:
+    if asked.opt_level != opt_level:
         tied = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
         dropped = [name for name in tied if given[name] is not None]
         if dropped:
             logger.warning(
                 "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; what was given for that "
                 "level gives way: %s.",
-                asked,
+                asked.opt_level,
                 opt_level,
                 ", ".join(dropped),
             )
         given = {name: None if name in tied else value for name, value in given.items()}
-    return asked, dtype, given
+    return asked.opt_level, dtype, given
 
 
 def _check(

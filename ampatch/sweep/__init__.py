@@ -28,7 +28,7 @@ from ampatch.errors import did_you_mean
 from ampatch.sweep.progress import Progress, Silent
 from ampatch.sweep.record import FORMAT, Case, Run, write_json
 from ampatch.sweep.runner import Files, run_case
-from ampatch.sweep.script import check_script
+from ampatch.run.script import check_script
 from ampatch.sweep.summary import Summary, summarize
 
 __all__ = ["LEVELS", "DTYPES", "Case", "Run", "Summary", "Sweep", "cases", "sweep"]

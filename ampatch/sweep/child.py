@@ -18,7 +18,7 @@ from pathlib import Path
 import ampatch
 from ampatch.sweep.record import Measured, write_json
 from ampatch.sweep.recorder import Recorder
-from ampatch.sweep.script import describe, run_script
+from ampatch.run.script import describe, run_script
 
 
 def progress_path(record: Path) -> Path:
