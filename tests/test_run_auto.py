@@ -269,6 +269,22 @@ def test_evaluation_casts_and_leaves_no_trace():
         assert model(torch.ones(2, 4)).dtype is torch.float16
 
 
+def test_data_are_prepared_as_ever():
+    class Items(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from (torch.eye(2) @ torch.eye(2) for _ in range(4))
+
+    items = [torch.eye(2)] * 4
+    begin()
+    loaders = [
+        torch.utils.data.DataLoader(Items(), batch_size=2),
+        torch.utils.data.DataLoader(items, collate_fn=lambda items: items[0] @ items[0]),
+    ]
+    for loader in loaders:
+        assert [batch.dtype for batch in loader][:2] == [torch.float32] * 2
+    assert (torch.eye(2) @ torch.eye(2)).dtype is torch.float16
+
+
 # Gradients that no optimizer steps on
 
 
@@ -616,7 +632,7 @@ def test_nothing_is_left_behind():
     replaced = [
         (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "__setstate__"),
         (torch.amp.GradScaler, "__init__"), (torch.amp.autocast_mode.autocast, "__enter__"),
-        (torch.utils.data._utils.worker, "_worker_loop"), (torch.autograd, "backward"),
+        (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"), (torch.autograd, "backward"),
         (torch.Tensor, "register_hook"), (ampatch, "initialize"), (ampatch, "init"),
     ]  # fmt: skip
     before = [vars(owner).get(name) for owner, name in replaced]

@@ -14,7 +14,7 @@ from ..environment import Asked
 from ..log import logger
 from ..opt_levels import resolve
 from ..session import Session, registry
-from . import gradient_hooks, refusals, workers
+from . import gradient_hooks, loading, refusals
 from .backward import Passes
 
 
@@ -49,7 +49,7 @@ def start(asked: Asked) -> Session | None:
     patches = PatchSet()
     passes = Passes(session)
     refusals.put(patches)
-    workers.put(patches)
+    loading.put(patches)
     patches.replace(torch.autograd, "backward", passes.around)
     gradient_hooks.put(patches, passes)
     for name in ("__init__", "__setstate__"):  # built, and copied or unpickled
