@@ -36,7 +36,7 @@ def gradient_range(model: nn.Module | None = None) -> GradientRange:
 
     Works at any opt level and on plain models, before or after `initialize`; None
     counts those of every model that runs.  The `GradientRange` returned is a context
-    manager; `remove()` or `ampatch.deactivate()` end it as well.
+    manager; `remove()` or, for a model that was given, `ampatch.deactivate()` end it as well.
 
     Raises `TypeError` if `model` is no module.
     """
@@ -93,8 +93,9 @@ class GradientRange:
             self.skipped += 1
 
     def on_deactivate(self) -> None:
-        """Everything ampatch put in is taken out, this too."""
-        self.remove()
+        """Everything ampatch put in is taken out; what watches a model of the user's, too."""
+        if not self._models.takes_all:
+            self.remove()
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if not _closure(args, kwargs):
