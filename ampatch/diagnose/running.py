@@ -13,7 +13,6 @@ import ampatch
 from ampatch.session import registry
 from ampatch.sweep.script import Ending, check_script, run_script
 
-
 __all__ = ["check_script", "run_watched"]
 
 
