@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +101,8 @@ def initialize(
         that an earlier call manages stay managed by it.
 
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE` and
-    `AMPATCH_ENABLED` (`0`) override the arguments of the same names.
+    `AMPATCH_ENABLED` (`0`) override the arguments of the same names, and
+    `AMPATCH_SETTINGS`, a JSON object, those it names (`{"keep_batchnorm_fp32": false}`).
     """
     checks.unknown_keywords(initialize, unknown)
     given = {
@@ -122,9 +124,11 @@ def initialize(
         "max_consecutive_skips": max_consecutive_skips,
         "allow_banned": allow_banned,
         "patch_scope": patch_scope,
+        "overrides": overrides,
     }
     set_verbosity(verbosity)
     opt_level, dtype, given = _from_environment(opt_level, dtype, given)
+    overrides = given.pop("overrides")
     properties = resolve(opt_level, dtype, **given)
     rules = override_rules.split(overrides)
     listed_models, listed_optimizers = checks.as_models(models), checks.as_optimizers(optimizers)
@@ -156,7 +160,7 @@ def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any
     asked = os.environ.get("AMPATCH_OPT_LEVEL")
     dtype = os.environ.get("AMPATCH_DTYPE") or dtype
     if not asked:
-        return opt_level, dtype, given
+        return opt_level, dtype, _with_settings(given)
     if level_name(asked) != opt_level:
         tied = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
         dropped = [name for name in tied if given[name] is not None]
@@ -169,7 +173,25 @@ def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any
                 ", ".join(dropped),
             )
         given = {name: None if name in tied else value for name, value in given.items()}
-    return asked, dtype, given
+    return asked, dtype, _with_settings(given)
+
+
+def _with_settings(given: dict) -> dict:
+    """`given` with what `AMPATCH_SETTINGS` names replaced.  Raises `ValueError`."""
+    text = os.environ.get("AMPATCH_SETTINGS")
+    if not text:
+        return given
+    try:
+        settings = json.loads(text)
+    except json.JSONDecodeError:
+        settings = None
+    unknown = settings.keys() - given.keys() if isinstance(settings, dict) else {"?"}
+    if unknown:
+        raise ValueError(
+            f"AMPATCH_SETTINGS={text}: expected a JSON object whose names are among "
+            f"{', '.join(given)}."
+        )
+    return {**given, **settings}
 
 
 def _check(
@@ -231,7 +253,9 @@ def observe(observer: Any) -> Callable[[], None]:
     """Have an object told of what happens; returns a function that ends it.
 
     Its methods, each optional: `on_initialize(properties)`, `on_loss(loss, loss_id)`
-    with the unscaled loss of each `scale_loss`, `on_step(optimizer, skipped)` where
+    with the unscaled loss of each `scale_loss`, `on_scale(scale, loss_id)` with the scale it
+    is then multiplied by (a float, or a tensor that changes in place later),
+    `on_step(optimizer, skipped)` where
     `skipped` is a bool or a 0-dim tensor to read later, `on_metrics(values)`,
     `on_close(session)` and `on_deactivate()`.
     """

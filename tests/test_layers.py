@@ -49,7 +49,8 @@ ALLOWED = {
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},
     "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
-    "cli": LEAVES | {"__init__", "sweep", "compat", "diagnose", "opt_levels", "tables_command"},
+    "sweep_command": LEAVES | {"sweep"},
+    "cli": LEAVES | {"__init__", "sweep", "sweep_command", "compat", "diagnose", "opt_levels", "tables_command"},
     "__main__": {"cli"},
 }
 
