@@ -145,7 +145,11 @@ def command(options: argparse.Namespace) -> int:
             resume=options.resume,
             overwrite=options.overwrite,
         )
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        options.parser.error(
+            f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        )
+    except ValueError as error:
         options.parser.error(str(error))
     stopped, code = "", 0
     try:

@@ -37,7 +37,7 @@ from ampatch.sweep.directory import Directory, choose
 from ampatch.sweep.figures import OK, status
 from ampatch.sweep.files import write_files
 from ampatch.sweep.judge import LOSS, recommendation
-from ampatch.sweep.plan import DTYPES, LEVELS, cases, counts_its_steps, order, patterns
+from ampatch.sweep.plan import DTYPES, LEVELS, cases, counts_its_steps, directions, order, patterns
 from ampatch.sweep.progress import Progress, Silent
 from ampatch.sweep.record import Case, Planned, Run
 from ampatch.sweep.results import SUMMARY, Results, Row, read_results, read_runs
@@ -114,7 +114,11 @@ class Sweep:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
         self.planned = order(self.cases, seeds, repeats)
         self._steps, self._timeout = steps, timeout
-        self._metrics, self._judge, self._better = patterns(metrics or {}), judge, better or {}
+        self._metrics, self._judge, self._better = (
+            patterns(metrics or {}),
+            judge,
+            directions(better or {}),
+        )
         path = choose(out, self.script, resume, overwrite)
         self.directory = path
         self._held = Directory(path, self._settings(seeds, repeats), resume, overwrite)

@@ -60,6 +60,10 @@ class Directory:
             self._acquire()
             self._check_room()
             self.earlier = self._earlier(resume, overwrite)
+        except OSError as error:
+            self.release()
+            reason = f"cannot be written: {error.strerror}. Choose another directory with --out"
+            raise OSError(error.errno, reason, str(path)) from None
         except BaseException:
             self.release()
             raise
@@ -95,9 +99,7 @@ class Directory:
         if free < ROOM:
             raise OSError(
                 errno.ENOSPC,
-                f"only {free / 2**20:.0f} MiB are free, a sweep wants {ROOM // 2**20} to begin. "
-                "Make room, or choose another directory with --out",
-                str(self.path),
+                f"{free / 2**20:.0f} MiB are free, a sweep wants {ROOM // 2**20} to begin",
             )
         probe = self.path / ".probe"
         try:

@@ -102,6 +102,14 @@ def patterns(metrics: Mapping[str, str]) -> dict[str, str]:
     return dict(metrics)
 
 
+def directions(better: Mapping[str, str]) -> dict[str, str]:
+    """`better`, checked: "lower" or "higher" by metric.  Raises `ValueError`."""
+    for name, way in better.items():
+        if way not in ("lower", "higher"):
+            raise ValueError(f"--better {name}={way}: expected lower or higher.")
+    return dict(better)
+
+
 def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[str]:
     """`names` as a list; a `ValueError` for one that is not in `expected`, or for none."""
     given = [names] if isinstance(names, str) else list(names)

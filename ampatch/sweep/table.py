@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -110,7 +111,7 @@ def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
 
 
 def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
-    """With statuses `whole`, or only what is before their colon."""
+    """With statuses `whole`, or only how they begin."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -122,7 +123,7 @@ def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
         table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
     for row in rows:
         *cells, status = (column.text(row) for column in shown)
-        status = status if whole else status.partition(":")[0]
+        status = status if whole else re.split(":| at ", status)[0]
         style = "green" if row.status == OK else "red"
         table.add_row(*map(Text, cells), Text(status, style=style))
     return table
