@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import shutil
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Directory:
         self.path = path
         self.runs = path / RUNS
         self.settings = settings
-        self._lock: Any = None
+        self._lock: Any = None  # closes the file that is locked
         try:
             self.runs.mkdir(parents=True, exist_ok=True)
             self._acquire()
@@ -73,8 +74,7 @@ class Directory:
     def release(self) -> None:
         """Let other sweeps have it.  Harmless when released."""
         if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+            self._lock()
 
     def finished(self, planned: Sequence[Planned], timeout: float | None) -> dict[Planned, Run]:
         """The runs of an earlier part of this sweep; not those that a longer timeout lets go on."""
@@ -87,8 +87,9 @@ class Directory:
         return kept
 
     def _acquire(self) -> None:
-        self._lock = (self.path / _LOCK).open("a+")
-        if not _locked(self._lock):
+        file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock = weakref.finalize(self, os.close, file)
+        if not _locked(file):
             raise ValueError(
                 f"{self.path}: another sweep is running in this directory. Wait for its end, or "
                 "choose another with --out."
@@ -158,15 +159,15 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
 
 
-def _locked(file: Any) -> bool:
-    """Lock an open file until it is closed or this process ends; whether that went well."""
+def _locked(file: int) -> bool:
+    """Lock an open file (its descriptor) until it is closed or this process ends; whether that went well."""
     try:
         import fcntl
     except ImportError:  # Windows
         import msvcrt
 
         try:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
         except OSError:
             return False
         return True
