@@ -21,7 +21,7 @@ from .frontend import (
     set_opt_level,
     unwrap,
 )
-from .diagnose import debug
+from .diagnose import debug, gradient_range, report
 from .handle import init
 from .training import (
     hold_scheduler,
@@ -46,6 +46,7 @@ __all__ = [
     "debug",
     "disable_casts",
     "float_function",
+    "gradient_range",
     "half_function",
     "hold_scheduler",
     "init",
@@ -61,6 +62,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "report",
     "scale_loss",
     "set_loss_scale",
     "set_loss_scale_settings",

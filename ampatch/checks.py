@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
 
 from .errors import AmpatchError, did_you_mean, type_name
@@ -68,6 +70,12 @@ def as_optimizers(optimizers: Any) -> list[Any]:
                 f"(or an object with param_groups and step), or a list or tuple of "
                 f"them, got {type_name(optimizer)}."
             )
+        if not hasattr(optimizer, "__dict__"):
+            raise TypeError(
+                f"ampatch.initialize(optimizers=...): {type_name(optimizer)} has __slots__, so its "
+                "step cannot be replaced. Expected an optimizer with a __dict__: derive a class "
+                "from it without __slots__."
+            )
     return list({id(optimizer): optimizer for optimizer in listed}.values())
 
 
@@ -109,12 +117,10 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
     """
     if not properties.casts_model:
         return
+    target = properties.cast_model_type
     for index, model in enumerate(models):
-        for name, module in model.named_modules():
-            if not isinstance(module, nn.parallel.DistributedDataParallel):
-                continue
-            target = properties.cast_model_type
-            if any(
+        for name, module in (*model.named_modules(), *(("", outer) for outer in _around(model))):
+            if isinstance(module, nn.parallel.DistributedDataParallel) and any(
                 parameter.dtype is not target and parameter.is_floating_point()
                 for parameter in module.parameters()
             ):
@@ -124,6 +130,58 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
                     f"which would miss the gradients of parameters cast to {target}. "
                     "Call initialize first and wrap the model it returns."
                 )
+
+
+def _around(model: nn.Module) -> list[nn.Module]:
+    """The DistributedDataParallel that a model, or a part of it, was put into earlier.
+
+    Nothing in the model knows of it, so the living objects are searched; only
+    where a process group is up, since there is no DDP without one.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    gc.collect()  # one that nobody uses any more does no harm
+    inside = {id(module) for module in model.modules()}
+    return [
+        outer
+        for outer in gc.get_objects()
+        if issubclass(type(outer), nn.parallel.DistributedDataParallel)
+        and any(id(module) in inside for module in outer.modules())
+    ]
+
+
+def not_sharded(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
+
+    FSDP keeps views of its own on their data, and would go on gathering the old.
+    """
+    for index, model in enumerate(models):
+        by_wrapper = any(_is_fsdp(module) for module in model.modules())
+        for name, parameter in model.named_parameters():
+            sharded = by_wrapper or hasattr(parameter, "placements")  # as DTensors have
+            if sharded and _would_change(parameter, properties):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
+                    f"has the sharded parameter {name!r} (FSDP, DTensor) in {parameter.dtype}, "
+                    "which can neither be cast nor get a master copy. Expected FP32 parameters "
+                    'and opt_level="O1"; for half weights give fully_shard a '
+                    "MixedPrecisionPolicy."
+                )
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    """FSDP's first version; its class is not imported just to ask."""
+    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
+
+
+def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:
+    if not parameter.is_floating_point():
+        return False
+    if properties.casts_model and parameter.dtype is not properties.cast_model_type:
+        return True
+    masters = properties.master_weights is not False and parameter.requires_grad
+    return masters and parameter.dtype in HALF_TYPES
 
 
 def weights_convert(models: list[nn.Module], properties: Properties) -> None:

@@ -1,4 +1,4 @@
-"""The command `ampatch`: sweep, run, tables, doctor.
+"""The command `ampatch`: sweep, run, tables, gradients, explain, doctor.
 
 What a subcommand needs is imported when it runs, so that a wrong option is
 refused at once.  Exit codes: 0, or 1 when no run of a sweep went well, or the
@@ -15,6 +15,7 @@ from typing import Any
 
 from ampatch import sweep_command
 from ampatch._version import __version__
+from ampatch.diagnose import command as diagnose
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, unknown = build_parser().parse_known_args(own)
     if unknown:
         hint = ""
-        if options.command is sweep_command.command:
+        if own[0] in ("sweep", "gradients", "explain"):
             hint = (
                 "\nThe script's own arguments go behind --: "
-                f"ampatch sweep {options.script} -- {' '.join(unknown)}"
+                f"ampatch {own[0]} {options.script} -- {' '.join(unknown)}"
             )
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.arguments = script_arguments
@@ -42,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """What is for us, and what is for the script: argparse would mix the two.
 
-    Behind `sweep` the script's part begins at `--`, behind `run` after SCRIPT.
+    Behind `sweep`, `gradients` and `explain` the script's part begins at `--`, behind `run` after SCRIPT.
     """
-    if argv[:1] == ["sweep"] and "--" in argv:
+    if argv[:1] in (["sweep"], ["gradients"], ["explain"]) and "--" in argv:
         cut = argv.index("--")
         return argv[:cut], argv[cut + 1 :]
     if argv[:1] == ["run"]:
@@ -64,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     sweep_command.add_to(commands)
     _add_run(commands)
     _add_tables(commands)
-    _add_doctor(commands)
+    diagnose.add_parsers(commands)
     return parser
 
 
@@ -113,11 +114,6 @@ def _add_tables(commands: Any) -> None:
     parser.set_defaults(command=tables_command, parser=parser)
 
 
-def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="versions, devices, and how fast half is here")
-    parser.set_defaults(command=doctor_command, parser=parser)
-
-
 # run
 
 
@@ -133,17 +129,10 @@ def run_command(options: argparse.Namespace) -> int:
     return run_script(options.script, options.arguments).exit_code
 
 
-# tables and doctor
+# tables
 
 
 def tables_command(options: argparse.Namespace) -> int:
     from ampatch.tables_command.command import run
 
     return run(options)
-
-
-def doctor_command(options: argparse.Namespace) -> int:
-    from ampatch.diagnose.doctor import write_report
-
-    write_report(sys.stdout)
-    return 0

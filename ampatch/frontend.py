@@ -96,7 +96,8 @@ def initialize(
 
     Raises:
         TypeError, ValueError: for an argument that is wrong; it is named.
-        AmpatchError: for a model wrapped in DistributedDataParallel too early.
+        AmpatchError: for a model wrapped in DistributedDataParallel too early, or sharded
+            (FSDP) at another level than O1.
         In each case, and whatever else is raised, nothing has been changed; objects
         that an earlier call manages stay managed by it.
 
@@ -199,6 +200,7 @@ def _check(
 ) -> None:
     checks.optimizers_own_parameters(models, optimizers, registry.half_of)
     checks.not_wrapped_before(models, properties)
+    checks.not_sharded(models, properties)
     checks.weights_convert(models, properties)
     checks.fused_steps_work(models, optimizers, properties)
     override_rules.check_all_used(rules[0], models)

@@ -110,7 +110,8 @@ class ManagedModel:
         ]
         for override in self._overrides:
             self._handles.extend(override.install())
-        if self.properties.cast_model_type in HALF_TYPES:
+        dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
+        if (dtypes | {self.properties.cast_model_type}) & set(HALF_TYPES):
             for module in _hookable(model):
                 self._handles.append(add_state_dict_hook(module, self._save_float))
                 self._handles.append(add_load_hook(module, self._load_masters))
@@ -199,11 +200,14 @@ class ManagedModel:
 
     def plain_copy(self, memo: dict | None = None) -> nn.Module:
         """A deep copy without hooks and patches, its weights in FP32."""
-        memo = {} if memo is None else memo
+        memo, widened = {} if memo is None else memo, False
         for tensor, value in self._float_values():
             if value is not tensor and id(tensor) not in memo:
-                memo[id(tensor)] = _like(tensor, value.detach().clone())
-        return self._copy(memo)
+                memo[id(tensor)], widened = _like(tensor, value.detach().clone()), True
+        plain = self._copy(memo)
+        if widened:
+            flatten_rnns(plain)
+        return plain
 
     def plain_view(self) -> nn.Module:
         """As `plain_copy`, on the same memory where there are FP32 values to share."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,11 +41,11 @@ class Members:
             shadows.retire()
         self.shadows = []
 
-    def models(self) -> Iterator[ManagedModel]:
+    def models(self) -> list[ManagedModel]:
         """The managed models that are still there."""
         return _alive(self._models)
 
-    def optimizers(self) -> Iterator[ManagedOptimizer]:
+    def optimizers(self) -> list[ManagedOptimizer]:
         """The managed optimizers that are still there."""
         return _alive(self._optimizers)
 
@@ -146,14 +146,11 @@ class Members:
         return {
             id(parameter)
             for managed in self.models()
-            if managed.properties.master_weights
+            if managed.properties.master_weights is not False  # at O1 for weights that came in half
             for parameter in managed.model.parameters()
             if parameter.dtype in HALF_TYPES and parameter.requires_grad
         }
 
 
-def _alive(references: Iterable[weakref.ref]) -> Iterator[Any]:
-    for reference in references:
-        target = reference()
-        if target is not None:
-            yield target
+def _alive(references: Iterable[weakref.ref]) -> list[Any]:
+    return [target for reference in references if (target := reference()) is not None]

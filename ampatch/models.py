@@ -143,7 +143,8 @@ def convert_weights(
             ):
                 converted[id(tensor)] = Converted(tensor, tensor.dtype, tensor.data, tensor.grad)
                 set_data(tensor, tensor.data.to(target))
-    flatten_rnns(model)
+    if converted:
+        flatten_rnns(model)
     return list(converted.values())
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import backward_pass, broadcast, gradients, tracing
+from . import averaging, backward_pass, broadcast, gradients, tracing
 from .casting import early_names, user_functions
 from .casting.install import (
     Installation,
@@ -19,7 +19,7 @@ from .casting.install import (
     when_importable,
 )
 from .casting.patches import PatchSet
-from .casting.policy import CastState
+from .casting.policy import CastState, Policy
 from .casting.tables import Rule
 from .errors import AmpatchError
 from .log import logger
@@ -41,11 +41,9 @@ class Registry:
         self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
         self.schedulers = HeldSchedulers(self.managed)
-        self._gradient_tools, self._backward_pass, self._tracing_tools = (
-            PatchSet(),
-            PatchSet(),
-            PatchSet(),
-        )
+        self._gradient_tools = PatchSet()
+        self._backward_pass = PatchSet()
+        self._tracing_tools = PatchSet()
         self._observers: list[Any] = []
         self._user_functions: list[tuple[Any, str, Rule]] = []
         self._table_edits: list[tuple[str, str, Rule | None]] = []
@@ -65,8 +63,9 @@ class Registry:
 
     def refresh(self) -> None:
         """Make patches and the process's policy what the open sessions need."""
-        casting = [session for session in self.sessions if session.policy is not None]
-        by_tables = [session for session in casting if session.policy.follows_tables]
+        policies = [(session, session.policy) for session in self.sessions]
+        casting = [(one, policy) for one, policy in policies if policy is not None]
+        by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
         self.state.process = None
         if not casting or bool(by_tables) != self.installation.has_tables:
             self.installation.undo()
@@ -74,14 +73,14 @@ class Registry:
             self.installation.install()
             for place in self._user_functions:
                 self._put_user_function(*place)
-        for session in casting:
-            self._apply_special(session)
+        for session, policy in casting:
+            self._apply_special(session, policy)
         if casting:
-            self.state.process = (by_tables or casting)[-1].policy
+            self.state.process = (by_tables or casting)[-1][1]
         self._refresh_tools()
 
-    def _apply_special(self, session: Session) -> None:
-        if session.policy.apex_flavour:
+    def _apply_special(self, session: Session, policy: Policy) -> None:
+        if policy.apex_flavour:
             self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.function_rules.items():
             original = self.installation.original(function)
@@ -108,6 +107,7 @@ class Registry:
             [
                 *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
                 *broadcast.replacements(self.agree_masters),
+                averaging.replacement(self.current_master_of),
             ],
         )
         _keep(
@@ -147,10 +147,7 @@ class Registry:
 
     def session_of(self, optimizer: Any) -> Session | None:
         """The session that an optimizer was given to."""
-        for session in reversed(self.sessions):
-            if session.knows(optimizer):
-                return session
-        return None
+        return _first(session for session in reversed(self.sessions) if session.knows(optimizer))
 
     def managed(self, optimizer: Any) -> ManagedOptimizer | None:
         """Our side of an optimizer, or None."""
@@ -159,10 +156,7 @@ class Registry:
 
     def session_of_model(self, model: Any) -> Session | None:
         """The session that manages a model."""
-        for session in reversed(self.sessions):
-            if session.manages(model):
-                return session
-        return None
+        return _first(session for session in reversed(self.sessions) if session.manages(model))
 
     def managed_model(self, model: Any) -> ManagedModel | None:
         """Our side of a model, or None."""
@@ -172,11 +166,11 @@ class Registry:
 
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
-        for session in reversed(self.sessions):
-            master = session.master_of(half)
-            if master is not None:
-                return master
-        return None
+        return _first(session.master_of(half) for session in reversed(self.sessions))
+
+    def current_master_of(self, half: Tensor) -> Tensor | None:
+        """As `master_of`; what was written into the half parameter has been taken over."""
+        return _first(session.current_master_of(half) for session in reversed(self.sessions))
 
     def agree_masters(self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]) -> None:
         """Have `send` make the masters of these parameters equal on all ranks."""
@@ -214,12 +208,11 @@ class Registry:
 
     def half_of(self, master: Tensor) -> Tensor | None:
         """The half parameter of a master in any session, or None."""
-        for session in self.sessions:
-            for managed in session.optimizers():
-                half = managed.masters.half_of(master)
-                if half is not None:
-                    return half
-        return None
+        return _first(
+            managed.masters.half_of(master)
+            for session in self.sessions
+            for managed in session.optimizers()
+        )
 
     def outside_step(self) -> Any:
         """The policy in force around the step that is running: a closure's forward runs in it."""
@@ -288,6 +281,11 @@ class Registry:
 
         logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)
         when_importable(owner, on_import)
+
+
+def _first(found: Iterable[Any]) -> Any:
+    """The first that is not None, or None."""
+    return next((one for one in found if one is not None), None)
 
 
 def _keep(tools: PatchSet, needed: bool, patches: Patches) -> None:

@@ -55,6 +55,7 @@ def scale_loss(
     checks.a_loss(loss)
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     session = registry.latest("ampatch.scale_loss(...)")
+    managed = {}
     for index, optimizer in enumerate(listed):
         found = registry.session_of(optimizer)
         if found is None:
@@ -66,13 +67,13 @@ def scale_loss(
                 "not given to ampatch.initialize. Pass the optimizer that initialize returned."
             )
         session = found
+        managed[id(optimizer)] = session.managed(optimizer)
     checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
     if not session.properties.enabled:
         return contextlib.nullcontext(loss)
-    managed = [registry.managed(optimizer) for optimizer in listed]
     return session.scaled_backward(
         loss,
-        list({id(one): one for one in managed}.values()),
+        list(managed.values()),
         loss_id,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,

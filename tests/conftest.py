@@ -110,3 +110,13 @@ def opt_level(request) -> str:
 def half(request) -> torch.dtype:
     """Each of the half types."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """Two processes with a gloo group between them; see `ranks.Ranks`."""
+    from ranks import Ranks
+
+    ranks = Ranks(str(tmp_path_factory.mktemp("ranks")))
+    yield ranks
+    ranks.stop()

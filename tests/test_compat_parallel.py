@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import nn
 
@@ -143,34 +137,24 @@ def batch_norm() -> nn.BatchNorm2d:
     return norm
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS)
-    )
-    torch.set_num_threads(1)
+def on_a_rank(rank: int) -> dict:
     compat.install()
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    found = {
-        "reduced": reduced(rank),
-        "trained": {level: trained(rank, level) for level in ("O1", "O2")},
-        "norm": normalized(rank, channel_last=False),
-        "channel_last": normalized(rank, channel_last=True),
-        "half": normalized(rank, channel_last=False, dtype=torch.float16),
-    }
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        return {
+            "reduced": reduced(rank),
+            "trained": {level: trained(rank, level) for level in ("O1", "O2")},
+            "norm": normalized(rank, channel_last=False),
+            "channel_last": normalized(rank, channel_last=True),
+            "half": normalized(rank, channel_last=False, dtype=torch.float16),
+        }
+    finally:
+        compat.uninstall()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict]:
+def both(ranks) -> list[dict]:
     """What two ranks found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (port, folder), nprocs=RANKS)
-        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]
+    return ranks(on_a_rank)
 
 
 FACTORS = {
@@ -179,16 +163,16 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_gradients_are_reduced_as_asked(ranks, name):
+def test_gradients_are_reduced_as_asked(both, name):
     model = network()  # rank 0's weights, which the broadcast gave to rank 1
     alone = [gradients(model, number) for number in range(RANKS)]
-    for found in ranks:
+    for found in both:
         for grad, one, two in zip(found["reduced"][name], *alone, strict=True):
             torch.testing.assert_close(grad, (one + two) * FACTORS[name], atol=1e-6, rtol=1e-5)
 
 
-def test_gradients_stay_local_while_reduction_is_off(ranks):
-    for rank, found in enumerate(ranks):
+def test_gradients_stay_local_while_reduction_is_off(both):
+    for rank, found in enumerate(both):
         expected = gradients(network(), rank)
         assert all(map(torch.equal, found["reduced"]["local"], expected))
         assert found["reduced"]["list"][0].tolist() == [0.5, 0.5]
@@ -196,14 +180,14 @@ def test_gradients_stay_local_while_reduction_is_off(ranks):
         assert (size, everybody) == (1, None) and "divides the 2 ranks" in error
 
 
-def test_half_gradients_are_added_up_in_fp32(ranks):
-    for found in ranks:  # 80000, on the way to their mean, is inf in FP16
+def test_half_gradients_are_added_up_in_fp32(both):
+    for found in both:  # 80000, on the way to their mean, is inf in FP16
         assert found["reduced"]["half"][0].tolist() == [40_000.0] * 3
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_training_under_apexs_ddp(ranks, level):
-    one, two = (found["trained"][level] for found in ranks)
+def test_training_under_apexs_ddp(both, level):
+    one, two = (found["trained"][level] for found in both)
     assert all(map(torch.equal, one, two))
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -218,14 +202,14 @@ def test_training_under_apexs_ddp(ranks, level):
 
 
 @pytest.mark.parametrize("name", ["norm", "channel_last", "half"])
-def test_batch_norm_over_the_ranks_is_that_of_the_whole_batch(ranks, name):
+def test_batch_norm_over_the_ranks_is_that_of_the_whole_batch(both, name):
     x, weights = images()
     x.requires_grad_()
     norm = batch_norm()
     output = norm(x)
     (output * weights).sum().backward()
     atol = 2e-2 if name == "half" else 2e-5
-    found = [rank[name] for rank in ranks]
+    found = [rank[name] for rank in both]
     torch.testing.assert_close(
         torch.cat([one["output"] for one in found]).float(), output.detach(), atol=atol, rtol=1e-2
     )

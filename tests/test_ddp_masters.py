@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from test_distributed import backward, build, on_two_ranks
+from test_distributed import backward, build
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
@@ -43,8 +43,8 @@ def wrapping(rank: int, level: str) -> dict:
     return found
 
 
-def test_masters_are_those_of_rank_0_in_float32():
-    one, two = on_two_ranks(wrapping, "O2")
+def test_masters_are_those_of_rank_0_in_float32(ranks):
+    one, two = ranks(wrapping, "O2")
     for name in one:
         assert all(map(torch.equal, one[name], two[name])), name
     fresh, checkpoint = (list(build(seed)[0].state_dict().values()) for seed in (0, 7))

@@ -106,7 +106,8 @@ def test_the_module_whose_backward_overflows_is_blamed():
     with ampatch.debug(model) as debugger:
         model(torch.ones(1, 4, dtype=torch.float16)).sum().backward()
     report = debugger.report
-    assert (report.module, report.where) == ("1", "gradient of the input")
+    assert (report.module, report.phase, report.operator) == ("1", "backward", "aten.mul")
+    assert report.where == "gradient of the parameter 0.weight"
     assert report.largest_input == 2.0 and report.input_is_finite
     assert report.parameters == ["0.weight"]
 

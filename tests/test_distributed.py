@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
-
-RANKS = 2
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
@@ -36,7 +27,7 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | list,
     number: int,
     poison: bool = False,
     weight: float = 1.0,
@@ -78,6 +69,20 @@ def accumulate_under_ddp(rank: int, level: str) -> dict:
     with parallel.no_sync():
         backward(parallel, optimizer, rank, weight=0.5)
     backward(parallel, optimizer, 10 + rank, weight=0.5)
+    return {"grads": [param.grad.clone() for param in amp.master_params(optimizer)]}
+
+
+def accumulate_for_two_optimizers(rank: int, level: str) -> dict:
+    """As above, and a second optimizer updates the last layer too."""
+    model, optimizer = build(seed=0)
+    pair = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    amp.initialize(
+        model, pair, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=128.0
+    )
+    parallel = DistributedDataParallel(model)
+    with parallel.no_sync():
+        backward(parallel, pair, rank, weight=0.5)
+    backward(parallel, pair, 10 + rank, weight=0.5)
     return {"grads": [param.grad.clone() for param in amp.master_params(optimizer)]}
 
 
@@ -156,39 +161,19 @@ def wrapped_too_early(rank: int, level: str) -> dict:
     return {"error": None, "weights": everything(model, optimizer)}
 
 
-def _rank(rank: int, work: Callable, level: str, port: int, folder: str) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    torch.save(work(rank, level), Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_two_ranks(work: Callable, level: str) -> list[dict]:
-    """What `work(rank, level)` returned on each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (work, level, port, folder), nprocs=RANKS)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_ranks_agree_bit_by_bit_after_an_overflow_on_one(level):
-    one, two = on_two_ranks(train_under_ddp, level)
+def test_ranks_agree_bit_by_bit_after_an_overflow_on_one(ranks, level):
+    one, two = ranks(train_under_ddp, level)
     assert all(map(torch.equal, one["weights"], two["weights"]))
     assert one["scale"] == two["scale"] and one["skipped"] == two["skipped"]
     assert one["skipped"] == [False, False, level != "O3", False, False]
     assert all(bool(value.isfinite().all()) for value in one["weights"])
 
 
+@pytest.mark.parametrize("work", [accumulate_under_ddp, accumulate_for_two_optimizers])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_with_no_sync_equals_one_big_batch(level):
-    one, two = on_two_ranks(accumulate_under_ddp, level)
+def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level, work):
+    one, two = ranks(work, level)
     model, _ = build(seed=0)
     for number in (0, 1, 10, 11):
         inputs, targets = batch(number)
@@ -199,16 +184,16 @@ def test_accumulation_with_no_sync_equals_one_big_batch(level):
     assert all(map(torch.equal, one["grads"], two["grads"]))
 
 
-def test_a_shared_flag_skips_the_step_on_both_ranks():
-    one, two = on_two_ranks(sharing_the_flag, "O1")
+def test_a_shared_flag_skips_the_step_on_both_ranks(ranks):
+    one, two = ranks(sharing_the_flag, "O1")
     assert one["skipped"] == two["skipped"] == [False, True, False]
     assert one["scale"] == two["scale"] == 2.0**15
     assert all(map(torch.equal, one["weights"], two["weights"]))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_shared_flag_with_unequal_gradients(level):
-    one, two = on_two_ranks(sharing_the_flag_of_unequal_gradients, level)
+def test_a_shared_flag_with_unequal_gradients(ranks, level):
+    one, two = ranks(sharing_the_flag_of_unequal_gradients, level)
     for rank in (one, two):
         assert rank["skipped"] == [False, True, True, False]
         assert rank["moved"] == [True, False, False, True]
@@ -216,8 +201,8 @@ def test_a_shared_flag_with_unequal_gradients(level):
     assert not all(map(torch.equal, one["weights"], two["weights"]))
 
 
-def test_masters_under_ddp_are_the_broadcast_or_the_checkpoint():
-    one, two = on_two_ranks(loading_under_ddp, "O2")
+def test_masters_under_ddp_are_the_broadcast_or_the_checkpoint(ranks):
+    one, two = ranks(loading_under_ddp, "O2")
     for rank in (one, two):
         assert all(map(torch.equal, rank["loaded"], rank["checkpoint"]))
         assert all(map(torch.equal, rank["loaded state"], rank["checkpoint"]))
@@ -226,9 +211,9 @@ def test_masters_under_ddp_are_the_broadcast_or_the_checkpoint():
     assert all(map(torch.equal, two["broadcast"], build(seed=0)[0].parameters()))  # of rank 0
 
 
-def test_ddp_before_initialize_is_refused_where_it_would_drift():
-    for rank in on_two_ranks(wrapped_too_early, "O2"):
+def test_ddp_before_initialize_is_refused_where_it_would_drift(ranks):
+    for rank in ranks(wrapped_too_early, "O2"):
         assert "already wrapped in DistributedDataParallel" in rank["error"]
-    one, two = on_two_ranks(wrapped_too_early, "O1")
+    one, two = ranks(wrapped_too_early, "O1")
     assert one["error"] is two["error"] is None
     assert all(map(torch.equal, one["weights"], two["weights"]))

@@ -187,6 +187,35 @@ def test_an_overflow_in_a_shared_parameter_concerns_both(opt_level, half, where,
     assert all(map(torch.equal, before, after)) is all(skipped)
 
 
+@pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, half, given):
+    models, optimizers = tied()
+    run = Mixed(models, optimizers, level, half)
+    pair = [optimizers[index] for index in given]
+    run.backward(models[0](batch(0)).float().sum() * math.inf, pair)
+    run.backward(models[0](batch(1)).float().sum(), pair)
+    for optimizer in optimizers:
+        optimizer.step()
+        assert ampatch.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
+def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, half, given):
+    models, optimizers = tied()
+    run = Mixed(models, optimizers, opt_level, half)
+    pair = [optimizers[index] for index in given]
+    run.backward(F.mse_loss(models[0](batch(0)).float(), batch(50, 3)), pair)
+    updated = [p for one in optimizers for p in ampatch.master_params(one)]
+    before = [param.grad.clone() for param in updated]
+    with pytest.raises(KeyboardInterrupt):
+        with ampatch.scale_loss(models[0](batch(1)).float().sum(), pair) as scaled:
+            scaled.backward()
+            raise KeyboardInterrupt
+    assert all(param.grad is not None for param in updated)
+    assert all(torch.equal(a, b.grad) for a, b in zip(before, updated, strict=True))
+
+
 # Inside the block
 
 

@@ -25,6 +25,7 @@ ALLOWED = {
     "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
     "models": set(),
     "gradients": set(),
+    "averaging": set(),
     "backward_pass": set(),
     "broadcast": set(),
     "casting": LEAVES | {"casting"},
@@ -33,7 +34,7 @@ ALLOWED = {
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
     "tracing": LEAVES | {"casting", "managed_model", "models"},
     "registry": LEAVES
-    | {"backward_pass", "broadcast", "casting", "gradients", "schedulers", "tracing"}
+    | {"averaging", "backward_pass", "broadcast", "casting", "gradients", "schedulers", "tracing"}
     | {"managed_model", "scaling", "session"},  # for type checking only
     "schedulers": {"casting"},
     "session": LEAVES
@@ -45,7 +46,8 @@ ALLOWED = {
     "handle": LEAVES | {"opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
     # the rooms around the engine use its public API (and the tables)
-    "diagnose": LEAVES | {"__init__", "diagnose", "tables_command"},
+    "diagnose": LEAVES
+    | {"__init__", "casting", "diagnose", "opt_levels", "session", "sweep", "tables_command"},
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},
     "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},

@@ -53,45 +53,6 @@ def same(first, second):
     return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
-class ByHand:
-    """Mixed precision as the paper writes it: a half model, float copies, no ampatch."""
-
-    def __init__(self, make, dtype, scale=1.0):
-        self.model = build()
-        self.masters = [p.detach().clone().requires_grad_() for p in self.model.parameters()]
-        self.model.to(dtype)
-        self.optimizer = make(self.masters)
-        self.dtype, self.scale = dtype, scale
-
-    def step(self, step):
-        inputs, targets = batch(step)
-        loss = F.mse_loss(self.model(inputs.to(self.dtype)).float(), targets)
-        self.model.zero_grad()
-        (loss * self.scale).backward()
-        for master, param in zip(self.masters, self.model.parameters(), strict=True):
-            master.grad = param.grad.float() / self.scale
-        self.optimizer.step()
-        with torch.no_grad():
-            for master, param in zip(self.masters, self.model.parameters(), strict=True):
-                param.copy_(master)
-        return loss.item()
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_o2_is_the_loop_by_hand(kind, half):
-    """Bit for bit; the scale is a power of two, so it rounds nothing."""
-    scale = 1.0 if half is BF16 else 256.0
-    hand = ByHand(OPTIMIZERS[kind], half, scale)
-    model = build()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    ampatch.initialize(model, optimizer, opt_level="O2", dtype=half, init_scale=256.0, verbosity=0)
-    expected = [hand.step(step) for step in range(8)]
-    assert train(model, optimizer, range(8)) == expected
-    assert same(ampatch.master_params(optimizer), hand.masters)
-    assert same(model.parameters(), hand.model.parameters())
-    assert not same(hand.masters, [p.float() for p in hand.model.parameters()])
-
-
 def test_small_updates_are_not_lost():
     """Each update is a quarter of bfloat16's spacing at 1: O3 never moves, O2 does."""
     moved = {}

@@ -1,19 +1,12 @@
-"""O2 and O3: what happens to a model, what goes in and out of it, and that it comes back."""
+"""O2 and O3: how a model is converted, and that its `state_dict` holds FP32."""
 
 from __future__ import annotations
 
-import collections
 import copy
-import dataclasses
-import io
-import pickle
-import types
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 import ampatch
 
@@ -100,126 +93,6 @@ def test_weights_are_the_rounded_float_weights(half):
         assert torch.equal(ours, theirs.to(ours.dtype)), name
     for master, theirs in zip(ampatch.master_params(optimizer), plain.parameters(), strict=True):
         assert torch.equal(master, theirs)
-
-
-# Inputs and outputs
-
-
-class Point(NamedTuple):
-    x: torch.Tensor
-    label: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    x: torch.Tensor
-    count: int
-
-
-class Output(collections.OrderedDict):
-    """As transformers' ModelOutput: a dict whose constructor is its own, with attributes."""
-
-    def __init__(self, *, x, note):
-        super().__init__(x=x, note=note)
-        self.note = note
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-
-CONTAINERS = {
-    "tensor": lambda x: x,
-    "dict": lambda x: {"x": x, "n": 3},
-    "ordered": lambda x: collections.OrderedDict(b=x, a=None),
-    "list": lambda x: [x, None, "text"],
-    "tuple": lambda x: (x, 2),
-    "namedtuple": lambda x: Point(x, "label"),
-    "dataclass": lambda x: Data(x, 7),
-    "model output": lambda x: Output(x=x, note="n"),
-    "read-only": lambda x: types.MappingProxyType({"x": x}),
-    "nested": lambda x: {"a": [Point(x, "l"), (Data(x, 1), None)]},
-}
-
-
-class Echo(nn.Module):
-    """Remembers what came in, and gives it back."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.seen: Any = None
-
-    def forward(self, value, *, extra=None):
-        self.seen = value, extra
-        return value
-
-
-def shape_of(value):
-    """Types, keys and all that is no tensor, with the tensors' dtypes out of it."""
-    if isinstance(value, torch.Tensor):
-        return "tensor" if value.is_floating_point() else ("other", value.tolist())
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return type(value), [(key, shape_of(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return type(value), [shape_of(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return type(value), [shape_of(getattr(value, f.name)) for f in dataclasses.fields(value)]
-    return value
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if dataclasses.is_dataclass(value):
-        return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
-    if isinstance(value, (dict, types.MappingProxyType)):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
-
-
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_inputs_and_outputs_keep_their_containers(container, level, half):
-    model = Echo()
-    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
-    given = CONTAINERS[container](torch.tensor([1.5, 2.5]))
-    extra = CONTAINERS[container](torch.tensor([3.0]))
-    output = model(given, extra=extra)
-    for found, dtype, like in (
-        (model.seen[0], half, given),
-        (model.seen[1], half, extra),
-        (output, torch.float32, given),
-    ):
-        assert shape_of(found) == shape_of(like)
-        assert tensors_in(found) and {t.dtype for t in tensors_in(found)} == {dtype}
-        assert [t.tolist() for t in tensors_in(found)] == [t.tolist() for t in tensors_in(like)]
-    assert {t.dtype for t in tensors_in(given)} == {torch.float32}  # the caller's own is left alone
-    if isinstance(output, Output):
-        assert output.x is output["x"] and output.note == "n"
-
-
-def test_integers_masks_and_complex_numbers_pass():
-    model = Echo()
-    ampatch.initialize(model, opt_level="O3", verbosity=0)
-    given = [torch.arange(3), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64)]
-    assert model(given) is given and model.seen[0] is given
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_cast_model_outputs(level):
-    for asked in (torch.float16, torch.float32, "bfloat16"):
-        model, _ = start(level, cast_model_outputs=asked)
-        expected = torch.bfloat16 if asked == "bfloat16" else asked
-        assert model(torch.randn(4, 3)).dtype is expected
-        ampatch.deactivate()
-
-
-@pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O1", torch.float16)])
-def test_outputs_without_being_asked(level, dtype):
-    assert start(level)[0](torch.randn(4, 3)).dtype is dtype
 
 
 # state_dict
@@ -332,71 +205,3 @@ def test_data_writes_before_the_first_step_are_adopted():
     train(model, optimizer, steps=1)
     assert (model[0].bias - 0.25).abs().max() < 0.2
     assert (model[3].bias - 0.5).abs().max() < 0.3 and (model[3].bias > 0.2).all()
-
-
-# Copies
-
-
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": through_pickle,
-    "torch.save": through_torch_save,
-    "AveragedModel": lambda model: AveragedModel(model).module,
-    "unwrap": ampatch.unwrap,
-    "in a list": lambda model: copy.deepcopy([model])[0],
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_are_plain_float_models(opt_level, how):
-    model, optimizer = start(opt_level)
-    train(model, optimizer)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    copied = COPIES[how](model)
-    assert type(copied) is nn.Sequential and copied is not model
-    for plain, reference in zip(copied.modules(), build().modules(), strict=True):
-        assert hooks_of(plain) == hooks_of(reference)
-        assert set(vars(plain)) == set(vars(reference))
-    found = copied.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert not {torch.float16} & set(dtypes(copied).values())
-    managed = {t.data_ptr() for t in (*model.parameters(), *ampatch.master_params(optimizer))}
-    assert not managed & {t.data_ptr() for t in copied.parameters()}
-    ampatch.deactivate()
-    x = torch.randn(4, 3)
-    assert torch.equal(copied.eval()(x), model.eval()(x))
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle, through_torch_save])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_copied_part_no_longer_knows_the_model(how, level):
-    """Its weights are half as they were, and its `state_dict` is its own."""
-    model, _ = start(level)
-    part = how(model[3])
-    assert type(part) is nn.Linear and torch.equal(part.weight, model[3].weight)
-    with torch.no_grad():
-        part.weight.fill_(2.0)
-    assert torch.equal(part.state_dict()["weight"], torch.full((2, 4), 2.0, dtype=torch.float16))
-    part.load_state_dict(build(3)[3].state_dict())
-    assert torch.equal(model.state_dict()["3.bias"], build()[3].bias) or level == "O3"
-    ampatch.deactivate()
-    assert part(torch.ones(1, 4, dtype=torch.float16)).dtype is torch.float16
-
-
-def hooks_of(module):
-    return {
-        name: len(table)
-        for name, table in vars(module).items()
-        if "hook" in name and hasattr(table, "__len__")
-    }

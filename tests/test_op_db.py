@@ -217,6 +217,8 @@ def test_each_operator_meets_the_rows_it_is_said_to(monkeypatch):
     }
     for row in RULE_OF:
         where, _, leaf = row.rpartition(".")
+        if not hasattr(look_up(where), leaf):
+            continue  # a row for another version of torch
         monkeypatch.setattr(look_up(where), leaf, spy(row, getattr(look_up(where), leaf)))
     wrong = {}
     for name, ways in CALLS.items():

@@ -34,7 +34,7 @@ from ampatch.casting.tables import Rule
 LISTED = [name for name in OPS if any(call.rules for call in CALLS[name])]
 EXACT = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE, Rule.FLOAT_UNLESS_SAME_SIZE, Rule.BANNED}
 PROMOTES = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
-TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.15}  # inputs up to 9 make steep softmaxes
 
 REFUSED_IN_HALF = {"svd_lowrank", "pca_lowrank", "linalg.pinv-singular"}
 """Products in half, then a decomposition that PyTorch has in no half type, on no device.
@@ -48,7 +48,7 @@ REFUSED_MIXED = {
 }
 """A custom operator that multiplies with `out=`, where autocast casts nothing.
 
-Its fake version compares no dtypes.
+Its fake version compares no dtypes.  (Targets of several dimensions go another way.)
 """
 
 OURS_ALONE = {
@@ -138,8 +138,6 @@ def has_dtypes(found: list, trial: Trial, half: torch.dtype) -> bool:
 
 
 def is_refused(trial: Trial) -> bool:
-    if trial.name in REFUSED_MIXED and trial.title.endswith("in float, half"):
-        return True
     refuses = isinstance(trial.autocast, Raised) and not has_no_answer(trial.autocast)
     return trial.name in REFUSED_IN_HALF or refuses
 
@@ -166,7 +164,8 @@ def brief(found: list | Raised) -> str:
 def complaint(trial: Trial, half: torch.dtype) -> str | None:
     found = outcome(trial.call, trial.sample.fresh())
     if isinstance(found, Raised):
-        fits = is_refused(trial)
+        is_mixed = trial.title.endswith("in float, half")
+        fits = is_refused(trial) or (is_mixed and trial.name in REFUSED_MIXED)
     else:
         may = not is_refused(trial) or trial.name in OURS_ALONE
         fits = may and has_dtypes(found, trial, half)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -120,6 +120,10 @@ class Installation:
         while id(function) in self._originals:
             function = self._originals[id(function)][1]
         return function
+
+    def replaced_by(self, original: Any) -> Any:
+        """The replacement of one of torch's functions, or None."""
+        return self._by_original.get(id(original))
 
     def ensure(self, function: Callable) -> None:
         """Patch `function` where torch keeps it, so that overrides for it can act."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor

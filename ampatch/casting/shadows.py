@@ -25,6 +25,15 @@ from torch.autograd import forward_ad
 from .. import foreach
 from .shadow_grads import deliver_by_itself, hooks_of, is_watched, move
 
+try:
+    from torch._C import _len_torch_function_stack as _function_modes
+except ImportError:
+
+    def _function_modes() -> int:
+        """Without a way to ask, modes see what batched casts are made of."""
+        return 0
+
+
 MOST_WAITING = 4
 """Forwards under grad that may wait for a backward pass; in further ones weights are cast."""
 
@@ -191,8 +200,11 @@ def _may_have_shadow(weight: Tensor) -> bool:
 
 
 def _alone() -> bool:
-    """No ranks to talk to (their hooks sit where we cannot see them), no forward-mode AD."""
+    """No ranks to talk to (their hooks sit where we cannot see them), no forward-mode AD, no
+    `TorchFunctionMode`, which would see more calls than the model makes."""
     distributed = torch.distributed
     if not SUPPORTED or (distributed.is_available() and distributed.is_initialized()):
+        return False
+    if _function_modes() > 0:
         return False
     return getattr(forward_ad, "_current_level", 0) < 0

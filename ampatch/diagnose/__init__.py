@@ -1,5 +1,17 @@
-"""Where a NaN comes from: `debug(model)` names module, direction and parameters."""
+"""Answers: where a NaN comes from, how large gradients are, what is cast, what is installed."""
 
-from .nonfinite import Debugger, Report, debug
+from .explain import CastReport, report
+from .finding import Report
+from .gradient_range import GradientRange, GradientReport, gradient_range
+from .nonfinite import Debugger, debug
 
-__all__ = ["Debugger", "Report", "debug"]
+__all__ = [
+    "CastReport",
+    "Debugger",
+    "GradientRange",
+    "GradientReport",
+    "Report",
+    "debug",
+    "gradient_range",
+    "report",
+]

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
+import ampatch
 from ampatch._version import __version__
 from ampatch.tables_command import content
 
@@ -23,29 +24,73 @@ VARIABLES = ("AMPATCH_OPT_LEVEL", "AMPATCH_DTYPE", "AMPATCH_ENABLED")
 MEASURE_FOR = 0.15  # seconds for each operator and dtype
 
 
+EXTRAS = ("numpy", "rich", "matplotlib", "scikit-learn", "tensorboard")
+
+
 def write_report(stream: TextIO) -> None:
     """Write everything to `stream`; takes about two seconds."""
     for name, value in facts():
         print(f"{name:<22}{value}", file=stream)
     print("\nSpeed relative to FP32, forward and backward; below 1 is slower:", file=stream)
-    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        for line in speeds(device):
+    for device in devices():
+        speeds = measure(device)
+        for line in speed_lines(device, speeds):
             print(f"  {line}", file=stream)
+        print(f"  Faster than FP32 on {device}: {fast(speeds)}.", file=stream)
+
+
+def as_dict() -> dict[str, Any]:
+    """Everything, for JSON."""
+    speeds = {device: measure(device) for device in devices()}
+    return {
+        "versions": {"python": platform.python_version(), "ampatch": __version__}
+        | {name: _version(name) for name in ("torch", "wrapt")},
+        "extras": {name: _version(name) for name in EXTRAS},
+        "platform": platform.platform(),
+        "missing_in_torch": content.missing(),
+        "cpu_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "cuda_devices": cuda_devices(),
+        "apex": _apex(),
+        "environment": environment(),
+        "speed": {
+            device: {short(dtype): ratios for dtype, ratios in found.items()}
+            for device, found in speeds.items()
+        },
+    }
 
 
 def facts() -> Iterator[tuple[str, str]]:
     """Names and values, one a line."""
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "ampatch", __version__
-    for package in ("torch", "wrapt", "rich", "matplotlib"):
-        yield package, _version(package)
+    for package in ("torch", "wrapt"):
+        yield package, _version(package) or "not installed"
+    for package in EXTRAS:
+        yield package, _version(package) or "not installed (optional)"
     yield "not in this torch", ", ".join(content.missing()) or "nothing that ampatch patches"
     yield "cpu threads", str(torch.get_num_threads())
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield "cuda devices", ", ".join(gpus) or "none"
+    yield "cuda", torch.version.cuda or "not in this build of torch"
+    yield "cuda devices", ", ".join(cuda_devices()) or "none"
     yield "apex", _apex()
-    for name in VARIABLES:
-        yield name, os.environ.get(name, "not set")
+    for name, value in environment().items():
+        yield name, "not set" if value is None else value
+
+
+def cuda_devices() -> list[str]:
+    """Names, with compute capabilities: Tensor Cores for float16 from 7.0, for bfloat16 from 8.0."""
+    return [
+        "{} ({}.{})".format(
+            torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index)
+        )
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def environment() -> dict[str, str | None]:
+    """Each variable that ampatch reads, and any other of its prefix: perhaps one misspelt."""
+    others = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
+    return {name: os.environ.get(name) for name in dict.fromkeys((*VARIABLES, *others))}
 
 
 def _apex() -> str:
@@ -56,16 +101,40 @@ def _apex() -> str:
     return f"importable, from {spec.origin or 'a directory without __init__.py'}"
 
 
-def speeds(device: str) -> Iterator[str]:
-    """A line for each half type: how fast a matmul and a convolution are in it."""
-    single = [_time(run, device) for run in _operators(device, torch.float32)]
-    for dtype in (torch.float16, torch.bfloat16):
-        half = [_time(run, device) for run in _operators(device, dtype)]
-        matmul, conv = (base / seconds for base, seconds in zip(single, half))
+def devices() -> list[str]:
+    """What is measured."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def measure(device: str) -> dict[torch.dtype, dict[str, float]]:
+    """How fast a matmul and a convolution are in each half type, as multiples of FP32's speed."""
+    with ampatch.disable_casts():
+        single = [_time(run, device) for run in _operators(device, torch.float32)]
+        found = {}
+        for dtype in (torch.float16, torch.bfloat16):
+            half = [_time(run, device) for run in _operators(device, dtype)]
+            ratios = [base / seconds for base, seconds in zip(single, half, strict=True)]
+            found[dtype] = dict(zip(("matmul", "conv2d"), ratios, strict=True))
+    return found
+
+
+def speed_lines(device: str, speeds: dict[torch.dtype, dict[str, float]]) -> Iterator[str]:
+    """A line for each half type."""
+    for dtype, ratios in speeds.items():
         yield (
-            f"{device:<6}{str(dtype).removeprefix('torch.'):<10}"
-            f"matmul {matmul:.2g}x   conv2d {conv:.2g}x"
+            f"{device:<6}{short(dtype):<10}"
+            + "   ".join(f"{name} {ratio:.2g}x" for name, ratio in ratios.items())
         )
+
+
+def fast(speeds: dict[torch.dtype, dict[str, float]]) -> str:
+    """Names of the half types that are faster than FP32 at all that was measured."""
+    found = [short(dtype) for dtype, ratios in speeds.items() if min(ratios.values()) > 1]
+    return ", ".join(found) or "no half type"
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
@@ -107,9 +176,9 @@ def _time(run: Callable[[], Any], device: str) -> float:
     return best
 
 
-def _version(package: str) -> str:
-    """The installed version of `package`, which need not have been imported."""
+def _version(package: str) -> str | None:
+    """The installed version of `package`, which need not have been imported; None without."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
-from .pending import Pending
+from .pending import Pending, tell
 from .sharing import Sharing
 
 
@@ -18,8 +18,9 @@ class ScaledBackward:
     If the block raises (Ctrl-C among it), the gradients that were there before it
     are put back, those of a half-done backward pass are dropped, and the scale is
     left alone.  If the unscaling itself is interrupted, the optimizers have no
-    gradients afterwards: some would be scaled and some not.  `outsiders` are optimizers that it was not given
-    to; if the backward pass reaches them, they will say so when they step.
+    gradients afterwards: some would be scaled and some not.  `outsiders` are
+    optimizers that it was not given to; if the backward pass reaches them, they
+    will say so when they step.
     """
 
     __slots__ = (
@@ -49,7 +50,9 @@ class ScaledBackward:
         self._loss = loss
         self._optimizers = optimizers
         self._sharing = Sharing(optimizers)
-        self._outsiders = [] if scaler.is_one else [(other, other.seen()) for other in outsiders]
+        self._outsiders = (
+            [] if scaler.is_one else [(other, other.left_scaled.seen()) for other in outsiders]
+        )
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
@@ -62,18 +65,18 @@ class ScaledBackward:
             return self._enter()
         except BaseException:
             for optimizer in self._optimizers:
-                optimizer.abandon_backward()
+                optimizer.abandon_backward(self._sharing)
             raise
 
     def _enter(self) -> Tensor:
         for optimizer in self._optimizers:
             optimizer.finish_other(self._scaler)
-        scaled = self._scaler.scale(self._loss)
-        self._scale = self._scaler.snapshot()
-        for optimizer in self._optimizers:
-            optimizer.before_backward(self._scaler, self._scale, self._sharing)
+        held = [optimizer.gather() for optimizer in self._optimizers]
+        scaled, self._scale = self._scaler.scale(self._loss)
         known = [optimizer.pending for optimizer in self._optimizers if optimizer.pending]
         self._pending = known[0] if known else Pending(self._scaler, self._scale)
+        for optimizer, params in zip(self._optimizers, held, strict=True):
+            optimizer.make_room(params, self._pending, self._sharing)
         return scaled
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -82,7 +85,7 @@ class ScaledBackward:
             outsider.note_outsider(before)
         if kind is not None:
             for optimizer in self._optimizers:
-                optimizer.abandon_backward()
+                optimizer.abandon_backward(self._sharing)
             return
         try:
             self._finish()
@@ -94,13 +97,10 @@ class ScaledBackward:
     def _finish(self) -> None:
         if self._delay_unscale:
             for optimizer in self._optimizers:
-                optimizer.leave_scaled(self._pending, self._scaler, self._sharing)
+                optimizer.leave_scaled(self._pending, self._sharing)
             return
         found = [
-            optimizer.after_backward(
-                self._scaler, self._scale, self._sharing, defer_update=self._delay_check
-            )
+            optimizer.after_backward(self._scaler, self._scale, self._sharing)
             for optimizer in self._optimizers
         ]
-        update = self._scaler.defer if self._delay_check else self._scaler.update
-        update([flag for flag in found if flag is not None])
+        tell(self._scaler, found, self._optimizers, at_step=self._delay_check)

@@ -1,22 +1,22 @@
 """`optimizer.step(closure)`: the backward pass happens inside the step.
 
 The first evaluation runs before the optimizer's own step, so that an overflow
-is known before anything moves.  Optimizers that evaluate again (LBFGS, SAM-like
-ones) get the closure itself; if one of the later evaluations overflows or raises,
-weights and optimizer state go back to what they were before the step.  An
-overflow counts as one skipped step, whose result is the first loss.  What the
-forward itself changes (running statistics, the random state) is not undone.
+is known before anything moves.  Optimizers that evaluate again (LBFGS) get the
+closure itself; if one of the later evaluations overflows or raises, weights and
+optimizer state go back to what they were before the step.  An overflow counts as
+one skipped step, whose result is the first loss.  What the forward itself changes
+(running statistics, the random state) is not undone.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from .snapshots import WeightsAndState
 
 
 class _Overflow(Exception):
@@ -31,10 +31,10 @@ def step_with_closure(
     Casting is off around this, and on again inside the closure.
     """
     first = _evaluate(managed, closure)
-    if _overflowed(managed):
+    if managed.take_overflow():
         managed.note_step(True)
         return first
-    before = _Nothing() if _evaluates_once(managed.optimizer) else _Snapshot(managed)
+    before = _snapshot(managed)
     evaluations = 0
 
     def evaluate() -> Any:
@@ -44,7 +44,7 @@ def step_with_closure(
             return first
         managed.masters.push()
         loss = _evaluate(managed, closure)
-        if _overflowed(managed):
+        if managed.take_overflow():
             raise _Overflow
         return loss
 
@@ -63,9 +63,11 @@ def step_with_closure(
     return result
 
 
-def _evaluates_once(optimizer: Any) -> bool:
+def _snapshot(managed: Any) -> Any:
     """torch's own, but for LBFGS, call the closure first and never again: no need of a copy."""
-    return type(optimizer) in _torchs_own()
+    if type(managed.optimizer) in _torchs_own():
+        return _Nothing()
+    return WeightsAndState(managed.optimizer, managed.parameters())
 
 
 @functools.cache
@@ -84,28 +86,8 @@ def _evaluate(managed: Any, closure: Callable) -> Any:
         loss = closure()
     managed.finish_pending()
     managed.take_unscaled()
+    managed.update_deferred()
     return loss
-
-
-def _overflowed(managed: Any) -> bool:
-    found = managed.take_found_inf()
-    return found is not None and bool(found.item())
-
-
-class _Snapshot:
-    """Weights and optimizer state before a step, to go back to."""
-
-    def __init__(self, managed: Any) -> None:
-        self._params = [(param, param.detach().clone()) for param in managed.parameters()]
-        self._live = getattr(managed.optimizer, "state", {})
-        self._state = {key: _cloned(value) for key, value in self._live.items()}
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for param, value in self._params:
-                param.copy_(value)
-        self._live.clear()
-        self._live.update(self._state)
 
 
 class _Nothing:
@@ -113,13 +95,3 @@ class _Nothing:
 
     def restore(self) -> None:
         pass
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cloned(item) for item in value)
-    return copy.copy(value)

@@ -17,9 +17,12 @@ from torch import Tensor
 
 from ..errors import AmpatchError
 from ..log import logger
+from .left_scaled import LeftScaled, Seen
 from .loss_scaler import Scaler
-from .master_weights import MasterWeights, _world_size
+from .master_weights import MasterWeights
+from .overflow import Overflow, Unscaled
 from .pending import Pending
+from .ranks import share_flag, world_size
 from .sharing import Sharing
 
 
@@ -34,19 +37,16 @@ class GradientFlow:
         self.masters = MasterWeights()
         self.pending: Pending | None = None
         self._process_group = process_group
-        self._found_inf: Tensor | None = None
-        self._spent: tuple[Scaler, Any] | None = None  # who unscaled what a step has used
-        self._last_unscaled: tuple[Scaler, Any] | None = None
+        self._overflow = Overflow()
+        self.left_scaled = LeftScaled(optimizer, self._leaves)
         self._fed = False  # a block was entered since the last step
-        self._deferred: Scaler | None = None  # its update waits for the step
+        self._deferred: list[Scaler] = []  # their update waits for the step
         self._in_block = False
-        self._left_scaled = False  # by a block that this optimizer was not given to
         self._aside: list[tuple[Tensor, Tensor]] = []
 
-    def parameters(self) -> Iterator[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """The tensors the optimizer updates: masters, or the parameters themselves."""
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def settle(self) -> None:
         """Bring all up to date: half weights written from outside, gradients left anywhere."""
@@ -76,79 +76,94 @@ class GradientFlow:
                 "optimizer: its gradients are still scaled. Call step() after the block."
             )
 
-    def before_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> None:
-        """Make room for gradients scaled by `scale`: set aside, or scale, what is there."""
-        self.report_left_scaled()
+    def gather(self) -> list[Tensor]:
+        """Before a backward pass: complete the gradients; returns whose there are."""
+        self.left_scaled.report()
         self._fed = True
         self.masters.settle()
         self.take_unscaled()
         self.check_spent()
-        held = [param for param in self.parameters() if param.grad is not None]
-        alone = _world_size() == 1
-        own = [param for param in held if alone and self.masters.half_of(param) is None]
+        return self._held()
+
+    def make_room(self, held: list[Tensor], pending: Pending, sharing: Sharing) -> None:
+        """Set the gradients that `gather` found aside, or scale them as those that come."""
+        owned = sharing.owned(self, held)
+        alone = not held or world_size() == 1
+        own = [param for param in owned if alone and self.masters.half_of(param) is None]
         self._aside = [(param, param.grad) for param in own]
         self._in_block = True  # from here on there is something to put back
         if not held:
-            self.pending = self._found_inf = None
+            self.pending = None
+            self._overflow.forget()
         elif not alone:
-            self._put_back_scaled(sharing.owned(self, held), scaler, scale)
+            self._put_back_scaled(owned, pending)
         for param in own:  # what backward adds must be told from what was there
             param.grad = None
 
-    def _put_back_scaled(self, held: list[Tensor], scaler: Scaler, scale: Any) -> None:
+    def _put_back_scaled(self, owned: list[Tensor], pending: Pending) -> None:
         """Leave earlier gradients where backward adds to them, so one all-reduce serves both."""
         if self.pending is None:
-            scaler.scale_grads_(_values([param.grad for param in held]), scale)
-            self.pending = Pending(scaler, scale)
-            self.pending.join(self)
-        for param in held:
+            pending.scale_up([param.grad for param in owned])
+            self._wait_in(pending)
+        for param in owned:
             half = self.masters.half_of(param)
             if half is not None:
                 half.grad, param.grad = param.grad.to(half.dtype), None
 
-    def after_backward(
-        self, scaler: Scaler, scale: Any, sharing: Sharing, *, defer_update: bool = False
-    ) -> Tensor | None:
+    def after_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Tensor | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
         self._in_block = False
-        fresh = self.masters.take_grads()
+        masters, fresh = self.masters.take_grads()
         if self.pending is not None:
             self.pending = None
-            self._add_to_masters(fresh)
+            _add(masters, fresh)
             self._add_aside()
-            found = self._unscale(scaler, self._all_grads(), scale, sharing)
-        else:
-            own = [
-                (param, param.grad)
-                for param in self.parameters()
-                if param.grad is not None and self.masters.half_of(param) is None
-            ]
-            of_masters = [
-                (pair.master, fresh[id(pair.master)])
-                for pair in self.masters
-                if id(pair.master) in fresh
-            ]
-            found = self._unscale(scaler, [*own, *of_masters], scale, sharing)
-            self._add_to_masters(fresh)
-            self._add_aside()
-        self._deferred = scaler if defer_update else None
+            return self._unscale_all(scaler, scale, sharing)
+        own = self._held()
+        if len(self.masters):
+            own = [param for param in own if self.masters.half_of(param) is None]
+        grads = [*[param.grad for param in own], *fresh]
+        found = sharing.unscale(self, scaler, [*own, *masters], grads, scale)
+        _add(masters, fresh)
+        self._add_aside()
         return found
 
-    def leave_scaled(self, pending: Pending, scaler: Scaler, sharing: Sharing) -> None:
+    def _held(self) -> list[Tensor]:
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Tensor | None:
+        params = self._held()
+        return sharing.unscale(self, scaler, params, [param.grad for param in params], scale)
+
+    def defer_update(self, scaler: Scaler) -> None:
+        """The next step is when `scaler` is to react to the flags it has."""
+        if scaler not in self._deferred:
+            self._deferred.append(scaler)
+
+    def update_deferred(self) -> None:
+        """Let the scalers react to the flags that were left for the step."""
+        for scaler in self._deferred:
+            scaler.update([])
+        self._deferred.clear()
+
+    def leave_scaled(self, pending: Pending, sharing: Sharing) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
         self._in_block = False
-        fresh = self.masters.take_grads()
+        taken = self.masters.take_grads()
         if self.pending is None:
             masters = sharing.owned(self, [pair.master for pair in self.masters])
             earlier = [master.grad for master in masters if master.grad is not None]
             aside = [grad for _, grad in self._aside]
-            scaler.scale_grads_(_values([*earlier, *aside]), pending.scale)
-        self._add_to_masters(fresh)
+            pending.scale_up([*earlier, *aside])
+        _add(*taken)
         self._add_aside()
+        self._wait_in(pending)
+
+    def _wait_in(self, pending: Pending) -> None:
         self.pending = pending
         pending.join(self)
 
-    def abandon_backward(self) -> None:
+    def abandon_backward(self, sharing: Sharing) -> None:
         """The backward pass failed: drop what it left, put back what was there.
 
         With several ranks the earlier gradients are where backward added to
@@ -157,11 +172,11 @@ class GradientFlow:
         if not self._in_block:
             return
         self._in_block = False
-        fresh = self.masters.take_grads()
-        if _world_size() > 1:
-            self._add_to_masters(fresh)
+        taken = self.masters.take_grads()
+        if world_size() > 1 and self.pending is not None:
+            _add(*taken)
             return
-        for param in self.parameters():
+        for param in sharing.owned(self, self.parameters()):
             if self.masters.half_of(param) is None:
                 param.grad = None
         for param, grad in self._aside:
@@ -184,66 +199,25 @@ class GradientFlow:
     def unscale_pending(self, scaler: Scaler, sharing: Sharing) -> Tensor | None:
         """This optimizer's part of `Pending.finish`; returns found_inf."""
         scale, self.pending = self.pending.scale, None
-        return self._unscale(scaler, self._all_grads(), scale, sharing)
+        return self._unscale_all(scaler, scale, sharing)
 
-    def _unscale(
-        self, scaler: Scaler, grads: list[tuple[Tensor, Tensor]], scale: Any, sharing: Sharing
+    def check(
+        self, scaler: Scaler, grads: list[Tensor], scale: Any, concerned: list[GradientFlow]
     ) -> Tensor | None:
-        """Unscale `(parameter, gradient)` pairs; those shared are checked for all who hold them."""
-        owned = {id(param) for param in sharing.owned(self, [param for param, _ in grads])}
-        grads = [(param, grad) for param, grad in grads if id(param) in owned]
-        alone = [grad for param, grad in grads if not sharing.is_shared(param)]
-        found = self._check([self], scaler, alone, scale)
-        others = sharing.others(self)
-        if others:
-            shared = [grad for param, grad in grads if sharing.is_shared(param)]
-            in_shared = self._check([self, *others], scaler, shared, scale)
-            if found is None or in_shared is None:
-                return in_shared if found is None else found
-            found = torch.maximum(found, in_shared)
-        return found
-
-    def _check(
-        self, concerned: list[GradientFlow], scaler: Scaler, grads: list[Tensor], scale: Any
-    ) -> Tensor | None:
-        found = scaler.unscale_(_values(grads), scale)
+        """Unscale, and look for overflow on behalf of all `concerned`; returns found_inf."""
+        found = scaler.unscale_(grads, scale)
         if found is None or not (grads or self._process_group):
             return None  # without gradients there is nothing to learn for the scale
         if self._process_group is not None:
-            torch.distributed.all_reduce(
-                found, torch.distributed.ReduceOp.MAX, group=self._process_group
-            )
+            share_flag(found, self._process_group)
         for flow in concerned:
-            flow._last_unscaled = scaler, scale
-            known = flow._found_inf
-            flow._found_inf = (
-                found if known is None else torch.maximum(known, found.to(known.device))
-            )
+            flow._overflow.note(found, Unscaled(scaler, scale))
         return found
 
-    def seen(self) -> dict[int, tuple[int, int]]:
-        """Which gradients backward has left, and their versions, to tell later what it changed."""
-        return {
-            id(leaf): (id(leaf.grad), leaf.grad._version)
-            for leaf in self._leaves()
-            if leaf.grad is not None
-        }
-
-    def note_outsider(self, before: dict[int, tuple[int, int]]) -> None:
+    def note_outsider(self, before: Seen) -> None:
         """A block that this optimizer was not given to has ended; `before` is what was `seen`."""
-        if not self._in_block and self.seen() != before:
-            self._left_scaled = True
-
-    def report_left_scaled(self) -> None:
-        """Say so if gradients are about to be used that some block left scaled."""
-        if self._left_scaled and self.seen():
-            logger.error(
-                "%s: gradients are used that an ampatch.scale_loss block left scaled, because it "
-                "was not given this optimizer. Pass every optimizer the loss reaches, "
-                "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
-                type(self.optimizer).__name__,
-            )
-        self._left_scaled = False
+        if not self._in_block:
+            self.left_scaled.note(before)
 
     def _leaves(self) -> Iterator[Tensor]:
         """Where autograd leaves gradients: the half parameters of masters, or the parameters."""
@@ -253,27 +227,27 @@ class GradientFlow:
 
     def forget_gradients(self) -> None:
         """All gradients were zeroed: nothing is pending, no overflow is remembered."""
-        self.pending = self._found_inf = self._spent = None
-        self._left_scaled = False
+        self.pending = None
+        self._overflow.forget()
+        self.left_scaled.forget()
         self._aside = []
         self.masters.drop_grads()
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
         self._aside = [(param, grad) for param, grad in self._aside if id(param) not in zeroed]
-        known = self._found_inf is not None or self._spent is not None or self._left_scaled
-        if known and all(
+        if (self._overflow or self.left_scaled) and all(
             param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
             for param in self.parameters()
         ):
-            self._found_inf = self._spent = None
-            self._left_scaled = False
+            self._overflow.forget()
+            self.left_scaled.forget()
 
     def take_unscaled(self) -> None:
         """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
         if self.masters.has_grads() and not self._in_block:
             self.finish_pending()
-            self._add_to_masters(self.masters.take_grads())
+            _add(*self.masters.take_grads())
 
     def ready(self, wanted: set[int]) -> None:
         """Somebody is about to use gradients of these tensors (ids): leave none scaled or half."""
@@ -293,37 +267,30 @@ class GradientFlow:
         """Whether there is anything to step on."""
         return any(param.grad is not None for param in self.parameters())
 
-    def _all_grads(self) -> list[tuple[Tensor, Tensor]]:
-        return [(param, param.grad) for param in self.parameters() if param.grad is not None]
-
-    def _add_to_masters(self, fresh: dict[int, Tensor]) -> None:
-        for pair in self.masters:
-            grad = fresh.get(id(pair.master))
-            if grad is None:
-                continue
-            pair.master.grad = grad if pair.master.grad is None else pair.master.grad.add_(grad)
-
     def _add_aside(self) -> None:
         for param, grad in self._aside:
             param.grad = grad if param.grad is None else grad.add_(param.grad)
         self._aside = []
 
+    def take_overflow(self) -> bool:
+        """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
+        found = self.take_found_inf()
+        return found is not None and bool(found.item())
+
     def take_found_inf(self) -> Tensor | None:
-        """The overflow flag of the gradients gathered since it was last taken; None: unchecked."""
-        found, self._found_inf = self._found_inf, None
-        self._spent = None if found is None else self._last_unscaled
-        return found
+        """The overflow flag of the gradients there are; None: nothing was checked."""
+        self.check_spent()
+        found = self._overflow.take()
+        return found if self.has_gradients() else None  # setting them to None takes it away too
 
     def check_spent(self) -> None:
         """Look again at gradients that a step has used and nobody zeroed: inf may be left there."""
-        if self._spent is None:
-            return
-        (scaler, scale), self._spent = self._spent, None
-        grads = self._all_grads()
-        if grads and self.pending is None:
-            self._unscale(scaler, grads, torch.ones_like(scale), Sharing())
+        spent = self._overflow.take_spent()
+        if spent is not None and self.pending is None and self.has_gradients():
+            self._unscale_all(spent.scaler, torch.ones_like(spent.scale), Sharing())
 
 
-def _values(grads: list[Tensor]) -> list[Tensor]:
-    """The tensors that hold the numbers: of a sparse gradient its values, coalesced."""
-    return [grad._values() if grad.is_sparse else grad for grad in grads]
+def _add(masters: list[Tensor], grads: list[Tensor]) -> None:
+    """Add gradients to those that masters have."""
+    for master, grad in zip(masters, grads, strict=True):
+        master.grad = grad if master.grad is None else master.grad.add_(grad)

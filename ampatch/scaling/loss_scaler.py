@@ -1,6 +1,6 @@
 """The loss scale: static, or dynamic on the device.
 
-Both kinds share `scale`, `snapshot`, `unscale_`, `update`, `get` and `set`.  A
+Both kinds share `scale`, `unscale_`, `update`, `get` and `set`.  A
 scale of 1 is a static scaler like any other; it only happens to have nothing to
 do.  Gradients are unscaled by a snapshot of the scale that their loss was
 multiplied by: another block or `set` may have moved the scale since.
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..log import logger
 from .. import foreach
+from ..log import logger
+from .grads import alike
 from .kernels import check_and_unscale_, update_scale_
 from .scale_settings import LARGEST, SETTINGS, SMALLEST, ScaleSettings, checked_entry
 
@@ -42,23 +43,19 @@ class StaticScaler:
         """Whether scaling and unscaling change nothing."""
         return self._value == 1.0
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` in FP32 times the scale."""
-        return loss.float() if self.is_one else loss.float() * self._value
-
-    def snapshot(self) -> float:
-        """The present scale, for `scale_grads_` and `unscale_`."""
-        return self._value
+    def scale(self, loss: Tensor) -> tuple[Tensor, float]:
+        """`loss` in FP32 times the scale, and that scale."""
+        return (loss.float() if self.is_one else loss.float() * self._value), self._value
 
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
-        if scale != 1.0 and grads:
-            foreach.mul_(grads, scale)
+        if scale != 1.0:
+            for _, group in alike(grads):
+                foreach.mul_(group, scale)
 
     def unscale_(self, grads: list[Tensor], scale: float) -> Tensor | None:
         """Divide FP32 gradients by `scale`, in place.  None: nothing was checked."""
-        if scale != 1.0 and grads:
-            foreach.mul_(grads, 1.0 / scale)
+        self.scale_grads_(grads, 1.0 / scale)
         return None
 
     def defer(self, found_infs: list[Tensor]) -> None:
@@ -145,24 +142,21 @@ class DynamicScaler:
         self._deferred: list[Tensor] = []
         self._recent: collections.deque[Tensor] = collections.deque(maxlen=_REMEMBERED)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` in FP32 times the scale.  The scaler moves to the device of the loss."""
+    def scale(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """`loss` in FP32 times the scale, and that scale, which no update changes.
+
+        The scaler moves to the device of the loss.  Nothing waits.
+        """
         if self._scale.device != loss.device:
             self._scale = self._scale.to(loss.device)
             self._unskipped = self._unskipped.to(loss.device)
-        return (
-            loss.float() * self._scale.clone()
-        )  # autograd keeps the factor; ours changes in place
-
-    def snapshot(self) -> Tensor:
-        """The present scale, for `scale_grads_` and `unscale_`.  On the device; nothing waits."""
-        snapshot = self._scale.clone()
-        self._recent.append(snapshot)
-        return snapshot
+        factor = self._scale.clone()
+        self._recent.append(factor)
+        return loss.float() * factor, factor
 
     def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
-        for device, group in _by_device(grads):
+        for device, group in alike(grads):
             foreach.mul_(group, scale.to(device))
 
     def unscale_(self, grads: list[Tensor], scale: Tensor) -> Tensor | None:
@@ -172,8 +166,8 @@ class DynamicScaler:
         the gradients held an inf or NaN, else 0.0.
         """
         found = torch.zeros_like(scale)
-        inverse = scale.double().reciprocal().float()
-        for device, group in _by_device(grads):
+        inverse = scale.reciprocal()
+        for device, group in alike(grads):
             found_here = found if device == found.device else found.to(device)
             check_and_unscale_(group, found_here, inverse.to(device))
             if found_here is not found:
@@ -182,7 +176,8 @@ class DynamicScaler:
 
     def defer(self, found_infs: list[Tensor]) -> None:
         """Keep these flags for the next `update`."""
-        self._deferred.extend(found_infs)
+        known = [*self._deferred, *found_infs]
+        self._deferred = [self._any(known)] if known else []
 
     def update(self, found_infs: list[Tensor]) -> None:
         """Back off if one of the flags is set; else count a clean step, and grow in time."""
@@ -190,18 +185,20 @@ class DynamicScaler:
         self._deferred.clear()
         if not found_infs:
             return
-        here = [found.to(self._scale.device) for found in found_infs]
-        found = here[0] if len(here) == 1 else torch.stack(here).amax()
         rule = self.settings
         update_scale_(
             self._scale,
             self._unskipped,
-            found,
+            self._any(found_infs),
             rule.growth_factor,
             rule.backoff_factor,
             rule.growth_interval,
         )
         self._moved()
+
+    def _any(self, found_infs: list[Tensor]) -> Tensor:
+        here = [found.to(self._scale.device) for found in found_infs]
+        return here[0] if len(here) == 1 else torch.stack(here).amax()
 
     def get(self) -> float:
         """The scale.  Waits for the device."""
@@ -284,10 +281,3 @@ Scaler = StaticScaler | DynamicScaler
 def make_scaler(loss_scale: str | float, **limits: Any) -> Scaler:
     """The scaler for `"dynamic"` or a number; `limits` are `DynamicScaler`'s keywords."""
     return DynamicScaler(**limits) if loss_scale == "dynamic" else StaticScaler(float(loss_scale))
-
-
-def _by_device(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault(grad.device, []).append(grad)
-    return list(groups.items())

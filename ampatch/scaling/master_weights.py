@@ -7,16 +7,18 @@ path for "no master weights".
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
 from .. import foreach
+from .ranks import world_size
 
+_is_sparse = operator.attrgetter("is_sparse")
 _SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
 
 
@@ -34,6 +36,7 @@ class MasterWeights:
         self._by_half: dict[int, Pair] = {}
         self._by_master: dict[int, Pair] = {}
         self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
+        self._parts: list[list[Pair]] = []
         self._loaded: dict[int, int] = {}  # versions of half weights whose masters are known good
         self._settled = True
 
@@ -56,6 +59,7 @@ class MasterWeights:
             master = Parameter(values, requires_grad=half.requires_grad)
         pair = Pair(half, master)
         self._by_half[id(half)] = self._by_master[id(master)] = pair
+        self._parts.clear()
         self._versions[id(half)] = half._version
         self._settled = False
         return master
@@ -63,6 +67,7 @@ class MasterWeights:
     def remove(self, half: Tensor) -> None:
         """Forget a pair; the tensors stay as they are."""
         pair = self._by_half.pop(id(half))
+        self._parts.clear()
         del self._by_master[id(pair.master)], self._versions[id(half)]
 
     def of(self, half: Tensor) -> Parameter | None:
@@ -107,7 +112,7 @@ class MasterWeights:
         all values from the half weights, which somebody may have made equal, except
         those that `agree` made equal and those of a checkpoint loaded since.
         """
-        if not self._settled and _world_size() > 1:
+        if not self._settled and world_size() > 1:
             loaded = [p for p in self if self._loaded.get(id(p.half)) == p.half._version]
             known = {id(pair.half) for pair in loaded}
             changed = [pair for pair in self if id(pair.half) not in known]
@@ -119,14 +124,8 @@ class MasterWeights:
             self._adopt(loaded)
         elif not self._settled:
             self._adopt(list(self))
-        else:
-            self._adopt(
-                [
-                    pair
-                    for pair in self._by_half.values()
-                    if pair.half._version != self._versions[id(pair.half)]
-                ]
-            )
+        elif self._versions_now() != self._versions:
+            self._adopt([p for p in self if p.half._version != self._versions[id(p.half)]])
         self._settled = True
         self._loaded.clear()
 
@@ -142,24 +141,28 @@ class MasterWeights:
         """Whether a backward pass has left gradients in half weights."""
         return any(pair.half.grad is not None for pair in self._by_half.values())
 
-    def take_grads(self) -> dict[int, Tensor]:
-        """Move the gradients out of the half weights: FP32 copies by id of the master.
+    def take_grads(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Move the gradients out of the half weights: masters, and their FP32 gradients.
 
         Some at a time, so that there are never two whole sets of them.
         """
-        pairs = [pair for pair in self._by_half.values() if pair.half.grad is not None]
-        taken = {}
-        for part in _in_parts([pair for pair in pairs if not pair.half.grad.is_sparse]):
-            copies = [torch.empty_like(pair.master) for pair in part]
-            foreach.copy_(copies, [pair.half.grad for pair in part])
-            for pair, copy in zip(part, copies, strict=True):
-                taken[id(pair.master)] = copy
+        masters: list[Tensor] = []
+        taken: list[Tensor] = []
+        if not self._parts:
+            self._parts = _in_parts(list(self._by_half.values()))
+        for part in self._parts:
+            pairs = [pair for pair in part if pair.half.grad is not None]
+            grads = [pair.half.grad for pair in pairs]
+            if any(map(_is_sparse, grads)):
+                taken += [grad.float() for grad in grads]
+            elif grads:
+                copies = [torch.empty_like(pair.master) for pair in pairs]
+                foreach.copy_(copies, grads)
+                taken += copies
+            for pair in pairs:
                 pair.half.grad = None
-        for pair in pairs:
-            if pair.half.grad is not None:
-                taken[id(pair.master)] = pair.half.grad.float()
-                pair.half.grad = None
-        return taken
+                masters.append(pair.master)
+        return masters, taken
 
     def drop_grads(self) -> None:
         """Forget the gradients in the half weights."""
@@ -173,26 +176,21 @@ class MasterWeights:
             return
         with torch.no_grad():
             foreach.copy_([p.half for p in pairs], [p.master for p in pairs])
-        for pair in pairs:
-            self._versions[id(pair.half)] = pair.half._version
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> dict[int, int]:
+        return {key: pair.half._version for key, pair in self._by_half.items()}
 
 
-def _in_parts(pairs: list[Pair]) -> Iterator[list[Pair]]:
+def _in_parts(pairs: list[Pair]) -> list[list[Pair]]:
     """Pairs in groups of about an eighth of all elements; small models in few groups."""
     limit = max(_SMALL_PART, sum(pair.half.numel() for pair in pairs) // 8)
-    part, size = [], 0
+    parts: list[list[Pair]] = []
+    size = limit
     for pair in pairs:
-        if part and size + pair.half.numel() > limit:
-            yield part
-            part, size = [], 0
-        part.append(pair)
+        if size + pair.half.numel() > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(pair)
         size += pair.half.numel()
-    if part:
-        yield part
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,9 +17,12 @@ from .closures import step_with_closure
 from .fused import skips_in_kernel
 from .gradient_flow import GradientFlow
 from .methods import Methods
+from .states import FoundStates, move_state
 from .step_counts import StepCounter
+from .two_step import TwoSteps, has_two_steps
 
-_HALF_TYPES = (torch.float16, torch.bfloat16)
+_HALF_TYPES = frozenset((torch.float16, torch.bfloat16))
+_dtype_of = operator.attrgetter("dtype")
 
 
 class ManagedOptimizer(GradientFlow):
@@ -53,7 +57,8 @@ class ManagedOptimizer(GradientFlow):
         self._halves = halves
         self._master_of = master_of
         self._methods = Methods(optimizer)
-        self._found_state: list[tuple[Any, dict]] | None = None  # to go back, should opening fail
+        self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
+        self._found_states = FoundStates()
 
     # Put in, take out
 
@@ -63,9 +68,7 @@ class ManagedOptimizer(GradientFlow):
         `originals` maps ids of half parameters to the FP32 values they were
         rounded from; only parameters in `halves` (ids) get masters.
         """
-        state = getattr(self.optimizer, "state", None)
-        if state is not None:
-            self._found_state = [(param, dict(entry)) for param, entry in state.items()]
+        self._found_states.note(self.optimizer)
         self.adopt_parameters(originals, halves, {})
         self._put_methods()
 
@@ -75,11 +78,14 @@ class ManagedOptimizer(GradientFlow):
         self._put_methods()
 
     def _put_methods(self) -> None:
-        self._methods.put("step", self._step)
-        for name, answer in (
-            ("zero_grad", self._zero_grad),
-            ("load_state_dict", self._load_state_dict),
-        ):
+        answers = {
+            "step": self._step,
+            "zero_grad": self._zero_grad,
+            "load_state_dict": self._load_state_dict,
+        }
+        if self._two_steps is not None:
+            answers |= {"first_step": self._two_steps.first, "second_step": self._two_steps.second}
+        for name, answer in answers.items():
             if hasattr(self.optimizer, name):
                 self._methods.put(name, answer)
 
@@ -94,7 +100,7 @@ class ManagedOptimizer(GradientFlow):
             for index, param in enumerate(group["params"]):
                 if id(param) not in halves:
                     if id(param) in originals:
-                        self._move_state(param, param)
+                        move_state(self.optimizer, param, param)
                     continue
                 master = self.masters.of(param)
                 if master is None:
@@ -104,15 +110,15 @@ class ManagedOptimizer(GradientFlow):
                     if param.grad is not None:
                         master.grad, param.grad = param.grad.float(), None
                 group["params"][index] = master
-                self._move_state(param, master)
+                move_state(self.optimizer, param, master)
 
     def forget_found_state(self) -> None:
         """Opening succeeded: from now on the state is what training makes of it."""
-        self._found_state = None
+        self._found_states.forget()
 
     def adopt_new(self) -> None:
         """Make masters for half parameters that were added, or unfrozen, since."""
-        if any(param.dtype in _HALF_TYPES for param in self.parameters()):
+        if not _HALF_TYPES.isdisjoint(map(_dtype_of, self.parameters())):
             self.adopt_parameters({}, self._halves(), {})
 
     def release_parameters(self, halves: set[int]) -> None:
@@ -122,14 +128,14 @@ class ManagedOptimizer(GradientFlow):
                 param = self.masters.half_of(master)
                 if param is not None and id(param) in halves:
                     group["params"][index] = param
-                    self._move_state(master, param)
+                    move_state(self.optimizer, master, param)
                     self.masters.remove(param)
 
     def fit_state(self, changed: set[int]) -> None:
         """Give the state of parameters (ids) whose dtype has changed their new dtype."""
         for param in self.parameters():
             if id(param) in changed:
-                self._move_state(param, param)
+                move_state(self.optimizer, param, param)
 
     def uninstall(self) -> None:
         """Give the optimizer its own parameters and methods back.
@@ -142,47 +148,41 @@ class ManagedOptimizer(GradientFlow):
 
     def restore_found_state(self) -> None:
         """Opening failed half-way: the state is as it was found, to the bit."""
-        if self._found_state is not None:
-            self.optimizer.state.clear()
-            self.optimizer.state.update(self._found_state)
-
-    def _move_state(self, old: Any, new: Any) -> None:
-        state = getattr(self.optimizer, "state", None)
-        if state is not None and old in state:
-            moved = state.pop(old)
-            for key, value in moved.items():
-                if key != "step":
-                    moved[key] = _as_dtype(value, new.dtype)
-            state[new] = moved
+        self._found_states.restore()
 
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        self.refuse_step_in_block()
-        self.forget_found_state()
-        self._fed = self._fed or self._left_scaled  # about those more is to be said
-        self.report_left_scaled()
-        self.adopt_new()
-        self.settle()
-        if self._deferred is not None:
-            self._deferred.update([])
-            self._deferred = None
         closure, args, kwargs = _closure(args, kwargs)
+        if closure is not None and self._two_steps is not None:
+            return self._two_steps.step(original, closure, args, kwargs)
+        self.before_step()
         if closure is not None:
             with self._casts_off():
                 result = step_with_closure(self, original, closure, args, kwargs)
         else:
             result = self.step_on_gradients(original, args, kwargs)
+        self.after_step()
+        return result
+
+    def before_step(self) -> None:
+        """Bring parameters, gradients and scalers up to date."""
+        self.refuse_step_in_block()
+        self.forget_found_state()
+        self._fed = self._fed or bool(self.left_scaled)  # about those more is to be said
+        self.left_scaled.report()
+        self.adopt_new()
+        self.settle()
+        self.update_deferred()
+
+    def after_step(self) -> None:
+        """A step, noted as taken or skipped, has ended."""
         self.was_fed, self._fed = self._fed, False
         self._after_step(self)
-        return result
 
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The original step on the gradients there are, or none after an overflow."""
-        self.check_spent()
         found = self.take_found_inf()
-        if not self.has_gradients():
-            found = None  # whoever set them to None took the overflow away too
         in_kernel = found is not None and skips_in_kernel(self.optimizer)
         skipped = found if in_kernel else found is not None and bool(found.item())
         if skipped is True:
@@ -219,14 +219,17 @@ class ManagedOptimizer(GradientFlow):
         if self.was_fed or self._told_unfed or not self.has_gradients():
             return
         self._told_unfed = True
-        name = type(self.optimizer).__name__
         logger.warning(
             "%s.step() came without ampatch.scale_loss since its last step, under a dynamic loss "
             "scale: small gradients may be lost and overflow is not looked for. Write "
             "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()' "
             "before each step.",
-            name,
+            type(self.optimizer).__name__,
         )
+
+    def casts_off(self) -> AbstractContextManager:
+        """No casting, for what the optimizer computes."""
+        return self._casts_off()
 
     def casts_on(self) -> AbstractContextManager:
         """Casting as it is outside the step, for the forward in a closure."""
@@ -255,15 +258,6 @@ class ManagedOptimizer(GradientFlow):
         if values:
             self.masters.push()
         return result
-
-
-def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """A piece of optimizer state, a tensor or a list of them (LBFGS), in another dtype."""
-    if isinstance(value, list):
-        return [_as_dtype(item, dtype) for item in value]
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
 
 
 def _closure(args: tuple, kwargs: dict) -> tuple[Callable | None, tuple, dict]:

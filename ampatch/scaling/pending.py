@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from .loss_scaler import Scaler
+from .ranks import world_size
 from .sharing import Sharing
 
 if TYPE_CHECKING:
-    from .optimizer import ManagedOptimizer
+    from .gradient_flow import GradientFlow
 
 
 class Pending:
@@ -21,13 +25,17 @@ class Pending:
     def __init__(self, scaler: Scaler, scale: Any) -> None:
         self._scaler = scaler
         self._generation = scaler.generation
-        self._optimizers: list[ManagedOptimizer] = []
+        self._optimizers: list[GradientFlow] = []
         self.scale = scale
 
-    def join(self, optimizer: ManagedOptimizer) -> None:
+    def join(self, optimizer: GradientFlow) -> None:
         """Count an optimizer's gradients among these."""
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
+
+    def scale_up(self, grads: list[Tensor]) -> None:
+        """Bring complete gradients to the scale of these, in place."""
+        self._scaler.scale_grads_(grads, self.scale)
 
     def is_scaled_by(self, scaler: Scaler) -> bool:
         """Whether new gradients of `scaler` may be added: it has not moved since."""
@@ -38,4 +46,25 @@ class Pending:
         waiting = [optimizer for optimizer in self._optimizers if optimizer.pending is self]
         sharing = Sharing(waiting)
         found = [optimizer.unscale_pending(self._scaler, sharing) for optimizer in waiting]
-        self._scaler.update([flag for flag in found if flag is not None])
+        tell(self._scaler, found, waiting)
+
+
+def tell(
+    scaler: Scaler,
+    found: Sequence[Tensor | None],
+    optimizers: Sequence[GradientFlow],
+    *,
+    at_step: bool = False,
+) -> None:
+    """Have a scaler react to the overflow flags of its gradients, now or at the step.
+
+    Where several processes train it is always at the step: in DDP's `no_sync`
+    one rank alone may see an inf, at the step all of them have.
+    """
+    flags = [flag for flag in found if flag is not None]
+    if at_step or world_size() > 1:
+        scaler.defer(flags)
+        for optimizer in optimizers:
+            optimizer.defer_update(scaler)
+    else:
+        scaler.update(flags)

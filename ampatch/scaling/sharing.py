@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+
+from .loss_scaler import Scaler
 
 if TYPE_CHECKING:
     from .gradient_flow import GradientFlow
@@ -31,12 +34,39 @@ class Sharing:
             return list(params)
         return [p for p in params if self._holders.get(id(p), [optimizer])[0] is optimizer]
 
-    def others(self, optimizer: GradientFlow) -> list[GradientFlow]:
+    def unscale(
+        self,
+        optimizer: GradientFlow,
+        scaler: Scaler,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        scale: Any,
+    ) -> Tensor | None:
+        """Unscale those of an optimizer's gradients, of `params`, that it owns.
+
+        Those shared are checked for all who hold them.  Returns found_inf, or None: unchecked.
+        """
+        if not self._holders:
+            return optimizer.check(scaler, list(grads), scale, [optimizer])
+        owned = {id(param) for param in self.owned(optimizer, params)}
+        pairs = [pair for pair in zip(params, grads, strict=True) if id(pair[0]) in owned]
+        alone = [grad for param, grad in pairs if not self._is_shared(param)]
+        found = optimizer.check(scaler, alone, scale, [optimizer])
+        others = self._others(optimizer)
+        if others:
+            shared = [grad for param, grad in pairs if self._is_shared(param)]
+            in_shared = optimizer.check(scaler, shared, scale, [optimizer, *others])
+            if found is None or in_shared is None:
+                return in_shared if found is None else found
+            found = torch.maximum(found, in_shared)
+        return found
+
+    def _others(self, optimizer: GradientFlow) -> list[GradientFlow]:
         """Those who hold tensors that this optimizer owns."""
         known = [holders[1:] for holders in self._holders.values() if holders[0] is optimizer]
         return list({id(other): other for some in known for other in some}.values())
 
-    def is_shared(self, param: Tensor) -> bool:
+    def _is_shared(self, param: Tensor) -> bool:
         """Whether several optimizers hold this tensor."""
         return id(param) in self._holders
 

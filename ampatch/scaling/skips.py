@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .gradient_flow import _values
+from .grads import values
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
 
@@ -41,7 +41,7 @@ def _offenders(managed: ManagedOptimizer, names: dict[int, str]) -> str:
 
 
 def _is_finite(grad: Tensor) -> bool:
-    return bool(torch.isfinite(_values([grad])[0]).all())
+    return bool(torch.isfinite(values(grad)).all())
 
 
 def _histories(scalers: list[Scaler]) -> str:

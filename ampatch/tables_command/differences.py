@@ -12,6 +12,8 @@ from ampatch.casting.tables import Row, Rule
 AUTOCAST = {
     Rule.PROMOTE: "raises RuntimeError for an input of the half type that is not the active one; "
     "ampatch promotes it like any other.",
+    Rule.PROMOTE_UNLESS_SCALAR: "raises RuntimeError for an input of the half type that is not the "
+    "active one; ampatch promotes it like any other.",
     Rule.BANNED: "raises RuntimeError whatever the dtype; ampatch minds half inputs only.",
 }
 """Rules that autocast has otherwise.  Rows that PyTorch promotes itself are the same for all."""

@@ -1,0 +1,85 @@
+"""A `CastReport` as text: functions, modules, advice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from .explain import CastReport
+
+
+def as_text(found: CastReport) -> str:
+    """Three parts with a line between them."""
+    parts = [functions(found), modules(found), tips(found)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def functions(found: CastReport) -> list[str]:
+    """A line for each patched function that was called, the most bytes cast first."""
+    if not found.functions:
+        return ["No patched function was called (O2 and O3 convert the model instead; see below)."]
+    ordered = sorted(found.functions.items(), key=lambda pair: (-pair[1].bytes, pair[0]))
+    rows = [
+        (
+            name,
+            calls.calls,
+            calls.casts,
+            calls.cached,
+            calls.bytes,
+            ", ".join(f"{n} {_short(dtype)}" for dtype, n in calls.to.items()),
+        )
+        for name, calls in ordered
+    ]
+    total = [sum(row[column] for row in rows) for column in range(1, 5)]
+    head = ("function", "calls", "casts", "cached", "bytes cast", "tensors cast to")
+    lines = _table([head, *rows, ("all", *total, "")])
+    refreshes = found.refreshes
+    if refreshes.batches:
+        lines.append(
+            "Cached copies of weights are brought up to date where a forward begins: "
+            f"{refreshes.weights} casts in {refreshes.batches} batches, {refreshes.bytes} bytes."
+        )
+    return lines
+
+
+def modules(found: CastReport) -> list[str]:
+    """A line for each module that ran, with the dtypes its forward took and gave."""
+    if not found.modules:
+        return ["No module was called."]
+    rows = [
+        (name or "(the model)", use.kind, use.calls, _dtypes(use.takes), _dtypes(use.gives))
+        for name, use in sorted(found.modules.items())
+    ]
+    return _table([("module", "class", "calls", "takes", "gives"), *rows], left=(0, 1, 3, 4))
+
+
+def tips(found: CastReport) -> list[str]:
+    """Where time could be won."""
+    given = found.advice()
+    if not given:
+        return ["Nothing was found where time could be won."]
+    return ["Where time could be won:", *(f"- {tip}" for tip in given)]
+
+
+def _dtypes(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(map(_short, dtypes))) or "-"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _table(rows: Sequence[Sequence[object]], left: tuple[int, ...] = (0, 5)) -> list[str]:
+    """Aligned columns, `left` ones to the left."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in texts
+    ]

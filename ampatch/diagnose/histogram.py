@@ -1,0 +1,161 @@
+"""Gradients by binary exponent, and what float16 would make of them.
+
+After section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training"
+(arXiv 1710.03740): gradients below float16's range become zero, and a loss scale
+moves them into it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 65504.0
+"""float16's largest number."""
+
+SMALLEST_NORMAL = -14
+SMALLEST = -24
+"""Exponents of float16's smallest normal and subnormal numbers."""
+
+_FLUSHED = -25  # 2**-25 lies halfway between 0 and 2**-24, and rounds to 0
+_LOWEST = -149  # of float32
+_BINS = 128 - _LOWEST + 1
+_KINDS = ("zero", "not finite", "flushed", "subnormal", "flushed now", "subnormal now", "over now")
+
+
+class Counts:
+    """Adds up gradients on their device; `read` brings the numbers to the host."""
+
+    def __init__(self) -> None:
+        self._bins: Tensor | None = None
+        self._kinds: Tensor | None = None
+        self._largest: Tensor | None = None
+
+    def add(self, gradient: Tensor, scale: float) -> None:
+        """Count a gradient's elements; `scale` is the loss scale they were computed at."""
+        sizes = gradient.detach().abs().float().flatten()
+        is_finite = torch.isfinite(sizes)
+        finite = sizes[is_finite]
+        sizes = finite[finite > 0]
+        mantissa, exponent = torch.frexp(sizes)
+        bins = torch.bincount(exponent - (mantissa == 0.5).int() - _LOWEST, minlength=_BINS)
+        kinds = torch.stack(
+            [finite.numel() - (finite > 0).sum(), (~is_finite).sum()]
+            + [*_in_float16(sizes)[:2], *_in_float16(sizes * scale)]
+        )
+        largest = sizes.max() if sizes.numel() else sizes.new_zeros(())
+        if self._bins is None:
+            self._bins, self._kinds, self._largest = bins, kinds, largest
+        else:
+            self._bins += bins
+            self._kinds += kinds
+            self._largest = torch.maximum(self._largest, largest)
+
+    def read(self) -> Histogram:
+        """What was counted so far; waits for the device."""
+        if self._bins is None:
+            return Histogram()
+        bins = {i + _LOWEST: n for i, n in enumerate(self._bins.tolist()) if n}
+        kinds = dict(zip(_KINDS, self._kinds.tolist(), strict=True))
+        return Histogram(bins, kinds, self._largest.item())
+
+
+def _in_float16(sizes: Tensor) -> list[Tensor]:
+    """How many of these, none of them zero, float16 flushes, makes subnormal, makes inf."""
+    half = sizes.half()
+    is_zero = half == 0
+    return [is_zero.sum(), ((half < 2.0**SMALLEST_NORMAL) & ~is_zero).sum(), half.isinf().sum()]
+
+
+@dataclasses.dataclass
+class Histogram:
+    """Absolute values of gradients.
+
+    `bins[e]` counts those in `(2**(e-1), 2**e]`, so that float16 flushes to zero, at
+    a scale of `2**k`, the bins with `e + k <= -25`, and no other.  `kinds` counts the
+    elements that are zero or not finite, and those that float16 would flush or make
+    subnormal, at scale 1 and at the loss scales in force ("now"); "over now" are those
+    that would become inf.  `largest` is the largest finite one.
+    """
+
+    bins: dict[int, int] = dataclasses.field(default_factory=dict)
+    kinds: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(_KINDS, 0))
+    largest: float = 0.0
+
+    @property
+    def counted(self) -> int:
+        """Elements that are finite and not zero: what shares are shares of."""
+        return sum(self.bins.values())
+
+    def share(self, kind: str) -> float:
+        """The share of `kind` among those counted; 0 where there are none."""
+        return self.kinds[kind] / self.counted if self.counted else 0.0
+
+    def flushed_at(self, exponent: int) -> float:
+        """The share that float16 flushes to zero at a loss scale of `2**exponent`."""
+        lost = sum(n for e, n in self.bins.items() if e + exponent <= _FLUSHED)
+        return lost / self.counted if self.counted else 0.0
+
+    def __add__(self, other: Histogram) -> Histogram:
+        bins = {
+            e: self.bins.get(e, 0) + other.bins.get(e, 0) for e in sorted({*self.bins, *other.bins})
+        }
+        kinds = {kind: self.kinds[kind] + other.kinds[kind] for kind in _KINDS}
+        return Histogram(bins, kinds, max(self.largest, other.largest))
+
+    def static_scale(self, lost: float) -> Suggestion:
+        """The smallest power of two, 1 or more, at which no more than the share `lost` is flushed.
+
+        Where the largest gradient would pass 65504 at it, the largest that keeps it
+        below is suggested instead, and `fits` is False.
+        """
+        if not 0 <= lost < 1:
+            raise ValueError(f"lost={lost!r}: expected a share of at least 0 and below 1.")
+        highest = self.highest_exponent()
+        wanted = next(k for k in range(-_LOWEST + 1) if self.flushed_at(k) <= lost)
+        exponent = min(wanted, highest)
+        return Suggestion(2.0**exponent, self.flushed_at(exponent), wanted <= highest, lost)
+
+    def highest_exponent(self) -> int:
+        """The largest power of two that keeps the largest gradient under 65504."""
+        exponent = 127
+        while self.largest * 2.0**exponent >= LARGEST:
+            exponent -= 1
+        return exponent
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """A static loss scale, the share it loses, and whether that is no more than asked for."""
+
+    scale: float
+    lost: float
+    fits: bool
+    asked: float
+
+    def __str__(self) -> str:
+        if self.fits:
+            return (
+                f"A static loss scale of {self.scale:g} keeps all but {percent(self.lost)} "
+                f"(asked for: {percent(self.asked)}) and the largest below {LARGEST:g}."
+            )
+        return (
+            f"No static loss scale keeps all but {percent(self.asked)}: above {self.scale:g}, which "
+            f"loses {percent(self.lost)}, the largest gradient passes {LARGEST:g}. bfloat16 has "
+            "float32's range."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def percent(share: float) -> str:
+    """A share as people read it; never 0 % or 100 % of something that is not."""
+    if 0 < share < 0.0001:
+        return "under 0.01 %"
+    if 0.9999 < share < 1:
+        return "over 99.99 %"
+    return f"{100 * share:.2f} %"

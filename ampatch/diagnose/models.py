@@ -1,0 +1,99 @@
+"""The modules that are watched: their names, and which of them runs.
+
+torch's global hooks are used, so that the modules themselves stay as they are:
+copies and pickles of them have nothing of ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ampatch.session import registry
+
+
+def check_model(model: Any, what: str) -> None:
+    """Raise `TypeError` unless `model` is a module or None; `what` is the user's call."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"ampatch.{what}(model=...): expected a torch.nn.Module, got {type(model).__name__}."
+        )
+
+
+class Models:
+    """One model, or (None) each that runs, whose names then begin with its class.
+
+    `adopted(parameter)` is called for each parameter that becomes known,
+    `entered(module, args)` and `left(module, args, output)` around each forward;
+    after a forward that an exception ended the output is None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        *,
+        adopted: Callable[[Tensor], None] = lambda parameter: None,
+        entered: Callable[[nn.Module, tuple], None] = lambda module, args: None,
+        left: Callable[[nn.Module, tuple, Any], None] = lambda module, args, output: None,
+    ) -> None:
+        self.running: list[nn.Module] = []
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._parameters = WeakIdKeyDictionary()  # names
+        self._takes_all = model is None
+        self._adopted, self._entered, self._left = adopted, entered, left
+        if model is not None:
+            self._adopt(model, "")
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks out; the names stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def name_of(self, weight: Tensor) -> str | None:
+        """The name of a parameter, also by its FP32 master; None for other models' weights."""
+        name = self._parameters.get(weight)
+        if name is not None:
+            return name
+        half = registry.half_of(weight)
+        return None if half is None else self._parameters.get(half)
+
+    def owner(self, parameter: str) -> nn.Module | None:
+        """The module that a parameter of this name sits in."""
+        path = parameter.rpartition(".")[0]
+        return next((module for module, name in self.names.items() if name == path), None)
+
+    def _adopt(self, model: nn.Module, prefix: str) -> None:
+        for name, module in model.named_modules(prefix=prefix):
+            self.names[module] = name
+        for name, parameter in model.named_parameters(prefix=prefix):
+            is_new = parameter not in self._parameters
+            self._parameters[parameter] = name
+            if is_new:
+                self._adopted(parameter)
+
+    def _enter(self, module: nn.Module, args: tuple) -> None:
+        if self._takes_all and not self.running and module not in self.names:
+            self._adopt(module, type(module).__name__)
+        if module in self.names:
+            self.running.append(module)
+            self._entered(module, args)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if module not in self.running:
+            return
+        while self.running.pop() is not module:  # those that an interruption ended
+            pass
+        self._left(module, args, output)

@@ -1,0 +1,226 @@
+"""Which operator made a non-finite number: every operator that runs is looked at.
+
+A non-finite output is traced to its origin, the first operator whose inputs were
+finite; what is only passed on keeps its origin, through views, casts and from the
+forward into the backward pass.  An inf that the code itself writes, the -inf of a
+mask, is marked as such: it becomes a finding only if somebody makes a NaN of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from .storages import StorageNotes, storage_key, values
+
+CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OVERWRITING = ("copy_", "_foreach_copy_")  # what their first argument held does not count
+MOST_NODES = 200_000  # nodes of the graph whose place in the code is remembered
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+class Place(NamedTuple):
+    """Where in the model and in the user's code a forward operator ran."""
+
+    module: nn.Module | None
+    code: CodeType | None
+    line: int
+
+
+@dataclasses.dataclass
+class Origin:
+    """The operator that made the first non-finite numbers of what descends from it."""
+
+    operator: str
+    phase: str
+    place: Place
+    dtype: torch.dtype
+    value: str
+    largest_input: float | None
+    input_is_finite: bool
+    is_written: bool  # an inf that the code itself put there
+    order: int
+
+
+class Operators(TorchDispatchMode):
+    """Looks at each operator of this thread, from `enter` to `leave`.
+
+    `ask` gives the phase outside of backward ("forward" or "step") and the module
+    that runs, or None.
+    """
+
+    def __init__(self, ask: Callable[[], tuple[str, nn.Module | None]]) -> None:
+        super().__init__()
+        self._ask = ask
+        self._is_on = False
+        self._origins: StorageNotes[Origin] = StorageNotes()
+        self._places: dict[int, Place] = {}  # by the sequence number of the graph's node
+        self._count = 0
+
+    def enter(self) -> None:
+        self._is_on = True
+        self.__enter__()
+
+    def leave(self) -> None:
+        """Stop looking, also from below modes that were entered later."""
+        self._is_on = False
+        stack = _get_current_dispatch_mode_stack()
+        if not any(mode is self for mode in stack):
+            return  # entered in another thread, where it passes all through from now on
+        above = []
+        while _get_current_dispatch_mode_stack()[-1] is not self:
+            above.append(_pop_mode())
+        self.__exit__(None, None, None)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def origin_of(self, tensor: Tensor) -> Origin | None:
+        """Where the non-finite numbers in a tensor come from, if an operator was seen to make it."""
+        return self._origins.get(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_on:
+            return func(*args, **kwargs)
+        phase, place = self._here()
+        mutates = func._schema.is_mutable
+        inputs = list(_read(func, args, kwargs))
+        before = self._look(inputs) if mutates else None
+        result = func(*args, **kwargs)
+        if "empty" in func._opname:  # memory as it was found
+            return result
+        outputs = list(_tensors((result, args, kwargs) if mutates else result))
+        for output in outputs:
+            if not is_finite(output):
+                before = before or self._look(inputs)
+                self._trace(func, phase, place, output, before, (args, kwargs))
+        return result
+
+    def _here(self) -> tuple[str, Place]:
+        phase, module = self._ask()
+        node = torch._C._current_autograd_node()
+        if node is not None and module is None:
+            return "backward", self._places.get(node._sequence_nr(), Place(None, None, 0))
+        place = Place(module, *_user_line())
+        # The node of this operator has just been made, where it has one.
+        self._places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        if len(self._places) > MOST_NODES:
+            del self._places[next(iter(self._places))]
+        return phase, place
+
+    def _look(self, inputs: list[Tensor]) -> _Inputs:
+        bad = [tensor for tensor in inputs if not is_finite(tensor)]
+        origins = [self._origins.get(tensor) for tensor in bad]
+        return _Inputs(
+            largest(inputs),
+            any(bool(torch.isnan(values(tensor)).any()) for tensor in bad),
+            {storage_key(tensor) for tensor, origin in zip(bad, origins) if origin is None},
+            not bad,
+            [origin for origin in origins if origin is not None],
+        )
+
+    def _trace(
+        self, func: Any, phase: str, place: Place, output: Tensor, before: _Inputs, call: Any
+    ) -> None:
+        if storage_key(output) in before.from_outside and not func._schema.is_mutable:
+            return  # a view of what came in from outside: no operator's doing
+        value = "nan" if bool(torch.isnan(values(output)).any()) else "inf"
+        made = [origin for origin in before.origins if not origin.is_written]
+        written = [origin for origin in before.origins if origin.is_written]
+        if made:
+            origin = min(made, key=lambda one: one.order)
+        elif written and (value == "inf" or before.has_nan):
+            origin = written[0]
+        else:
+            self._count += 1
+            origin = Origin(
+                f"{func.namespace}.{func._opname}",
+                phase,
+                place,
+                output.dtype,
+                value,
+                before.largest,
+                before.is_finite,
+                value == "inf" and any(map(math.isinf, _numbers(call))),
+                self._count,
+            )
+        self._origins.set(output, origin)
+
+
+@dataclasses.dataclass
+class _Inputs:
+    """What is known of an operator's inputs; `from_outside` has no origin that we know."""
+
+    largest: float | None
+    has_nan: bool
+    from_outside: set[int]
+    is_finite: bool
+    origins: list[Origin]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every number of a tensor is finite."""
+    return bool(torch.isfinite(values(tensor.detach())).all())
+
+
+def largest(tensors: list[Tensor]) -> float | None:
+    """The largest absolute finite number in all of them, None where there is none."""
+    found = []
+    for tensor in tensors:
+        numbers = values(tensor.detach())
+        kept = numbers[torch.isfinite(numbers)]
+        if kept.numel():
+            found.append(kept.abs().max().item())
+    return max(found, default=None)
+
+
+def _read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """The tensors whose numbers an operator takes in; those it only writes are none."""
+    yield from _tensors(args[1:] if func._opname in OVERWRITING else args)
+    outs = {argument.name for argument in func._schema.arguments if argument.is_out}
+    yield from _tensors([value for name, value in kwargs.items() if name not in outs])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if type(value) in (Tensor, nn.Parameter) and value.dtype in CHECKED and not value.is_meta:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, dict):
+        yield from _numbers(list(value.values()))
+
+
+def _user_line() -> tuple[CodeType | None, int]:
+    """The innermost line of code that is neither torch's nor ours."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)

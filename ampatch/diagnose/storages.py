@@ -1,0 +1,47 @@
+"""Notes about tensors that views, detached copies and saved tensors of theirs share."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+T = TypeVar("T")
+
+MOST = 512  # notes held before those of freed memory are looked for
+
+
+class StorageNotes(Generic[T]):
+    """A value for each piece of memory that holds a tensor's numbers, while it lives.
+
+    The graph saves tensors as new objects and modules hand on views, so that notes kept by
+    tensor would be lost.  A weak reference keeps the memory's identity from being reused.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[StorageWeakRef, T]] = {}
+        self._prune_at = MOST
+
+    def get(self, tensor: Tensor) -> T | None:
+        known = self._notes.get(storage_key(tensor))
+        return None if known is None else known[1]
+
+    def set(self, tensor: Tensor, note: T) -> None:
+        if len(self._notes) >= self._prune_at:
+            self._notes = {k: v for k, v in self._notes.items() if not v[0].expired()}
+            self._prune_at = max(MOST, 2 * len(self._notes))
+        storage = values(tensor).untyped_storage()
+        self._notes[storage._cdata] = (StorageWeakRef(storage), note)
+
+    def drop(self, tensor: Tensor) -> None:
+        self._notes.pop(storage_key(tensor), None)
+
+
+def storage_key(tensor: Tensor) -> int:
+    return values(tensor).untyped_storage()._cdata
+
+
+def values(tensor: Tensor) -> Tensor:
+    """The tensor that holds the numbers: of a sparse one its values."""
+    return tensor._values() if tensor.is_sparse else tensor

@@ -1,0 +1,21 @@
+"""Tensors in whatever modules take and give."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The floating tensors in outputs and arguments of any common shape."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, dict) or hasattr(value, "items"):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []

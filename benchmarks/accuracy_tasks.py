@@ -1,0 +1,202 @@
+"""What is trained to compare accuracies: four small tasks on data that ships in packages.
+
+Which examples are held out depends on no seed; the seed decides the initial
+weights and the order of the batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import char_lm
+import digits
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One seed's model and optimizer, in FP32, with what trains and judges them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[Batch]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    metric: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, how it is judged, and how a run is made."""
+
+    title: str
+    about: str
+    metric: str
+    places: int  # decimals to show of the metric
+    higher_is_better: bool
+    steps: int
+    uses_adam: bool
+    make: Callable[[int, float], Run]  # (seed, Adam's eps)
+
+
+def digits_task(seed: int, eps: float) -> Run:
+    """The conv net of examples/digits.py by SGD; `eps` is without effect."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    train, test = _split(images, torch.tensor(data.target), stratify=True)
+    torch.manual_seed(seed)
+    model = digits.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    return Run(model, optimizer, _epochs(train), F.cross_entropy, lambda: _accuracy(model, test))
+
+
+def breast_cancer_task(seed: int, eps: float) -> Run:
+    """A perceptron on 30 measurements per tumour, benign or not."""
+    data = load_breast_cancer()
+    inputs = torch.tensor(data.data, dtype=torch.float32)
+    train, test = _split(inputs, torch.tensor(data.target), stratify=True)
+    train, test = _standardised(train, test)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(30, 32), nn.ReLU(), nn.Linear(32, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=eps)
+    return Run(model, optimizer, _epochs(train), F.cross_entropy, lambda: _accuracy(model, test))
+
+
+def diabetes_task(seed: int, eps: float) -> Run:
+    """A perceptron on 10 measurements per patient; the disease's progress, standardised."""
+    data = load_diabetes()
+    inputs = torch.tensor(data.data, dtype=torch.float32)
+    targets = torch.tensor(data.target, dtype=torch.float32).unsqueeze(1)
+    train, test = _split(inputs, targets, stratify=False)
+    mean, deviation = train[1].mean(), train[1].std()
+    train, test = _standardised(train, test)
+    train = (train[0], (train[1] - mean) / deviation)
+    test = (test[0], (test[1] - mean) / deviation)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, eps=eps)
+    return Run(model, optimizer, _epochs(train), F.mse_loss, lambda: _r_squared(model, test))
+
+
+def characters_task(seed: int, eps: float) -> Run:
+    """The transformer of examples/char_lm.py, one layer of 32, on windows of 32 characters."""
+    length = 32
+    train, test = char_lm.load_text("cpu")
+    torch.manual_seed(seed)
+    model = char_lm.CharLM(length, dim=32, heads=2, layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=eps)
+    starts = torch.linspace(0, len(test) - length - 1, 256).long()
+    held_out = char_lm.batch_at(test, starts, length)
+    return Run(
+        model,
+        optimizer,
+        _windows(train, length),
+        _character_loss,
+        lambda: _character_loss(_predict(model, held_out[0]), held_out[1]).item(),
+    )
+
+
+TASKS = {
+    "digits": Task(
+        title="Digits: conv net, SGD",
+        about="1198 images of handwritten digits; held out: 599.",
+        metric="held-out accuracy, %",
+        places=2,
+        higher_is_better=True,
+        steps=250,
+        uses_adam=False,
+        make=digits_task,
+    ),
+    "breast_cancer": Task(
+        title="Breast cancer: perceptron, AdamW",
+        about="379 tumours, benign or malignant, by 30 measurements; held out: 190.",
+        metric="held-out accuracy, %",
+        places=2,
+        higher_is_better=True,
+        steps=150,
+        uses_adam=True,
+        make=breast_cancer_task,
+    ),
+    "diabetes": Task(
+        title="Diabetes: perceptron, Adam",
+        about="Regression of the disease's progress in 294 patients; held out: 148.",
+        metric="held-out R squared",
+        places=4,
+        higher_is_better=True,
+        steps=150,
+        uses_adam=True,
+        make=diabetes_task,
+    ),
+    "characters": Task(
+        title="Characters: transformer, AdamW",
+        about="Next character in sources of this Python's standard library; lower is better.",
+        metric="held-out loss, nats",
+        places=4,
+        higher_is_better=False,
+        steps=300,
+        uses_adam=True,
+        make=characters_task,
+    ),
+}
+
+
+def _split(inputs: torch.Tensor, targets: torch.Tensor, *, stratify: bool) -> tuple[Batch, Batch]:
+    """Training and held-out examples, two to one."""
+    train, test = train_test_split(
+        range(len(targets)),
+        test_size=1 / 3,
+        random_state=0,
+        stratify=targets if stratify else None,
+    )
+    return (inputs[train], targets[train]), (inputs[test], targets[test])
+
+
+def _standardised(train: Batch, test: Batch) -> tuple[Batch, Batch]:
+    """Inputs at mean 0 and standard deviation 1 per column of the training examples."""
+    mean, deviation = train[0].mean(0), train[0].std(0)
+    return ((train[0] - mean) / deviation, train[1]), ((test[0] - mean) / deviation, test[1])
+
+
+def _epochs(data: Batch, size: int = 64) -> Iterator[Batch]:
+    """Batches without end: all examples in a new order, again and again."""
+    inputs, targets = data
+    while True:
+        for chosen in torch.randperm(len(targets)).split(size):
+            yield inputs[chosen], targets[chosen]
+
+
+def _windows(text: torch.Tensor, length: int, size: int = 16) -> Iterator[Batch]:
+    while True:
+        yield char_lm.batch_at(text, torch.randint(len(text) - length, (size,)), length)
+
+
+def _character_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def _predict(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(inputs).float()
+
+
+def _accuracy(model: nn.Module, test: Batch) -> float:
+    """Per cent."""
+    return 100 * (_predict(model, test[0]).argmax(1) == test[1]).float().mean().item()
+
+
+def _r_squared(model: nn.Module, test: Batch) -> float:
+    """Share of the targets' variance that the model explains."""
+    error = (_predict(model, test[0]) - test[1]).square().mean()
+    return 1 - (error / test[1].var(correction=0)).item()

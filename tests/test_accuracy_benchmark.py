@@ -1,0 +1,137 @@
+"""benchmarks/accuracy.py counts, compares and writes what happened."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("sklearn")
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import accuracy
+import accuracy_page
+from accuracy_runs import Result, Row, rows_of, train
+from accuracy_tasks import TASKS
+from scipy.stats import ttest_ind
+from seed_noise import welch
+
+DIABETES = TASKS["diabetes"]
+
+
+def plain_torch(task, seed, steps):
+    run = task.make(seed, 1e-8)
+    for _ in range(steps):
+        inputs, targets = next(run.batches)
+        run.optimizer.zero_grad()
+        run.loss(run.model(inputs), targets).backward()
+        run.optimizer.step()
+    return run.metric()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_o0_is_plain_torch(name):
+    task = TASKS[name]
+    trained = train(task, Row("O0"), seed=3, steps=2)
+    assert trained == Result(plain_torch(task, 3, 2), skipped=0)
+    assert trained != train(task, Row("O0"), seed=4, steps=2), "the seed is without effect"
+
+
+@pytest.mark.parametrize("name", ["breast_cancer", "diabetes", "characters"])
+def test_float16_o3_with_adam_diverges_at_the_second_loss(name):
+    found = train(TASKS[name], Row("O3"), seed=0, steps=3)
+    assert math.isnan(found.metric) and found.diverged_at == 2
+    assert math.isfinite(train(TASKS[name], Row("O3", eps=1e-3), seed=0, steps=3).metric)
+
+
+@pytest.mark.parametrize("row", [Row("O1"), Row("O2"), Row("autocast")], ids=lambda row: row.title)
+def test_skipped_steps_are_counted(row):
+    """A finite loss that overflows once it is scaled, at every step."""
+
+    def make(seed, eps):
+        run = DIABETES.make(seed, eps)
+        return replace(run, loss=lambda output, target: 1e37 * F.mse_loss(output.float(), target))
+
+    found = train(replace(DIABETES, make=make), row, seed=0, steps=3)
+    assert (found.skipped, found.diverged_at) == (3, None)
+    assert found.metric == pytest.approx(plain_torch(DIABETES, 0, 0), abs=1e-3)
+
+
+def test_every_task_has_a_row_for_each_level_type_and_peer():
+    assert [row.title for row in rows_of(DIABETES)] == [
+        "O0", "O1 float16", "O2 float16", "O3 float16", "O3 float16, eps=0.001",
+        "torch.autocast float16 + GradScaler",
+        "O1 bfloat16", "O2 bfloat16", "O3 bfloat16", "torch.autocast bfloat16",
+    ]  # fmt: skip
+    assert len(rows_of(TASKS["digits"])) == 9, "no Adam, no eps"
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5, 3.0])
+def test_welch_is_scipys(shift):
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(4, generator=generator).tolist()
+    second = (3 * torch.randn(7, generator=generator) + shift).tolist()
+    oracle = ttest_ind(second, first, equal_var=False)
+    interval = oracle.confidence_interval()
+    found = welch(second, first)
+    assert found.p == pytest.approx(oracle.pvalue)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert found.difference == pytest.approx((found.low + found.high) / 2)
+
+
+def test_samples_without_variance_are_equal_or_not():
+    assert welch([1.0, 1.0], [1.0, 1.0]).within_noise
+    assert not welch([1.0, 1.0], [2.0, 2.0]).within_noise
+
+
+@pytest.mark.parametrize(
+    "metrics, higher, said",
+    [
+        ([5.0, 5.1, 5.2], True, "better"),
+        ([5.0, 5.1, 5.2], False, "worse"),
+        ([1.0, 1.1, 1.2], False, "within seed noise"),
+        ([5.0, 5.1, math.nan], True, "diverged in 1 of 3 runs, at step 7; better"),
+        ([1.0, math.nan, math.nan], True, "diverged in 2 of 3 runs, at step 7"),
+    ],
+)
+def test_the_verdict(metrics, higher, said):
+    results = [Result(value, 0, 7 if math.isnan(value) else None) for value in metrics]
+    left = accuracy.finite(results)
+    against = welch(left, [1.0, 1.05, 1.2]) if len(left) > 1 else None
+    line = accuracy.Line(Row("O2"), results, against)
+    assert accuracy.verdict(replace(DIABETES, higher_is_better=higher), line) == said
+
+
+def test_a_run_from_the_command_line(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "accuracy.md"
+    arguments = ["--tasks", "diabetes", "--seeds", "1", "--steps", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", *arguments])
+    monkeypatch.setattr(accuracy_page.why_the_parts_exist, "tables", lambda: ("one", "two"))
+    accuracy.main()
+    page = out.read_text()
+    assert page.strip() == capsys.readouterr().out.strip()
+    for title in [row.title for row in rows_of(DIABETES)]:
+        assert f"\n| {title} | " in page
+    assert "| O3 float16 |  |  | 0 |  |  | diverged in 1 of 1 runs, at step 2 | 0 of 2 |" in page
+    assert "| one seed: no test | 0 of 2 |" in page
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--seeds", "0"], "must be 1 or more"),
+        (["--out", "/no/such/place.md"], "there is no directory /no/such"),
+        (["--tasks", "imagenet"], "invalid choice"),
+    ],
+)
+def test_wrong_arguments_end_before_the_first_run(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", *arguments])
+    with pytest.raises(SystemExit):
+        accuracy.main()
+    assert said in capsys.readouterr().err

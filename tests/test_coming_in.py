@@ -1,0 +1,271 @@
+"""Models as they come: already in half, partly frozen (LoRA), SyncBatchNorm, recurrent."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+
+BF16 = torch.bfloat16
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        inputs, targets = batch(step)
+        loss = F.mse_loss(model(inputs).float(), targets)
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert not ampatch.step_was_skipped(optimizer)
+
+
+def train_plain(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        inputs, targets = batch(step)
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def values(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+# Already in half
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_half_model_trains_as_the_float_model_of_its_values(level, half):
+    """Updates far below the half type's spacing add up, at every level that promises it."""
+    plain = build().to(half).float()
+    model = build().to(half)
+    make = lambda params: torch.optim.Adam(params, lr=1e-4)  # noqa: E731
+    optimizer, reference = make(model.parameters()), make(plain.parameters())
+    before = values(plain.parameters())
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=half, init_scale=256.0, verbosity=0)
+    train(model, optimizer, range(10))
+    train_plain(plain, reference, range(10))
+    masters = list(ampatch.master_params(optimizer))
+    assert {master.dtype for master in masters} == {torch.float32}
+    moved = [(new - old).abs().max() for new, old in zip(plain.parameters(), before, strict=True)]
+    for ours, theirs in zip(masters, plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.3 * min(moved).item(), rtol=0)
+    state = model.state_dict()
+    for value, master in zip(state.values(), masters, strict=True):
+        assert torch.equal(value, master)
+    assert all(map(torch.equal, copy.deepcopy(model).parameters(), masters))
+    ampatch.deactivate()
+    assert {param.dtype for param in model.parameters()} == {half}  # as it came
+    for ours, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(ours, master.to(half))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_half_model_of_the_other_half_type(level):
+    """bfloat16 weights in a float16 session: O2 converts them, O1 casts them where used."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = values(model.parameters())
+    ampatch.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
+    masters = values(ampatch.master_params(optimizer))
+    assert all(map(torch.equal, masters, [value.float() for value in before]))
+    train(model, optimizer, range(3))
+    assert not all(map(torch.equal, masters, ampatch.master_params(optimizer)))
+    ampatch.deactivate()
+    assert {param.dtype for param in model.parameters()} == {BF16}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_resuming_a_half_model_is_exact(level, half):
+    """The checkpoint has the FP32 masters, so that no bit is lost on the way."""
+
+    def make():
+        model = build().to(half)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        ampatch.initialize(
+            model, optimizer, opt_level=level, dtype=half, init_scale=256.0, verbosity=0
+        )
+        return model, optimizer
+
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), ampatch.state_dict()))
+    train(model, optimizer, range(3, 6))
+    expected = values(ampatch.master_params(optimizer))
+    ampatch.deactivate()
+    model, optimizer = make()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    ampatch.load_state_dict(saved[2])
+    train(model, optimizer, range(3, 6))
+    assert all(map(torch.equal, expected, ampatch.master_params(optimizer)))
+
+
+# Partly frozen, mixed dtypes
+
+
+class Lora(nn.Module):
+    """A frozen Linear and a trainable update of low rank."""
+
+    def __init__(self, inputs, outputs, base, adapter):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).to(base).requires_grad_(False)
+        self.down = nn.Linear(inputs, 2, bias=False).to(adapter)
+        self.up = nn.Linear(2, outputs, bias=False).to(adapter)
+
+    def forward(self, x):
+        low = self.up(self.down(x.to(self.down.weight.dtype)))
+        return self.base(x.to(self.base.weight.dtype)) + low
+
+
+def lora(base, adapter):
+    torch.manual_seed(0)
+    return nn.Sequential(Lora(4, 8, base, adapter), nn.Tanh(), Lora(8, 2, base, adapter))
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, BF16])
+@pytest.mark.parametrize("everything_in_the_optimizer", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lora_masters_are_made_for_trainable_weights_only(
+    level, adapter, everything_in_the_optimizer
+):
+    model, plain = lora(BF16, adapter), lora(BF16, adapter).float()
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    given = list(model.parameters()) if everything_in_the_optimizer else trainable
+    optimizer = torch.optim.Adam(given, lr=1e-3)
+    reference = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], lr=1e-3)
+    before, data = values(frozen), [param.data_ptr() for param in frozen]
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+    train(model, optimizer, range(8))
+    train_plain(plain, reference, range(8))
+    held = list(ampatch.master_params(optimizer))
+    if everything_in_the_optimizer:
+        assert [p for p in held if not p.requires_grad] == frozen  # themselves, no copies
+    masters = [param for param in held if param.requires_grad]
+    assert {master.dtype for master in masters} == {torch.float32}
+    assert all(map(torch.equal, before, frozen)) and data == [p.data_ptr() for p in frozen]
+    assert len(optimizer.state) == len(trainable)
+    theirs = [param for param in plain.parameters() if param.requires_grad]
+    for ours, expected in zip(masters, theirs, strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-3, rtol=0)
+    ampatch.deactivate()
+    assert {p.dtype for p in trainable} == {adapter} and {p.dtype for p in frozen} == {BF16}
+
+
+# SyncBatchNorm
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_sync_batchnorm(when, opt_level):
+    """Kept in FP32 as BatchNorm is; in evaluation the two compute the same, on the CPU too."""
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Conv1d(3, 2, 3))
+
+    convert = nn.SyncBatchNorm.convert_sync_batchnorm
+    reference = ampatch.initialize(net(), opt_level=opt_level, dtype=BF16, verbosity=0)
+    model = convert(net()) if when == "before" else net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
+    model = convert(model) if when == "after" else model
+    kept = BF16 if opt_level == "O3" else torch.float32
+    assert isinstance(model[1], nn.SyncBatchNorm)
+    assert model[1].weight.dtype is model[1].running_mean.dtype is kept
+    x = torch.randn(5, 2, 9)
+    assert torch.equal(model.eval()(x), reference.eval()(x))
+    with ampatch.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert all(value.dtype is torch.float32 for value in model[0].state_dict().values())
+
+
+# Recurrent models
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = kind(4, 6, num_layers=2, bidirectional=True, **options)
+        self.head = nn.LazyLinear(2)
+        self.head(self.rnn(torch.zeros(3, 4))[0])  # makes its weights
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+RNNS = {
+    "RNN": (nn.RNN, {}),
+    "LSTM": (nn.LSTM, {}),
+    "GRU": (nn.GRU, {}),
+    "LSTM with projection": (nn.LSTM, {"proj_size": 3}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("kind", RNNS)
+def test_rnns_train_as_in_float(kind, opt_level):
+    model, plain = Recurrent(*RNNS[kind]), Recurrent(*RNNS[kind])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
+    train(model, optimizer, range(4))
+    train_plain(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(4))
+    for ours, theirs in zip(ampatch.master_params(optimizer), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, atol=0.01, rtol=0.02)
+    for owner in (model.rnn, copy.deepcopy(model).rnn):
+        for name, weight in zip(owner._flat_weights_names, owner._flat_weights, strict=True):
+            assert weight is getattr(owner, name)  # what the kernel is given is what is trained
+
+
+def test_weights_of_rnns_are_flattened_whenever_their_data_is_new(opt_level, monkeypatch):
+    """cuDNN wants them in one piece; where there is no cuDNN that can only be watched."""
+    seen = []
+
+    def flatten(self):
+        seen.append({weight.dtype for weight in self._flat_weights})
+
+    model = Recurrent(nn.LSTM, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", flatten)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
+    changed = opt_level in ("O2", "O3")
+    copy.deepcopy(model)
+    ampatch.deactivate()
+    assert seen == ([{BF16}, {torch.float32}, {torch.float32}] if changed else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", RNNS)
+def test_weights_of_rnns_are_in_one_piece_on_cuda(kind, opt_level):
+    """cuDNN warns of scattered weights, and a warning is an error here."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = Recurrent(*RNNS[kind]).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, init_scale=64.0, verbosity=0)
+    x = batch(0)[0].cuda()
+    for _ in range(2):
+        with ampatch.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    copied = copy.deepcopy(model)
+    ampatch.deactivate()
+    assert torch.allclose(model(x), copied(x), atol=0.01)

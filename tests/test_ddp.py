@@ -1,0 +1,133 @@
+"""DistributedDataParallel's options, and overflows on one rank only: the ranks stay equal."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ampatch as amp
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+OPTIONS = {
+    "plain": {},
+    "static_graph": {"static_graph": True},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "all but unused": {"static_graph": True, "gradient_as_bucket_view": True},
+}
+
+
+class Net(nn.Module):
+    """A body and two heads; the second is not used under `find_unused_parameters`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, x: torch.Tensor, heads: int = 2) -> torch.Tensor:
+        hidden = self.norm(self.body(x)).relu()
+        return sum(head(hidden) for head in self.heads[:heads])
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.Generator().manual_seed(number)
+    return torch.randn(8, 6, generator=data), torch.randint(0, 3, (8,), generator=data)
+
+
+def train(rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype) -> dict:
+    """Eight steps of `micro` batches, all but the last in `no_sync`.
+
+    A static graph is not traced in `no_sync`, so the first step then does without.
+    `poisoned` holds (rank, step, micro-batch) where the loss is infinite.
+    """
+    heads = 1 if options == "find_unused_parameters" else 2
+    model = Net(seed=rank)  # DDP's broadcast makes the ranks equal
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    amp.initialize(
+        model,
+        optimizer,
+        opt_level=level,
+        dtype=dtype,
+        init_scale=1024.0,
+        growth_interval=3,
+        verbosity=0,
+    )
+    parallel = DistributedDataParallel(model, **OPTIONS[options])
+    skipped, scales = [], []
+    for step in range(8):
+        optimizer.zero_grad()
+        for part in range(micro):
+            inputs, targets = batch(1000 * rank + 10 * step + part)
+            last = part == micro - 1 or (step == 0 and "static_graph" in OPTIONS[options])
+            with contextlib.nullcontext() if last else parallel.no_sync():
+                loss = F.cross_entropy(parallel(inputs, heads).float(), targets) / micro
+                if (rank, step, part) in poisoned:
+                    loss = loss * float("inf")
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+        scales.append(amp.loss_scale())
+    weights = [*model.parameters(), *amp.master_params(optimizer)]
+    return {
+        "weights": [value.detach().float().clone() for value in weights],
+        "skipped": skipped,
+        "scales": scales,
+    }
+
+
+def float_masters(options: str, micro: int, left_out: set[int]) -> list[torch.Tensor]:
+    """Both ranks' steps in one process and FP32; steps in `left_out` are not made."""
+    heads = 1 if options == "find_unused_parameters" else 2
+    model = Net(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(8):
+        optimizer.zero_grad()
+        for rank in range(2):
+            for part in range(micro):
+                inputs, targets = batch(1000 * rank + 10 * step + part)
+                (F.cross_entropy(model(inputs, heads), targets) / (2 * micro)).backward()
+        if step not in left_out:
+            optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def check(results: list[dict], level: str, skipped: set[int], reference: list) -> None:
+    one, two = results
+    assert one["skipped"] == two["skipped"] == [step in skipped for step in range(8)]
+    assert one["scales"] == two["scales"]
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+    for ours, theirs in zip(one["weights"][-len(reference) :], reference, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.05)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_ddp_trains_as_one_process_in_float(ranks, level, options, micro):
+    results = ranks(train, level, options, micro, (), torch.bfloat16)
+    check(results, level, set(), float_masters(options, micro, set()))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "micro, poisoned",
+    [(1, [(1, 3, 0)]), (2, [(1, 3, 0)]), (2, [(0, 3, 1)]), (3, [(1, 2, 1), (0, 3, 0), (1, 6, 2)])],
+    ids=["whole step", "in no_sync", "after no_sync", "several"],
+)
+def test_an_overflow_on_one_rank_leaves_the_ranks_equal(ranks, level, options, micro, poisoned):
+    """Weights, skips and loss scale, even if only one rank has seen the inf so far."""
+    skipped = {step for _, step, _ in poisoned}
+    results = ranks(train, level, options, micro, tuple(poisoned), torch.float16)
+    check(results, level, skipped, float_masters(options, micro, skipped))

@@ -1,0 +1,248 @@
+"""`ampatch.debug` names the operator: overflows built by hand at known places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import ampatch
+
+
+class Steps(nn.Module):
+    """A model whose forward is the function given."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = forward
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def found(forward, x, *, level=None, backward=False):
+    model = Steps(forward)
+    if level is not None:
+        ampatch.initialize(model, opt_level=level, verbosity=0)
+    with ampatch.debug(model) as debugger:
+        output = model(x)
+        if backward:
+            output.sum().backward()
+    return debugger.report
+
+
+@pytest.mark.parametrize(
+    "level, operator, dtype",
+    [("O0", "aten.exp", torch.float32), ("O1", "aten.exp", torch.float32)]
+    + [(level, "aten.exp", torch.float16) for level in ("O2", "O3")],
+)
+def test_the_operator_dtype_input_and_line(level, operator, dtype):
+    report = found(lambda m, x: torch.exp(x).relu() * 2 + 1, torch.full((2, 4), 200.0), level=level)
+    assert (report.operator, report.dtype, report.value) == (operator, dtype, "inf")
+    assert (report.module, report.phase, report.largest_input) == ("", "forward", 200.0)
+    assert "test_debug_operators.py:" in report.location and "torch.exp(x)" in report.location
+    assert "aten.exp" in str(report) and "Largest finite input: 200" in str(report)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_cast_that_overflows_is_the_operator(level):
+    report = found(lambda m, x: m.linear(x), torch.full((2, 4), 1e5), level=level)
+    assert report.operator == "aten._to_copy" and report.dtype == torch.float16
+    assert report.largest_input == 1e5 and report.input_is_finite
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_overflow_is_blamed_and_not_the_nan_it_becomes(level):
+    def forward(module, x):
+        big = torch.mm(x, x.new_full((4, 4), 300.0))
+        return (big - big).view(-1).detach().softmax(0)
+
+    report = found(forward, torch.full((2, 4), 200.0), level=level)
+    assert (report.operator, report.value) == ("aten.mm", "inf")
+    assert "torch.mm" in report.location
+
+
+def test_a_mask_of_inf_is_no_finding():
+    mask = torch.tensor([[True, False, False, False]])
+    assert found(lambda m, x: x.masked_fill(mask, float("-inf")), torch.ones(2, 4)) is None
+    assert found(lambda m, x: (x + torch.full((4,), -torch.inf)) * 2, torch.ones(2, 4)) is None
+    assert found(lambda m, x: torch.empty(1000).fill_(1.0) + x.sum(), torch.ones(2, 4)) is None
+
+
+def test_a_nan_made_of_a_mask_is_one():
+    def forward(module, x):
+        return x.masked_fill(torch.ones(2, 4, dtype=torch.bool), float("-inf")).softmax(-1)
+
+    report = found(forward, torch.ones(2, 4))
+    assert (report.operator, report.value, report.input_is_finite) == (
+        "aten._softmax",
+        "nan",
+        False,
+    )
+
+
+def test_what_never_comes_out_is_no_finding():
+    """log(0) on the way to a finite output."""
+    assert found(lambda m, x: torch.log(x).clamp(min=-5.0), torch.zeros(2, 4)) is None
+
+
+def test_in_place_operators_are_asked_for_what_they_found():
+    report = found(lambda m, x: x.clone().exp_(), torch.full((2, 4), 100.0))
+    assert report.operator == "aten.exp_" and report.largest_input == 100.0
+    assert report.input_is_finite
+
+
+def test_backward_names_the_line_of_the_forward():
+    def forward(module, x):
+        h = module.linear(x) * 0
+        root = torch.sqrt(h)  # finite; its gradient is not
+        return root + 1
+
+    report = found(forward, torch.ones(2, 4), backward=True)
+    assert (report.phase, report.operator, report.module) == ("backward", "aten.div", "")
+    assert "torch.sqrt(h)" in report.location
+    assert set(report.parameters) == {"linear.weight", "linear.bias"}
+
+
+def test_the_loss_outside_of_the_model():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with ampatch.debug(model) as debugger:
+        loss = torch.log(model(torch.ones(1, 2)).sum() * 0)
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    report = debugger.report
+    assert (report.module, report.operator, report.where) == (None, "aten.log", "loss")
+    assert "outside of the model" in str(report) and "torch.log(" in report.location
+
+
+def test_an_optimizer_that_writes_nan_into_half_weights():
+    """Adam's eps of 1e-8 is 0 in float16: 0 / 0 for a weight without gradient."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    ampatch.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    with ampatch.debug(model) as debugger:
+        with ampatch.scale_loss(model(torch.zeros(1, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    report = debugger.report
+    assert (report.phase, report.module) == ("step", None)
+    assert report.parameters == ["0.weight"] and report.where == "weight 0.weight"
+    assert report.operator == "aten.addcdiv_" and "in the optimizer's step" in str(report)
+
+
+def test_foreach_operators():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30, foreach=True)
+    with ampatch.debug(model) as debugger:
+        model(torch.full((1, 2), 1e30)).sum().backward()
+        optimizer.step()
+    assert debugger.report.phase == "step" and debugger.report.operator.startswith("aten._foreach_")
+
+
+def test_every_model_is_watched_without_one():
+    generator, critic = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 1))
+    with ampatch.debug() as debugger:
+        critic(generator(torch.ones(1, 2)) * 0).log().sum().backward()
+        assert debugger.report is not None or critic[0].weight.grad.isfinite().all()
+        debugger.reset()
+        critic(generator(torch.full((1, 2), torch.inf)))
+    assert debugger.report.module == "Sequential.0" and not debugger.report.input_is_finite
+
+
+def test_what_runs_inside_a_checkpoint_is_forward():
+    def forward(module, x):
+        return torch.utils.checkpoint.checkpoint(
+            lambda y: torch.exp(module.linear(y).abs() * 1e3), x, use_reentrant=False
+        )
+
+    report = found(forward, torch.full((2, 4), 1e3), backward=True)
+    assert report.operator == "aten.exp" and report.phase == "forward"
+
+
+def test_the_rank_is_named(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
+    )
+    try:
+        report = found(lambda m, x: torch.exp(x), torch.full((2, 4), 100.0))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert report.rank == 0 and "on rank 0" in str(report)
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_off_there_is_no_mode_and_no_hook():
+    model = nn.Sequential(nn.Linear(2, 2))
+    forward = model[0].forward
+    before = dict(nn.modules.module._global_forward_hooks)
+    debugger = ampatch.debug(model)
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    with Passing() as above:
+        debugger.remove()  # not the innermost: the other one has to stay
+        assert _get_current_dispatch_mode_stack() == [above]
+    debugger.remove()
+    assert _get_current_dispatch_mode_stack() == []
+    assert dict(nn.modules.module._global_forward_hooks) == before
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not model[0].weight._backward_hooks
+    assert model[0].forward == forward and "forward" not in vars(model[0])
+
+
+def test_training_is_the_same_with_it():
+    """Looking changes no number."""
+
+    def losses(watch: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+        debugger = ampatch.debug(model) if watch else None
+        found = []
+        for _ in range(5):
+            loss = model(torch.ones(4, 8)).pow(2).mean()
+            with ampatch.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        if watch:
+            assert debugger.report is None
+        ampatch.deactivate()
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_an_exception_in_the_forward_leaves_the_names_right():
+    def forward(module, x):
+        if x.sum() < 0:
+            raise ValueError("bad batch")
+        return torch.exp(x)
+
+    model = nn.Sequential(Steps(forward))
+    with ampatch.debug(model) as debugger:
+        with pytest.raises(ValueError, match="bad batch"):
+            model(-torch.ones(2, 4))
+        loss = torch.log(torch.zeros(1)) * model(torch.ones(2, 4)).sum()
+        assert debugger.report is None and loss.isinf()
+        model(torch.full((2, 4), 100.0))
+    assert debugger.report.module == "0"
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_compiled_models_run_on():
+    model = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), backend="eager")
+    with ampatch.debug(model) as debugger:
+        model(torch.ones(1, 2)).sum().backward()
+        assert debugger.report is None
+        model(torch.full((1, 2), torch.inf))
+    assert debugger.report is not None

@@ -1,0 +1,267 @@
+"""`ampatch.report`: casts counted by hand in small cases."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+from ampatch.diagnose import advice, doctor
+from ampatch.errors import AmpatchError
+
+HALF = torch.bfloat16
+
+
+def initialized(model, level="O1", **settings):
+    return ampatch.initialize(model, opt_level=level, dtype=HALF, verbosity=0, **settings)
+
+
+def test_a_linear_at_o1():
+    """First forward: input, weight and bias are cast; in the second the input alone."""
+    model = initialized(nn.Linear(4, 8))
+    x = torch.ones(2, 4)
+    with ampatch.report(model) as found:
+        model(x)
+        model(x)
+    calls = found.functions["torch.nn.functional.linear"]
+    assert (calls.calls, calls.casts, calls.cached) == (2, 4, 2)
+    assert calls.bytes == 2 * (2 * (2 * 4) + 4 * 8 + 8)  # 2 bytes: x twice, weight, bias once
+    assert calls.to == {HALF: 6}
+    refreshes = found.refreshes
+    assert (refreshes.batches, refreshes.weights, refreshes.bytes) == (1, 2, 2 * (4 * 8 + 8))
+
+
+def test_a_weight_used_twice_in_one_forward():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            return F.linear(F.linear(x, self.weight), self.weight)
+
+    model = initialized(Tied())
+    with ampatch.report(model) as found:
+        model(torch.ones(1, 4))
+    calls = found.functions["torch.nn.functional.linear"]
+    assert (calls.calls, calls.casts, calls.cached) == (2, 2, 1)
+
+
+def test_outside_of_a_forward_nothing_is_cached():
+    model = initialized(nn.Linear(4, 4))
+    with ampatch.report(model) as found:
+        for _ in range(3):
+            F.linear(torch.ones(1, 4), model.weight)
+    calls = found.functions["torch.nn.functional.linear"]
+    assert (calls.calls, calls.casts, calls.cached) == (3, 6, 0)
+
+
+def test_the_numbers_agree_with_the_cache_and_the_dtypes_on_the_way():
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        casts = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default:
+                self.casts += 1
+            return func(*args, **(kwargs or {}))
+
+    model = initialized(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)))
+    before = ampatch.cache_info()
+    with ampatch.report(model) as found, Counting() as mode, torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, 8)).softmax(-1)
+    after = ampatch.cache_info()
+    assert sum(calls.casts for calls in found.functions.values()) == mode.casts
+    cached = sum(calls.cached for calls in found.functions.values())
+    assert cached == after.hits - before.hits == 8
+
+
+def test_functions_under_float_promote_and_no_policy():
+    initialized(nn.Linear(1, 1))
+    half, single = torch.ones(4, dtype=HALF), torch.ones(4)
+    with ampatch.report() as found:
+        torch.exp(half)
+        torch.exp(single)
+        with ampatch.disable_casts():
+            torch.exp(half)
+        torch.addcmul(half, single, half)
+        torch.stack([half, single])
+    exp = found.functions["torch.exp"]
+    assert (exp.calls, exp.casts, exp.bytes, exp.to) == (3, 1, 16, {torch.float32: 1})
+    stack = found.functions.get("torch.stack")
+    assert stack is None or (stack.calls, stack.casts) == (1, 1)
+
+
+def test_a_banned_function_is_one_call():
+    initialized(nn.Linear(1, 1))
+    probability, target = torch.full((4,), 0.5, dtype=HALF), torch.ones(4, dtype=HALF)
+    with ampatch.report() as found:
+        F.binary_cross_entropy(probability, target)
+    (name,) = [name for name in found.functions if "binary_cross_entropy" in name]
+    calls = found.functions[name]
+    assert (calls.calls, calls.casts) == (1, 2)
+
+
+def test_functions_of_the_users_own():
+    @ampatch.half_function
+    def mine(x):
+        return x * 2
+
+    initialized(nn.Linear(1, 1))
+    with ampatch.report() as found:
+        mine(torch.ones(4))
+    (name,) = [name for name in found.functions if name.endswith("mine")]
+    assert found.functions[name].casts == 1 and found.functions[name].bytes == 8
+
+
+def test_a_bounce_is_found_also_through_a_view():
+    initialized(nn.Linear(1, 1))
+    x = torch.ones(4, 4)
+    with ampatch.report() as found:
+        weights = torch.mm(x, x).softmax(-1)
+        torch.mm(weights.view(2, 2, 4).reshape(4, 4), x)
+        torch.mm(x, x)  # FP32 from outside: no bounce
+        torch.mm(x.softmax(-1), x)  # its input was FP32: no bounce
+    (pair,) = found.bounces
+    assert pair == ("torch.Tensor.softmax", "torch.mm")
+    assert (found.bounces[pair].times, found.bounces[pair].bytes) == (1, 32)
+    (tip,) = [tip for tip in found.advice() if "casts its result back" in tip]
+    assert "torch.Tensor.softmax" in tip and "torch.mm" in tip
+
+
+@pytest.mark.parametrize(
+    "level, takes, gives",
+    [("O0", torch.float32, torch.float32), ("O1", torch.float32, HALF), ("O2", HALF, HALF)]
+    + [("O3", HALF, HALF)],
+)
+def test_dtypes_of_modules(level, takes, gives):
+    model = initialized(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), level)
+    with ampatch.report(model) as found:
+        model(torch.ones(4, 8))
+    use = found.modules["0"]
+    assert (use.kind, use.calls, use.takes, use.gives) == ("Linear", 1, {takes}, {gives})
+    assert set(found.modules) == {"", "0", "1"}
+    assert bool(found.functions) == (level == "O1")
+
+
+def test_other_models_are_left_out_and_none_takes_all():
+    mine, other = initialized(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2)
+    with ampatch.report(mine) as found:
+        other(mine(torch.ones(1, 2)).float())
+    assert set(found.modules) == {"", "0"}
+    with ampatch.report() as found:
+        other(mine(torch.ones(1, 2)).float())
+    assert set(found.modules) == {"Sequential", "Sequential.0", "Linear"}
+
+
+def test_sizes_for_tensor_cores():
+    model = initialized(nn.Sequential(nn.Conv2d(3, 16, 1), nn.Flatten(), nn.Linear(16, 10)))
+    with ampatch.report(model) as found:
+        model(torch.ones(2, 3, 1, 1))
+    assert found.modules["0"].odd_sizes == {"in_channels": 3}
+    assert found.modules["2"].odd_sizes == {"out_features": 10}
+    (tip,) = [tip for tip in found.advice() if "multiple of 8" in tip]
+    assert "0 (in_channels=3), 2 (out_features=10)" in tip
+
+
+def measured(float16, bfloat16):
+    return lambda device: {
+        torch.float16: {"matmul": float16, "conv2d": float16},
+        torch.bfloat16: {"matmul": bfloat16, "conv2d": bfloat16},
+    }
+
+
+@pytest.mark.parametrize(
+    "dtype, speeds, expected",
+    [
+        ("float16", (0.01, 3.0), 'dtype="bfloat16"'),
+        ("float16", (0.01, 0.5), 'opt_level="O0"'),
+        ("float16", (2.0, 0.5), None),
+        ("bfloat16", (0.01, 3.0), None),
+    ],
+)
+def test_a_slow_half_type_is_measured(dtype, speeds, expected, monkeypatch):
+    monkeypatch.setattr(doctor, "measure", measured(*speeds))
+    model = ampatch.initialize(nn.Linear(8, 8), opt_level="O1", dtype=dtype, verbosity=0)
+    with ampatch.report(model) as found:
+        model(torch.ones(1, 8))
+    tips = [tip for tip in advice.advice(found) if "slow on this CPU" in tip]
+    assert bool(tips) == (expected is not None)
+    assert expected is None or expected in tips[0]
+
+
+def test_nothing_in_half_is_said():
+    model = nn.Linear(8, 8)
+    with ampatch.report(model) as found:
+        model(torch.ones(1, 8))
+    assert len(found.advice()) == 1 and "Nothing ran in a half type" in found.advice()[0]
+    assert "No patched function was called" in str(found)
+
+
+def test_text_and_json(monkeypatch):
+    monkeypatch.setattr(doctor, "measure", measured(2.0, 2.0))
+    model = initialized(nn.Linear(8, 8))
+    with ampatch.report(model) as found:
+        model(torch.ones(2, 8))
+    text = str(found)
+    line = next(line for line in text.splitlines() if line.startswith("torch.nn.functional.linear"))
+    assert line.split()[1:5] == ["1", "3", "0", str(2 * (16 + 64 + 8))]
+    assert "Nothing was found" in text
+    as_json = json.loads(json.dumps(found.as_dict()))
+    assert as_json["functions"]["torch.nn.functional.linear"]["to"] == {"bfloat16": 3}
+    assert as_json["modules"][""]["takes"] == ["float32"] and as_json["advice"] == []
+
+
+def test_off_nothing_is_left(monkeypatch):
+    model = initialized(nn.Linear(2, 2))
+    linear, forward = F.linear, model.forward
+    found = ampatch.report(model)
+    assert F.linear is linear
+    assert sys.getprofile() is not None
+    with pytest.raises(AmpatchError, match="another profiler"):
+        ampatch.report(model)
+    ampatch.deactivate()
+    assert sys.getprofile() is None and threading.getprofile() is None
+    assert model.forward == forward and not nn.modules.module._global_forward_hooks
+    found.remove()
+    model(torch.ones(1, 2))
+    assert not found.functions and not found.modules
+    with pytest.raises(TypeError, match="ampatch.report"):
+        ampatch.report("model")
+
+
+def test_an_exception_in_a_call_does_not_shift_the_counts():
+    initialized(nn.Linear(1, 1))
+    x = torch.ones(2, 3)
+    with ampatch.report() as found:
+        with pytest.raises(RuntimeError):
+            torch.mm(x, x)
+        torch.exp(torch.ones(2, dtype=HALF))
+    assert found.functions["torch.mm"].casts == 2
+    assert found.functions["torch.exp"].casts == 1
+
+
+def test_threads_that_begin_later_are_counted():
+    initialized(nn.Linear(1, 1))
+    x = torch.ones(2, 2)
+    with ampatch.report() as found:
+        thread = threading.Thread(target=lambda: torch.mm(x, x))
+        thread.start()
+        thread.join()
+    assert found.functions["torch.mm"].casts == 2
+
+
+def test_results_are_the_same_with_it():
+    torch.manual_seed(0)
+    model = initialized(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)))
+    x = torch.randn(4, 8)
+    plain = model(x)
+    with ampatch.report(model):
+        watched = model(x)
+    assert torch.equal(plain, watched)

@@ -1,0 +1,262 @@
+"""`ampatch.gradient_range`: counted by hand, and against casts to float16."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import ampatch
+from ampatch.diagnose.histogram import Counts, percent
+
+
+def counted(numbers, scale=1.0):
+    counts = Counts()
+    counts.add(torch.tensor(numbers, dtype=torch.float32), scale)
+    return counts.read()
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(FLOATS, min_size=1, max_size=20), st.integers(0, 30))
+def test_counts_are_what_casts_to_float16_give(numbers, exponent):
+    found = counted(numbers, 2.0**exponent)
+    tensor = torch.tensor(numbers, dtype=torch.float32)
+    nonzero = tensor[tensor != 0]
+    assert found.counted == len(nonzero) and found.kinds["zero"] == int((tensor == 0).sum())
+    assert found.kinds["flushed"] == int((nonzero.half() == 0).sum())
+    assert found.kinds["flushed now"] == int(((nonzero * 2.0**exponent).half() == 0).sum())
+    if len(nonzero):
+        by_bins = found.flushed_at(exponent) * found.counted
+        assert round(by_bins) == found.kinds["flushed now"]
+        half = nonzero.half().abs()
+        normal = torch.finfo(torch.float16).smallest_normal
+        assert found.kinds["subnormal"] == int(((half > 0) & (half < normal)).sum())
+        assert found.largest == nonzero.abs().max().item()
+
+
+@given(FLOATS.filter(bool))
+@settings(max_examples=100, deadline=None)
+def test_the_bin_holds_the_number(number):
+    (exponent,) = counted([number]).bins
+    assert math.ldexp(1, exponent - 1) < abs(number) <= math.ldexp(1, exponent)
+
+
+def test_the_edges_of_float16():
+    """2**-25 rounds to zero, what is just above it does not."""
+    above = float(torch.nextafter(torch.tensor(2.0**-25), torch.tensor(1.0)))
+    found = counted([2.0**-25, above, 2.0**-14, 65504.0, 65520.0, 0.0, math.inf, math.nan])
+    assert found.kinds == {
+        "zero": 1, "not finite": 2, "flushed": 1, "subnormal": 1,
+        "flushed now": 1, "subnormal now": 1, "over now": 1,
+    }  # fmt: skip
+
+
+def test_the_static_scale():
+    found = counted([2.0**-30] * 10 + [1.0] * 990)
+    kept = found.static_scale(0.0)
+    assert (kept.scale, kept.lost, kept.fits) == (2.0**6, 0.0, True)
+    assert (torch.tensor(2.0**-30) * kept.scale).half() > 0
+    assert (torch.tensor(2.0**-30) * kept.scale / 2).half() == 0
+    assert found.static_scale(0.01).scale == 1.0
+    assert "keeps all but" in str(kept)
+
+
+def test_a_range_too_wide_for_any_scale():
+    found = counted([2.0**-40, 1000.0])
+    best = found.static_scale(0.0)
+    assert (best.scale, best.lost, best.fits) == (64.0, 0.5, False)
+    assert 1000.0 * best.scale < 65504 <= 1000.0 * best.scale * 2
+    assert "No static loss scale" in str(best) and "bfloat16" in str(best)
+    assert counted([1e6]).static_scale(0.0).scale == 2.0**-4
+    with pytest.raises(ValueError, match="lost=1.5"):
+        found.static_scale(1.5)
+
+
+def test_nothing_counted():
+    with ampatch.gradient_range(nn.Linear(1, 1)) as gradients:
+        pass
+    report = gradients.report()
+    assert report.steps == 0 and report.total.counted == 0 and report.suggestion.scale == 1.0
+    assert "0 gradients" in str(report)
+
+
+class Constant(nn.Module):
+    """Its weights' gradients are the numbers given."""
+
+    def __init__(self, gradients):
+        super().__init__()
+        self.register_buffer("gradients", torch.tensor(gradients))
+        self.weight = nn.Parameter(torch.ones(len(gradients)))
+
+    def forward(self, x):
+        return (self.weight.float() * self.gradients.float()).sum() * x
+
+
+GRADIENTS = [2.0**-9, 2.0**-7, 0.0, 0.25]
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0, "dynamic"])
+def test_gradients_are_unscaled_at_every_level(opt_level, loss_scale):
+    if opt_level == "O3" and loss_scale == "dynamic":
+        loss_scale = 128.0
+    model = Constant(GRADIENTS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, loss_scale=loss_scale, verbosity=0)
+    with ampatch.gradient_range(model) as gradients:
+        for _ in range(3):
+            with ampatch.scale_loss(model(torch.tensor(1.0)), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = gradients.report()
+    assert report.steps == 3 and report.skipped == 0
+    assert report.scale == (65536.0 if loss_scale == "dynamic" else loss_scale)
+    assert report.total.bins == {-9: 3, -7: 3, -2: 3} and report.total.kinds["zero"] == 3
+    assert set(report.by_parameter) == {"weight"}
+
+
+def test_the_scale_decides_what_is_flushed_now():
+    model = Constant([2.0**-30, 2.0**-20, 1.0, 100.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ampatch.initialize(model, optimizer, opt_level="O1", loss_scale=1024.0, verbosity=0)
+    with ampatch.gradient_range(model) as gradients:
+        with ampatch.scale_loss(model(torch.tensor(1.0)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    report = gradients.report()
+    assert report.total.share("flushed") == 0.25 and report.total.share("flushed now") == 0
+    assert report.total.kinds["subnormal"] == 1 and report.total.kinds["subnormal now"] == 1
+    assert report.total.share("over now") == 0.25  # 100 * 1024
+    assert report.worst() == [("weight", 0.25)]
+    text = str(report)
+    assert "At loss scale 1024 (the present one) float16 flushes 0.00 %" in text
+    assert "At loss scale 1 float16 flushes 25.00 %" in text
+    assert "Flushed most at scale 1: weight (25.00 %)" in text
+
+
+def test_skipped_steps_are_left_out():
+    model = Constant([1.0, 70000.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampatch.initialize(model, optimizer, opt_level="O1", init_scale=2.0**120,
+                       max_loss_scale=2.0**127, verbosity=0)  # fmt: skip
+    with ampatch.gradient_range(model) as gradients:
+        for _ in range(12):
+            with ampatch.scale_loss(model(torch.tensor(1.0)), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = gradients.report()
+    assert report.skipped > 0 and report.steps == 12 - report.skipped
+    assert report.total.kinds["not finite"] == 0
+    assert report.total.bins == {0: report.steps, 17: report.steps}
+
+
+def test_closures_and_plain_optimizers():
+    model = Constant([0.5, 0.5])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.tensor(1.0))
+        loss.backward()
+        return loss
+
+    with ampatch.gradient_range(model) as gradients:
+        optimizer.step(closure)
+    assert gradients.report().total.bins == {-1: 2}
+
+
+def test_sparse_gradients_count_what_they_hold():
+    model = nn.Embedding(100, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampatch.gradient_range(model) as gradients:
+        model(torch.tensor([3, 5])).sum().backward()
+        optimizer.step()
+    assert gradients.report().total.bins == {0: 8}
+
+
+def test_other_models_are_not_counted_and_none_counts_all():
+    mine, other = Constant([1.0]), Constant([0.5])
+    with ampatch.gradient_range(mine) as gradients, ampatch.gradient_range() as everything:
+        for model in (mine, other):
+            model(torch.tensor(1.0)).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert gradients.report().total.bins == {0: 1} and gradients.report().steps == 1
+    assert everything.report().total.bins == {0: 1, -1: 1}
+
+
+def test_nothing_is_left_behind():
+    from torch.optim import optimizer as hooks
+
+    before = dict(hooks._global_optimizer_pre_hooks), dict(hooks._global_optimizer_post_hooks)
+    watch = ampatch.gradient_range(nn.Linear(1, 1))
+    assert dict(hooks._global_optimizer_pre_hooks) != before[0]
+    ampatch.deactivate()
+    assert before == (
+        dict(hooks._global_optimizer_pre_hooks),
+        dict(hooks._global_optimizer_post_hooks),
+    )
+    assert not nn.modules.module._global_forward_pre_hooks
+    watch.remove()
+    with pytest.raises(TypeError, match="ampatch.gradient_range"):
+        ampatch.gradient_range("model")
+
+
+@pytest.fixture
+def report():
+    model = Constant([2.0**-e for e in range(40)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampatch.gradient_range(model) as gradients:
+        model(torch.tensor(1.0)).backward()
+        optimizer.step()
+    return gradients.report()
+
+
+def test_the_text_names_float16s_limits(report):
+    lines = str(report).splitlines()
+    zones = [line for line in lines if line.startswith("2^")]
+    assert len(zones) <= 30
+    for line in zones:
+        upper = int(line.split("to 2^")[1].split()[0])
+        assert ("zero in float16" in line) == (upper < -24)
+        assert ("subnormal in float16" in line) == (-24 <= upper <= -14)
+    assert sum(float(line.split("%")[0].split()[-1]) for line in zones) == pytest.approx(100, abs=1)
+
+
+def test_json_round_trip(report):
+    found = json.loads(json.dumps(report.as_dict()))
+    assert found["counted"] == 40 and found["bins"]["-39"] == 1
+    assert found["flushed_share"] == 15 / 40
+    assert found["suggestion"]["fits"] and found["suggestion"]["scale"] == 2.0**15
+    assert list(found["parameters"]) == ["weight"]
+
+
+def test_the_plot(report, tmp_path):
+    report.plot(tmp_path / "gradients.png")
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_matplotlib_is_said(report, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        report.plot(tmp_path / "gradients.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "share, text",
+    [(0, "0.00 %"), (1e-9, "under 0.01 %"), (0.5, "50.00 %"), (1 - 1e-9, "over 99.99 %"), (1, "100.00 %")],
+)  # fmt: skip
+def test_shares_are_never_rounded_away(share, text):
+    assert percent(share) == text

@@ -1,0 +1,78 @@
+"""Peak tensor memory of a step: O1 needs what autocast needs, O2 hardly more.
+
+Counted to the byte by `benchmarks/memory.py`, on its own models.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampatch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+if not BENCHMARKS.is_dir():
+    pytest.skip("tests of an installed package: benchmarks/ is not here", allow_module_level=True)
+
+
+def load():
+    """benchmarks/memory.py, which imports its neighbour `workers`."""
+    path = BENCHMARKS / "memory.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_memory", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return module
+
+
+memory = load()
+
+
+@pytest.mark.parametrize("adam", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("name", memory.MODELS)
+def test_peak_memory_is_that_of_autocast(name, adam):
+    build = memory.MODELS[name]
+    base = memory.peak_bytes(build, memory.REFERENCE, **adam)
+    assert memory.peak_bytes(build, "O1", **adam) <= 1.001 * base
+    # foreach Adam makes copies of all gradients: where that is the peak, half weights come on top
+    extra = 2 * sum(p.numel() for p in build()[0].parameters()) if "foreach" in adam else 0
+    assert memory.peak_bytes(build, "O2", **adam) <= 1.02 * base + extra
+
+
+def test_counting_sees_what_is_alive_at_once():
+    """Two tensors of 4000 bytes at a time, three made; views and in-place work add none."""
+    with memory.LiveBytes() as live:
+        first = torch.ones(1000)
+        second = first + 1
+        del first
+        third = second * 2
+        third.view(10, 100).add_(1)
+    assert (live.now, live.peak) == (8000, 8000)
+    del second, third
+    assert live.now == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_memory_is_flat_over_steps(level):
+    """What is alive after a step is what was alive after the step before.
+
+    But for the scales of the last blocks, a number each, until as many as are kept are there.
+    """
+    with memory.LiveBytes() as live:
+        model, batch = memory.mlp(batch=8, width=16)
+        step = memory.make_step(model, batch, level, torch.bfloat16, {})
+        after = []
+        for _ in range(140):
+            step()
+            after.append(live.now)
+    ampatch.deactivate()
+    assert len(set(after[-5:])) == 1
+    assert after[-1] - after[memory.WARM_UP] < 140 * 4

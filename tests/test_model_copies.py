@@ -1,0 +1,255 @@
+"""Copies and averages of managed models: plain, and of the FP32 values."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import ampatch
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model.register_buffer("offset", torch.randn(2))
+    return model
+
+
+def start(level, dtype=torch.float16, seed=0, **settings):
+    model = build(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **settings)
+    return model, optimizer
+
+
+def train(model, optimizer, steps=3):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 3)).float().square().mean()
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def dtypes(model):
+    return {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+    "torch.save": through_torch_save,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+    "unwrap": ampatch.unwrap,
+    "in a list": lambda model: copy.deepcopy([model])[0],
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_plain_float_models(opt_level, how):
+    model, optimizer = start(opt_level)
+    train(model, optimizer)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    copied = COPIES[how](model)
+    assert type(copied) is nn.Sequential and copied is not model
+    for plain, reference in zip(copied.modules(), build().modules(), strict=True):
+        assert hooks_of(plain) == hooks_of(reference)
+        assert set(vars(plain)) == set(vars(reference))
+    found = copied.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not {torch.float16} & set(dtypes(copied).values())
+    managed = {t.data_ptr() for t in (*model.parameters(), *ampatch.master_params(optimizer))}
+    assert not managed & {t.data_ptr() for t in copied.parameters()}
+    ampatch.deactivate()
+    x = torch.randn(4, 3)
+    assert torch.equal(copied.eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_copied_part_no_longer_knows_the_model(how, level):
+    """Its weights are half as they were, and its `state_dict` is its own."""
+    model, _ = start(level)
+    part = how(model[3])
+    assert type(part) is nn.Linear and torch.equal(part.weight, model[3].weight)
+    with torch.no_grad():
+        part.weight.fill_(2.0)
+    assert torch.equal(part.state_dict()["weight"], torch.full((2, 4), 2.0, dtype=torch.float16))
+    part.load_state_dict(build(3)[3].state_dict())
+    assert torch.equal(model.state_dict()["3.bias"], build()[3].bias) or level == "O3"
+    ampatch.deactivate()
+    assert part(torch.ones(1, 4, dtype=torch.float16)).dtype is torch.float16
+
+
+def hooks_of(module):
+    return {
+        name: len(table)
+        for name, table in vars(module).items()
+        if "hook" in name and hasattr(table, "__len__")
+    }
+
+
+# Averages
+
+DECAY = 0.75
+
+AVERAGES = {
+    "running mean": {},
+    "EMA": {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)},
+    "with buffers": {"multi_avg_fn": get_ema_multi_avg_fn(DECAY), "use_buffers": True},
+    "function": {"avg_fn": lambda average, value, count: average.lerp(value, 1 - DECAY)},
+}
+
+
+def average(values, kind):
+    """What is to come out, in float64: the plain mean, or an EMA from the first value."""
+    values = [value.double() for value in values]
+    if kind == "running mean":
+        return torch.stack(values).mean(0)
+    result = values[0]
+    for value in values[1:]:
+        result = DECAY * result + (1 - DECAY) * value
+    return result
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averaged_model_averages_float_values(kind, opt_level, half):
+    model, optimizer = start(opt_level, half)
+    averaged = AveragedModel(model, **AVERAGES[kind])
+    masters, rounded = [], []
+    for _ in range(4):
+        train(model, optimizer, steps=1)
+        averaged.update_parameters(model)
+        masters.append([p.detach().float().clone() for p in ampatch.master_params(optimizer)])
+        rounded.append([p.detach().float().clone() for p in model.parameters()])
+    found = [param.detach().double() for param in averaged.module.parameters()]
+    assert {param.dtype for param in averaged.module.parameters()} == {torch.float32}
+    expected = [average(values, kind) for values in zip(*masters, strict=True)]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    if opt_level == "O2":
+        from_half = [average(values, kind) for values in zip(*rounded, strict=True)]
+        assert max((ours - theirs).abs().max() for ours, theirs in zip(found, from_half)) > 1e-5
+    for ours, theirs in zip(averaged.module.buffers(), model.buffers(), strict=True):
+        if kind != "with buffers":
+            assert torch.equal(ours, theirs.to(ours.dtype))
+
+
+def test_averaged_model_is_given_back():
+    original = AveragedModel.update_parameters
+    start("O2")
+    assert AveragedModel.update_parameters is not original
+    ampatch.deactivate()
+    assert AveragedModel.update_parameters is original
+
+
+def test_averages_of_plain_models_are_torchs_own():
+    """Of half and FP32 models that nobody manages, beside one that is managed."""
+    found = []
+    for managed in (False, True):
+        if managed:
+            start("O2")
+        for dtype in (torch.float32, torch.bfloat16):
+            model = build(seed=3).to(dtype)
+            averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+            for number in range(3):
+                averaged.update_parameters(model)
+                with torch.no_grad():
+                    model[0].weight.add_(number + 1)
+            assert averaged.module[0].weight.dtype is dtype
+            found.append(averaged.module[0].weight)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+def test_update_bn_of_the_average_and_of_the_model(opt_level):
+    """The statistics become those of the loader's data, as in FP32."""
+    loader = [torch.randn(16, 3, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    model, optimizer = start(opt_level, torch.bfloat16)
+    train(model, optimizer)
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    plain = copy.deepcopy(model)
+    update_bn(loader, model)
+    update_bn(loader, averaged)
+    ampatch.deactivate()
+    update_bn(loader, plain)
+    for found in (model, averaged.module):
+        for name in ("running_mean", "running_var"):
+            ours, theirs = getattr(found[1], name), getattr(plain[1], name)
+            torch.testing.assert_close(ours.float(), theirs, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "master_params", "deepcopy"])
+def test_averages_by_hand_see_float_values(how, half):
+    """The places where an O2 model shows FP32 values; `model.parameters()` are the half ones."""
+    model, optimizer = start("O2", half)
+    sources = {
+        "state_dict": lambda: [model.state_dict()[name] for name, _ in model.named_parameters()],
+        "master_params": lambda: [p.detach() for p in ampatch.master_params(optimizer)],
+        "deepcopy": lambda: [p.detach() for p in copy.deepcopy(model).parameters()],
+    }
+    average_model = copy.deepcopy(model)
+    seen = []
+    for _ in range(4):
+        train(model, optimizer, steps=1)
+        seen.append([p.detach().clone() for p in ampatch.master_params(optimizer)])
+        with torch.no_grad():
+            for ours, value in zip(average_model.parameters(), sources[how](), strict=True):
+                ours.lerp_(value, 1 - DECAY)
+    start_values = [param.detach() for param in build().parameters()]
+    for ours, *values in zip(average_model.parameters(), start_values, *seen, strict=True):
+        torch.testing.assert_close(
+            ours.detach().double(), average(values, "EMA"), atol=1e-6, rtol=0
+        )
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "data", "copy_"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_swapping_an_average_in_and_out_loses_nothing(how, level, half):
+    """Evaluate with other weights, then train on: the masters are what they were, to the bit."""
+    model, optimizer = start(level, half)
+    train(model, optimizer)
+    other = build(seed=9)
+    x = torch.randn(4, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = [param.detach().clone() for param in model.parameters()]
+    put(how, model, other.state_dict(), other.parameters())
+    other[1].load_state_dict(model[1].state_dict())
+    assert torch.allclose(model.eval()(x), other.eval()(x), atol=0.05)
+    put(how, model, before, weights)
+    if how == "load_state_dict":
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert all(map(torch.equal, weights, model.parameters()))
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients it only settles
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) or "running" in name or "num" in name, name
+
+
+def put(how, model, state, weights):
+    if how == "load_state_dict":
+        model.load_state_dict(state)
+    elif how == "data":
+        for param, value in zip(model.parameters(), weights, strict=True):
+            param.data.copy_(value.data)
+    else:
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), weights, strict=True):
+                param.copy_(value)

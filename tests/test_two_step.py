@@ -1,0 +1,289 @@
+"""SAM-like optimizers: `first_step` perturbs the weights, `second_step` restores and steps."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+
+
+class SAM(torch.optim.Optimizer):
+    """Foret et al. 2020 (arXiv 2010.01412), Algorithm 1, around an optimizer of torch's."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def _each(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    yield group, param
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        norm = torch.stack([param.grad.norm() for _, param in self._each()]).norm()
+        for group, param in self._each():
+            self.state[param]["old"] = param.detach().clone()
+            param.add_(param.grad * (group["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for _, param in self._each():
+            param.data = self.state[param]["old"]
+        self.base.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.first_step(zero_grad=True)
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+BASES = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.02, "fused": True}),
+}
+
+
+def build(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    base, options = BASES[kind]
+    return model, SAM(model.parameters(), base, rho=0.5, **options)
+
+
+def start(kind, level, half=torch.float16):
+    model, optimizer = build(kind)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=half, init_scale=256.0, verbosity=0)
+    return model, optimizer
+
+
+def loss_of(model, step):
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
+    return F.mse_loss(model(inputs).float(), targets)
+
+
+def backward(model, optimizer, step, factor=1.0):
+    with ampatch.scale_loss(loss_of(model, step) * factor, optimizer) as scaled:
+        scaled.backward()
+
+
+def by_halves(model, optimizer, step, first=1.0, second=1.0):
+    backward(model, optimizer, step, first)
+    optimizer.first_step(zero_grad=True)
+    backward(model, optimizer, step, second)
+    optimizer.second_step(zero_grad=True)
+
+
+def by_closure(model, optimizer, step, first=1.0, second=1.0):
+    """Also after a plain `backward` through `scale_loss` before the step, as SAM's users write."""
+
+    def closure():
+        backward(model, optimizer, step, second)
+
+    backward(model, optimizer, step, first)
+    optimizer.step(closure)
+    optimizer.zero_grad()
+
+
+WAYS = {"halves": by_halves, "closure": by_closure}
+
+
+def plain(kind, steps):
+    model, optimizer = build(kind)
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.first_step(zero_grad=True)
+        loss_of(model, step).backward()
+        optimizer.second_step(zero_grad=True)
+    return [param.detach() for param in model.parameters()]
+
+
+def values(optimizer):
+    return [param.detach().clone() for param in ampatch.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", BASES)
+def test_trains_as_in_float(kind, way, opt_level):
+    model, optimizer = start(
+        kind, opt_level, torch.bfloat16 if opt_level == "O3" else torch.float16
+    )
+    for step in range(6):
+        WAYS[way](model, optimizer, step)
+        assert not ampatch.step_was_skipped(optimizer)
+    tolerance = 0.06 if opt_level == "O3" else 0.01
+    unperturbed, plain_optimizer = build(kind)
+    for step in range(6):
+        plain_optimizer.zero_grad()
+        loss_of(unperturbed, step).backward()
+        plain_optimizer.base.step()
+    apart = 0.0
+    for ours, theirs, other in zip(
+        values(optimizer), plain(kind, range(6)), unperturbed.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours.float(), theirs, atol=tolerance, rtol=0)
+        apart = max(apart, (theirs - other).abs().max().item())
+    assert apart > 2 * 0.01  # the perturbation matters: without it we would not be that close
+    for ours, weight in zip(values(optimizer), model.parameters(), strict=True):
+        assert torch.equal(ours.to(weight.dtype), weight)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_second_forward_sees_the_perturbed_weights(level):
+    """At O2 too, where the half weights have to follow; they are `rho` away."""
+    model, optimizer = start("SGD", level)
+    before = [param.detach().clone().float() for param in model.parameters()]
+    backward(model, optimizer, 0)
+    optimizer.first_step(zero_grad=True)
+    apart = [
+        (param.detach() - old).norm() for param, old in zip(model.parameters(), before, strict=True)
+    ]
+    assert math.isclose(torch.stack(apart).norm().item(), 0.5, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("where", ["first", "second", "both"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", BASES)
+def test_an_overflow_in_either_half_leaves_the_step_out(kind, level, way, where, bad):
+    """Weights and the base optimizer's state are as before it, to the bit; training goes on."""
+    model, optimizer = start(kind, level)
+    for step in range(3):
+        WAYS[way](model, optimizer, step)
+    weights, model_weights = values(optimizer), [p.detach().clone() for p in model.parameters()]
+    state = [value.clone() for s in optimizer.base.state.values() for value in s.values()]
+    factors = {half: bad for half in ("first", "second") if where in (half, "both")}
+    WAYS[way](model, optimizer, 99, **factors)
+    assert ampatch.step_was_skipped(optimizer)
+    assert all(map(torch.equal, weights, values(optimizer)))
+    assert all(map(torch.equal, model_weights, model.parameters()))
+    after = [value for s in optimizer.base.state.values() for value in s.values()]
+    assert all(map(torch.equal, state, after))
+    assert ampatch.loss_scale() == (64.0 if where == "both" else 128.0)
+    assert all(param.grad is None for param in model.parameters())
+    for step in range(3, 6):
+        WAYS[way](model, optimizer, step)
+        assert not ampatch.step_was_skipped(optimizer)
+    for ours, theirs in zip(values(optimizer), plain(kind, range(6)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0)
+
+
+class Struck(SAM):
+    """Is interrupted in one of its halves, once, after the first weight has moved."""
+
+    struck = None
+
+    def _each(self):
+        for index, found in enumerate(super()._each()):
+            if index == 1 and self.struck == (half := inspect.stack()[1].function):
+                self.struck = None
+                raise KeyboardInterrupt(half)
+            yield found
+
+
+STRUCK = [(way, half) for way in WAYS for half in ("first_step", "second_step")]
+
+
+@pytest.mark.parametrize("way, where", [*STRUCK, ("closure", "the closure")])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_ctrl_c_in_either_half_leaves_the_weights_from_before(level, way, where):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = Struck(model.parameters(), torch.optim.SGD, rho=0.5, **BASES["SGD"][1])
+    ampatch.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
+    WAYS[way](model, optimizer, 0)
+    weights = values(optimizer)
+    optimizer.struck = where
+    with pytest.raises(KeyboardInterrupt):
+        if where == "the closure":
+            backward(model, optimizer, 1)
+            optimizer.step(interrupted)
+        else:
+            WAYS[way](model, optimizer, 1)
+    assert optimizer.struck in (None, "the closure")
+    assert all(map(torch.equal, weights, values(optimizer)))
+    for param, weight in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(param, weight.to(param.dtype))
+    optimizer.zero_grad()
+    WAYS[way](model, optimizer, 2)
+    assert not ampatch.step_was_skipped(optimizer)
+    for ours, theirs in zip(values(optimizer), plain("SGD", [0, 2]), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0)
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_both_halves_count_as_one_step():
+    model, optimizer = start("SGD", "O1")
+    by_halves(model, optimizer, 0)
+    by_halves(model, optimizer, 1, first=math.inf)
+    by_halves(model, optimizer, 2, second=math.nan)
+    by_closure(model, optimizer, 3)
+    assert ampatch.step_counts(optimizer) == (2, 2, 0)
+
+
+def test_gradients_that_nobody_zeroed_are_looked_at_in_both_halves():
+    """inf of the first half is still there in the second, and in the next step's first."""
+    model, optimizer = start("SGD", "O1")
+    before = values(optimizer)
+    backward(model, optimizer, 0, math.inf)
+    optimizer.first_step()
+    optimizer.second_step()
+    optimizer.first_step()
+    optimizer.second_step()
+    assert ampatch.step_counts(optimizer) == (0, 2, 2)
+    assert all(map(torch.equal, before, values(optimizer)))
+
+
+@pytest.mark.parametrize("half_step", ["first_step", "second_step"])
+def test_a_half_inside_the_block_is_refused(half_step):
+    model, optimizer = start("SGD", "O1")
+    with pytest.raises(ampatch.AmpatchError, match="inside the ampatch.scale_loss block"):
+        with ampatch.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+            getattr(optimizer, half_step)()
+
+
+def test_half_steps_without_scale_loss_are_told(caplog):
+    model, optimizer = build("SGD")
+    ampatch.initialize(model, optimizer, opt_level="O1")
+    by_halves(model, optimizer, 0)
+    assert "came without ampatch.scale_loss" not in caplog.text
+    for _ in range(2):
+        loss_of(model, 1).backward()
+        optimizer.first_step(zero_grad=True)
+        loss_of(model, 1).backward()
+        optimizer.second_step()
+    assert caplog.text.count("SAM.step() came without ampatch.scale_loss") == 1
+
+
+def test_given_back():
+    model, optimizer = start("SGD", "O2")
+    by_halves(model, optimizer, 0)
+    assert {"step", "first_step", "second_step"} <= set(vars(optimizer))
+    ampatch.deactivate()
+    assert not {"first_step", "second_step"} & set(vars(optimizer))
+    loss_of(model, 1).backward()
+    optimizer.first_step(zero_grad=True)
+    loss_of(model, 1).backward()
+    optimizer.second_step(zero_grad=True)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
