@@ -163,3 +163,6 @@ def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):
             out=tmp_path / "other",
         ).run()
     assert len(list(read_runs(tmp_path / "other"))) == 1  # what was measured is kept
+    Path(seeded).write_text("print('no training here')\n")
+    with pytest.raises(SweepError, match="never calls ampatch.initialize"):
+        Sweep(seeded, levels=["O0"], seeds=2, out=tmp_path / "third").run()

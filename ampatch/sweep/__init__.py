@@ -159,8 +159,8 @@ class Sweep:
     def run(self, progress: Progress | None = None) -> Sweep:
         """Run what has not run yet, one after the other; the files grow with each.
 
-        Raises `SweepError` after the first run that went well, if it shows that a
-        metric is not there.
+        Raises `SweepError` after the first run that shows that the script does not
+        train, or reports no such metric.
         """
         runner = Runner(
             self.script, self.arguments, self._held.runs, self._steps, self._metrics, self._timeout
@@ -188,7 +188,14 @@ class Sweep:
         self.runs.append(run)
         self._write()
         shown.ended(run)
+        self._check_training(run)
         self._check_metrics(run)
+
+    def _check_training(self, run: Run) -> None:
+        """A script that does not train at O0 will not at other levels: say so at once."""
+        said = status(run)
+        if said.startswith("no training") and len(self.runs) < len(self.planned):
+            raise SweepError(f"{self.script}: {said} ({run.planned.label}).")
 
     def _check_metrics(self, run: Run) -> None:
         """A metric that the first good run lacks is a slip: say so before hours have gone by."""

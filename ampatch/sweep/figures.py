@@ -93,7 +93,10 @@ def status(run: Run) -> str:
     if run.exit_code:
         return f"exited: code {run.exit_code}"
     if measured.opt_level is None:
-        return "no training: never calls ampatch.initialize"
+        return (
+            "no training: never calls ampatch.initialize, nor apex.amp's; put it behind model and "
+            "optimizer, and scale_loss around backward"
+        )
     if measured.properties.get("enabled") == "False":
         return "no training: calls ampatch.initialize with enabled=False"
     if not measured.skipped:
