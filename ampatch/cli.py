@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ampatch import sweep_command
 from ampatch._version import __version__
 from ampatch.diagnose import command as diagnose
 from ampatch.run import command as run
@@ -61,48 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_sweep(commands)
+    sweep_command.add_to(commands)
     run.add_parser(commands)
     _add_tables(commands)
     diagnose.add_parsers(commands)
     return parser
-
-
-def _add_sweep(commands: Any) -> None:
-    parser = commands.add_parser(
-        "sweep",
-        help="run a script at several opt levels and compare them",
-        usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]",
-        description="Runs SCRIPT once per opt level and half dtype, each in a fresh process, "
-        "and prints a table. SCRIPT is not edited: its ampatch.initialize takes opt level and "
-        "dtype from AMPATCH_OPT_LEVEL and AMPATCH_DTYPE. O0 runs once.",
-    )
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument(
-        "--levels",
-        type=_names,
-        default=["O0", "O1", "O2", "O3"],
-        help="opt levels, with commas between (default: O0,O1,O2,O3)",
-    )
-    parser.add_argument(
-        "--dtypes",
-        type=_names,
-        default=["float16"],
-        help="half dtypes: float16,bfloat16 (default: float16)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="for sweep.json, records and logs (default: ampatch-sweep/ and the "
-        "script's name); an earlier sweep there is replaced",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        metavar="SECONDS",
-        help="end a run that takes longer, and go on with the next",
-    )
-    parser.set_defaults(command=sweep_command, parser=parser)
 
 
 def _add_tables(commands: Any) -> None:
@@ -134,51 +98,6 @@ def _add_tables(commands: Any) -> None:
         "before the patches: what is rebound, what is out of reach and how to write it",
     )
     parser.set_defaults(command=tables_command, parser=parser)
-
-
-# sweep
-
-
-def sweep_command(options: argparse.Namespace) -> int:
-    from ampatch.sweep import Sweep
-    from ampatch.sweep.progress import progress_on
-    from ampatch.sweep.summary import OK
-    from ampatch.sweep.table import write_table
-
-    try:
-        plan = Sweep(
-            options.script,
-            options.arguments,
-            levels=options.levels,
-            dtypes=options.dtypes,
-            out=options.out,
-            timeout=options.timeout,
-        )
-    except (OSError, ValueError) as error:
-        options.parser.error(str(error))
-    interrupted = False
-    try:
-        plan.run(progress_on(sys.stderr))
-    except KeyboardInterrupt:
-        interrupted = True
-        left = len(plan.cases) - len(plan.runs)
-        print(f"Interrupted; {left} of {len(plan.cases)} runs are missing.", file=sys.stderr)
-    write_table(plan.rows, sys.stdout)
-    print(f"Written to {plan.table_file}; records and logs are beside it.")
-    if interrupted:
-        return 130
-    return 0 if any(row.status == OK for row in plan.rows) else 1
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)  # argparse makes an error message of the ValueError
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return seconds
 
 
 # tables

@@ -6,6 +6,7 @@
 | `AMPATCH_DTYPE` | `dtype` |
 | `AMPATCH_LOSS_SCALE` | `loss_scale` |
 | `AMPATCH_ENABLED` | `enabled`, where it is `0` |
+| `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"keep_batchnorm_fp32": false}` |
 
 One that is empty counts as not set.
 """
@@ -13,6 +14,7 @@ One that is empty counts as not set.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +24,13 @@ import torch
 from .opt_levels import half_type, level_name, loss_scale_value
 from .scaling.loss_scaler import make_scaler
 
-VARIABLES = ("AMPATCH_OPT_LEVEL", "AMPATCH_DTYPE", "AMPATCH_LOSS_SCALE", "AMPATCH_ENABLED")
+VARIABLES = (
+    "AMPATCH_OPT_LEVEL",
+    "AMPATCH_DTYPE",
+    "AMPATCH_LOSS_SCALE",
+    "AMPATCH_ENABLED",
+    "AMPATCH_SETTINGS",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Asked:
     dtype: torch.dtype | None = None
     loss_scale: str | float | None = None
     enabled: bool = True
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Asked:
@@ -47,6 +56,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Asked:
         dtype=value("AMPATCH_DTYPE", dtype),
         loss_scale=value("AMPATCH_LOSS_SCALE", loss_scale),
         enabled=value("AMPATCH_ENABLED", _truth) is not False,
+        settings=value("AMPATCH_SETTINGS", _settings) or {},
     )
 
 
@@ -78,6 +88,16 @@ def _truth(name: str, text: str) -> bool:
     if text.strip().lower() in ("1", "true"):
         return True
     raise ValueError(f"{name}={text}: expected 0 (off) or 1.")
+
+
+def _settings(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}={text}: not understood. Expected a JSON object.")
+    return found
 
 
 def _checked(name: str, text: str, check: Any, expected: str) -> Any:

@@ -100,8 +100,9 @@ def initialize(
         that an earlier call manages stay managed by it.
 
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
-    and `AMPATCH_ENABLED` (`0`) override the arguments of the same names; `ValueError`
-    names one that is wrong.
+    and `AMPATCH_ENABLED` (`0`) override the arguments of the same names, and
+    `AMPATCH_SETTINGS`, a JSON object, those it names (`{"keep_batchnorm_fp32": false}`);
+    `ValueError` names one that is wrong.
     """
     checks.unknown_keywords(initialize, unknown)
     given = {
@@ -123,9 +124,11 @@ def initialize(
         "max_consecutive_skips": max_consecutive_skips,
         "allow_banned": allow_banned,
         "patch_scope": patch_scope,
+        "overrides": overrides,
     }
     set_verbosity(verbosity)
     opt_level, dtype, given = _from_environment(opt_level, dtype, given)
+    overrides = given.pop("overrides")
     properties = resolve(opt_level, dtype, **given)
     rules = override_rules.split(overrides)
     listed_models, listed_optimizers = checks.as_models(models), checks.as_optimizers(optimizers)
@@ -158,7 +161,7 @@ def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any
         given["loss_scale"] = asked.loss_scale
     dtype = asked.dtype or dtype
     if asked.opt_level is None:
-        return opt_level, dtype, given
+        return opt_level, dtype, _with_settings(given, asked.settings)
     if asked.opt_level != opt_level:
         tied = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
         dropped = [name for name in tied if given[name] is not None]
@@ -171,7 +174,17 @@ def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any
                 ", ".join(dropped),
             )
         given = {name: None if name in tied else value for name, value in given.items()}
-    return asked.opt_level, dtype, given
+    return asked.opt_level, dtype, _with_settings(given, asked.settings)
+
+
+def _with_settings(given: dict, settings: dict) -> dict:
+    unknown = [name for name in settings if name not in given]
+    if unknown:
+        raise ValueError(
+            f"AMPATCH_SETTINGS: {', '.join(unknown)}: no such setting. Expected names among "
+            f"{', '.join(given)}."
+        )
+    return {**given, **settings}
 
 
 def _check(
@@ -234,7 +247,9 @@ def observe(observer: Any) -> Callable[[], None]:
     """Have an object told of what happens; returns a function that ends it.
 
     Its methods, each optional: `on_initialize(properties)`, `on_loss(loss, loss_id)`
-    with the unscaled loss of each `scale_loss`, `on_step(optimizer, skipped)` where
+    with the unscaled loss of each `scale_loss`, `on_scale(scale, loss_id)` with the scale it
+    is then multiplied by (a float, or a tensor that changes in place later),
+    `on_step(optimizer, skipped)` where
     `skipped` is a bool or a 0-dim tensor to read later, `on_metrics(values)`,
     `on_close(session)` and `on_deactivate()`.
     """

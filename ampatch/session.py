@@ -248,6 +248,7 @@ class Session(Members):
             optimizer.adopt_new()
         managed = with_sharers(managed, list(self.optimizers()))
         registry.tell("on_loss", loss, loss_id)
+        registry.tell("on_scale", self.scalers[loss_id].peek(), loss_id)
         return ScaledBackward(
             loss,
             managed,

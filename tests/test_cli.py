@@ -60,21 +60,26 @@ def ampatch_command(*arguments, cwd):
 
 def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     done = ampatch_command("sweep", "train.py", "--levels", "O0,O1", "--dtypes", "bfloat16",
-                           cwd=tmp_path)
+                           "--no-autocast", cwd=tmp_path)
 
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
-    head, line, first, second, *notes, written = done.stdout.splitlines()
+    table, _, verdicts = done.stdout.partition("\n\n")
+    head, line, first, second, *notes = table.splitlines()
     assert head.split() == ["level", "dtype", "step", "ms", "speed", "memory", "MiB", "first",
                             "loss", "last", "loss", "accuracy", "skips", "scale", "status"]
     assert "resident set" in notes[-1]
     assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
     assert first.split()[3] == "1.00x" and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
-    assert written.startswith("Written to ampatch-sweep/train/sweep.json")
+    of_o0, of_o1, recommended, written = verdicts.splitlines()
+    assert of_o0 == "O0 float32: the baseline"
+    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (n=1 and 1)")
+    assert recommended.startswith(("Stay with O0: ", "O1 in bfloat16: "))
+    assert written.startswith("Written to ampatch-sweep/train: summary.json")
     progress = done.stderr.splitlines()
-    assert progress[0] == "[1/2] O0: started"
-    assert progress[3].startswith("[2/2] O1-bfloat16: ok, 10 steps of ")
-    rows = json.loads((tmp_path / "ampatch-sweep/train/sweep.json").read_text())["rows"]
+    assert progress[0] == "[1/2] O0 seed 0: started"
+    assert progress[3].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
+    rows = json.loads((tmp_path / "ampatch-sweep/train/summary.json").read_text())["rows"]
     assert [row["metrics"] for row in rows] == [{"accuracy": 0.75}] * 2
 
 
@@ -82,7 +87,7 @@ def test_arguments_after_two_dashes_are_the_scripts(script, tmp_path):
     Path(script).write_text("import sys\nprint(sys.argv[1:])\n")
     done = ampatch_command("sweep", "--levels=O0", "train.py", "--out", "here", "--",
                            "--levels", "x", "--", "y", cwd=tmp_path)
-    assert (tmp_path / "here" / "O0.log").read_text() == "['--levels', 'x', '--', 'y']\n"
+    assert (tmp_path / "here/runs/O0.seed0.repeat0.log").read_text() == "['--levels', 'x', '--', 'y']\n"
     assert done.returncode == 1  # no run went well
     assert "never calls ampatch.initialize" in done.stdout
 
@@ -98,7 +103,7 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
     text = read_all(ours)
     assert process.wait() == 0
     assert "\x1b[?25l" in text  # the cursor, hidden while the bar is drawn
-    assert "steps" in text and "(1/1) O0: ok, 10 steps of " in text
+    assert "steps" in text and "(1/1) O0 seed 0: ok, 10 steps of " in text
     assert "\x1b[32mok" in text
     assert text.index("\x1b[?25h") < text.index("\x1b[32mok")
 
@@ -128,7 +133,19 @@ def read_all(terminal):
         (("sweep", "train.py", "--epochs", "2"), "behind --: ampatch sweep train.py -- --epochs 2"),
         (("sweep", "train.py", "--timeout", "-1"), "argument --timeout: -1 is not above 0"),
         (("sweep", "train.py", "--timeout", "soon"), "argument --timeout: "),
-        (("sweep", "train.py", "--out", "train.py/x"), "Not a directory: 'train.py/x'"),
+        (("sweep", "train.py", "--out", "train.py/x"), "train.py/x: cannot be written: Not a directory"),
+        (("sweep", "train.py", "--dtypes", "half"), "unknown dtype 'half'"),
+        (("sweep", "train.py", "--seeds", "0"), "argument --seeds: 0 is not above 0"),
+        (("sweep", "train.py", "--with", "O2"), "--with 'O2': expected an opt level and settings"),
+        (("sweep", "train.py", "--with", "O2 loss_scale=-1"), "must be above 0"),
+        (("sweep", "train.py", "--with", "O2 lr=1"), "initialize has no setting 'lr'"),
+        (("sweep", "train.py", "--with", "O1 master_weights=True"), "are their own masters"),
+        (("sweep", "train.py", "--metric", "acc"), "'acc': expected NAME=VALUE"),
+        (("sweep", "train.py", "--metric", "acc=[("), "no regular expression"),
+        (("sweep", "train.py", "--metric", r"acc=\d+"), "expected one group in parentheses"),
+        (("sweep", "train.py", "--better", "acc=up"), "expected lower or higher"),
+        (("sweep", "train.py", "--resume"), "there is no sweep to resume"),
+        (("sweep", "train.py", "--", "--steps", "{steps}"), "give --steps N as well"),
         (("run",), "the following arguments are required: SCRIPT"),
         (("run", "gone.py"), "gone.py: there is no such script"),
         (("tables", "--rule", "quarter"), "unknown rule 'quarter'; expected one of half"),

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def run_everywhere(example, arguments, out):
     pytest.importorskip("sklearn")
-    return sweep(str(EXAMPLES / example), arguments, dtypes=DTYPES, out=out, timeout=120)
+    return sweep(str(EXAMPLES / example), arguments, dtypes=DTYPES, autocast=False, out=out, timeout=120)
 
 
 def test_digits_learns_everywhere(tmp_path):
@@ -34,7 +34,7 @@ def test_char_lm_learns_wherever_it_can(tmp_path):
     arguments = ["--steps", "60", "--epochs", "1", "--device", "cpu"]
     *rows, bfloat16 = run_everywhere("char_lm.py", arguments, tmp_path)
     float16 = rows.pop()
-    assert (float16.opt_level, float16.status) == ("O3", "diverged: loss nan at step 2")
+    assert (float16.opt_level, float16.status) == ("O3", "diverged at step 2: loss nan")
     for row in [*rows, bfloat16]:
         assert (row.status, row.steps) == ("ok", 60)
         assert row.metrics["heldout_loss"] < 3.0
@@ -63,9 +63,9 @@ def test_an_example_explains_itself(example):
 def test_an_example_on_cuda(example, tmp_path):
     rows = sweep(
         str(EXAMPLES / example), ["--device", "cuda", "--epochs", "2"],
-        levels=["O0", "O1", "O2"], dtypes=DTYPES, out=tmp_path,
+        levels=["O0", "O1", "O2"], dtypes=DTYPES, autocast=False, out=tmp_path,
     )
-    assert [row.status for row in rows] == ["ok"] * 5
+    assert [row.status for row in rows] == ["ok"] * 6  # O0+tf32 among them
     assert {row.memory_kind for row in rows} == {"device"}
     assert all(0 < row.memory_bytes < torch.cuda.mem_get_info()[1] for row in rows)
     assert all(row.last_loss < row.first_loss and row.step_ms > 0 for row in rows)

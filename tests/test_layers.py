@@ -51,13 +51,14 @@ ALLOWED = {
     | {"session"},
     # the rooms around the engine use its public API (and the tables)
     "diagnose": LEAVES
-    | {"__init__", "casting", "diagnose", "environment", "opt_levels", "session", "sweep"}
+    | {"__init__", "casting", "diagnose", "environment", "opt_levels", "run", "session", "sweep"}
     | {"tables_command"},
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},
     "run": LEAVES | {"__init__", "auto", "compat", "environment", "run"},
     "sweep": LEAVES | {"__init__", "run", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
-    "cli": LEAVES | {"__init__", "run", "sweep", "diagnose", "opt_levels", "tables_command"},
+    "sweep_command": LEAVES | {"sweep"},
+    "cli": LEAVES | {"run", "sweep_command", "diagnose", "tables_command"},
     "__main__": {"cli"},
 }
 

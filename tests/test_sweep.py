@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ampatch
-from ampatch.sweep import Sweep, sweep
+from ampatch.sweep import Sweep, read_results, read_runs, sweep
 from ampatch.sweep.record import Run, read_json
 
 TRAINING = """
@@ -72,7 +72,7 @@ def good(directory):
     """)
     plan = Sweep(
         script, [str(directory), "--x"], levels=["O0", "O1", "O2"], dtypes=["bfloat16"],
-        out=directory / "out",
+        autocast=False, out=directory / "out",
     )
     return plan.run()
 
@@ -117,23 +117,16 @@ def test_the_json_says_what_the_rows_say(good):
     assert data["arguments"][1] == "--x"
     assert [row["status"] for row in data["rows"]] == ["ok"] * 3
     assert data["rows"][1]["last_loss"] == good.rows[1].last_loss
-    assert Run.from_json(read_json(good.directory / "O1-bfloat16.json")) == good.runs[1]
+    assert Run.from_json(read_json(good.directory / "runs/O1-bfloat16.seed0.repeat0.json")) == (
+        good.runs[1]
+    )
+    assert list(read_runs(good.directory, "O1-bfloat16")) == [good.runs[1]]
+    assert read_results(good.directory) == good.results
 
 
 def test_the_log_holds_what_the_script_printed(good):
-    log = (good.directory / "O2-bfloat16.log").read_text()
+    log = (good.directory / "runs/O2-bfloat16.seed0.repeat0.log").read_text()
     assert "the script says" in log and "--x" in log
-
-
-def test_a_second_sweep_in_the_directory_replaces_the_first(good, directory):
-    out = directory / "reused"
-    out.mkdir()
-    (out / "O3-float16.json").write_text("{}")
-    (out / "mine.txt").write_text("not the sweep's")
-
-    Sweep(good.script, out=out)
-
-    assert sorted(path.name for path in out.iterdir()) == ["mine.txt", "sweep.json"]
 
 
 # Runs that end otherwise
@@ -153,19 +146,19 @@ def test_each_way_to_fail_is_a_row(directory):
             os.kill(os.getpid(), 9)
     """)
     out = directory / "troubles"
-    rows = sweep(script, dtypes=["bfloat16"], out=out)
+    rows = sweep(script, dtypes=["bfloat16"], autocast=False, out=out)
 
     assert [row.status for row in rows] == [
         "crashed: RuntimeError: the tensor is",
         "exited: code 3",
-        "diverged: loss nan at step 3",
+        "diverged at step 3: loss nan",
         "killed: by SIGKILL (out of memory?)",
     ]
     assert [row.steps for row in rows] == [2, 2, 3, 0]
     assert math.isnan(rows[2].last_loss)
-    log = (out / "O0.log").read_text()
+    log = (out / "runs/O0.seed0.repeat0.log").read_text()
     assert log.startswith("Traceback (most recent call last):\n  File \"" + script)
-    text = (out / "sweep.json").read_text()
+    text = (out / "summary.json").read_text()
     assert "NaN" not in text and json.loads(text)["rows"][2]["last_loss"] == "nan"
 
 
@@ -183,7 +176,7 @@ def test_each_way_to_fail_is_a_row(directory):
 )
 def test_a_script_that_does_not_train(directory, body, expected):
     script = write_script(directory, "idle", body)
-    [row] = sweep(script, levels=["O0"], out=directory / "idle")
+    [row] = sweep(script, levels=["O0"], out=directory / "idle", overwrite=True)
     assert row.status.startswith(expected)
     assert (row.step_ms, row.speed, row.first_loss, row.steps) == (None, None, None, 0)
 
@@ -195,7 +188,7 @@ def test_a_skipped_overflow_is_counted_and_is_no_trouble(directory):
             step(factor)
         amp.deactivate()
     """)
-    [row] = sweep(script, levels=["O2"], out=directory / "overflow")
+    [row] = sweep(script, levels=["O2"], autocast=False, out=directory / "overflow")
     assert (row.status, row.skipped, row.steps) == ("ok", 1, 4)
     assert row.loss_scale == 2.0**15
 
@@ -245,47 +238,53 @@ def test_the_script_finds_itself_as_python_would_run_it(directory):
                 print(beside.word, sys.argv[1:], pool.map(work, [1]))
     """)
     sweep(script, ["--", "-x"], levels=["O0"], out=directory / "itself")
-    assert (directory / "itself" / "O0.log").read_text() == "found ['--', '-x'] [2]\n"
+    assert (directory / "itself/runs/O0.seed0.repeat0.log").read_text() == "found ['--', '-x'] [2]\n"
 
 
 # The sweep's own end
 
 
 @pytest.fixture
-def hanging(directory, tmp_path):
-    """A sweep in a process of its own; yields it and the pid of its running child."""
+def hanging(request, tmp_path):
+    """A sweep in a process of its own; yields it, and the pids of its child and the child's child."""
     pid_file = tmp_path / "pid"
     script = write_script(tmp_path, "wait", f"""
-        import os, time
-        open({str(pid_file)!r} + ".part", "w").write(str(os.getpid()))
+        import ctypes, os, subprocess, time
+        worker = subprocess.Popen(["sleep", "600"])
+        open({str(pid_file)!r} + ".part", "w").write(f"{{os.getpid()}} {{worker.pid}}")
         os.rename({str(pid_file)!r} + ".part", {str(pid_file)!r})
-        time.sleep(600)
+        while True:
+            {request.param}
     """)
     command = [sys.executable, "-m", "ampatch", "sweep", script, "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     wait_until(pid_file.exists)
-    yield process, int(pid_file.read_text())
+    yield process, list(map(int, pid_file.read_text().split()))
     process.kill()
     process.communicate()
 
 
+@pytest.mark.parametrize("hanging", ["time.sleep(600)"], indirect=True)
 def test_interrupting_a_sweep_ends_the_child_and_keeps_the_file(hanging, tmp_path):
-    process, child = hanging
+    process, children = hanging
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "Interrupted; 4 of 4 runs are missing." in err
+    assert "Interrupted\n5 of 5 runs are missing; go on with --resume." in err
     assert "Traceback" not in err
-    assert not is_alive(child)
-    assert json.loads((tmp_path / "out" / "sweep.json").read_text())["complete"] is False
+    assert not any(map(is_alive, children))
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["complete"] is False
 
 
+@pytest.mark.parametrize("hanging", ["ctypes.PyDLL(None).sleep(600)"], indirect=True)
 def test_killing_a_sweep_ends_the_child(hanging):
-    process, child = hanging
+    """Even one in C code that holds the interpreter's lock, where no thread of it runs."""
+    process, children = hanging
+    assert all(map(is_alive, children))
     process.kill()
-    wait_until(lambda: not is_alive(child))
+    wait_until(lambda: not any(map(is_alive, children)))
 
 
 def wait_until(condition, seconds=60):

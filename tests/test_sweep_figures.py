@@ -8,8 +8,9 @@ import torch
 
 from ampatch.sweep import Sweep, cases
 from ampatch.sweep.probes import BATCH, Readings, Timeline
-from ampatch.sweep.record import Case, Measured, Run, Series, read_json, write_json
-from ampatch.sweep.summary import first_and_last, status, step_ms, summarize
+from ampatch.sweep.figures import first_and_last, status, step_ms
+from ampatch.sweep.record import Case, Measured, Planned, Run, Series, read_json, write_json
+from ampatch.sweep.summary import summarize
 from ampatch.sweep.table import plain_table, write_table
 
 
@@ -39,7 +40,8 @@ def test_a_wrong_name_is_refused_before_anything_runs(wrong, message):
 
 
 def run_of(level="O1", exit_code=0, **fields):
-    return Run(Case(level, "float16"), exit_code, 1.0, Measured(opt_level=level, **fields))
+    case = Case(level, None if level == "O0" else "float16")
+    return Run(Planned(case), exit_code, 1.0, Measured(opt_level=level, **fields))
 
 
 def losses(*values):
@@ -50,14 +52,14 @@ def test_an_overflow_that_was_skipped_is_no_divergence():
     inf = math.inf
     assert status(run_of(skipped=[False, True, False], losses=losses(1.0, inf, 0.5))) == "ok"
     taken = run_of(skipped=[False, False, False], losses=losses(1.0, inf, 0.5))
-    assert status(taken) == "diverged: loss inf at step 2"
+    assert status(taken) == "diverged at step 2: loss inf"
     to_the_end = run_of(skipped=[False, True], losses=losses(1.0, math.nan))
-    assert status(to_the_end) == "diverged: loss nan at step 2"
+    assert status(to_the_end) == "diverged at step 2: loss nan"
 
 
 def test_a_script_that_overrules_the_sweep_is_found_out():
     run = run_of(skipped=[False], losses=losses(1.0))
-    run.case = Case("O2", "float16")
+    run.planned = Planned(Case("O2", "float16"))
     assert status(run) == "other level: ran at O1, not at O2"
 
 
@@ -88,8 +90,13 @@ def test_json_keeps_every_value(tmp_path):
         step_seconds=[None, 0.25], losses=losses(math.inf, -math.inf, 0.1),
         metrics={"accuracy": Series([2], [0.75])}, loss_scale=32768.0, device="cpu",
         memory_bytes=123, memory_kind="device", error="ValueError: no",
+        loss_scales={"0": Series([0, 3], [65536.0, math.inf], [0.5, 1.5])}, stopped_at=2,
+        samples=Series([1, 2], [64.0, 32.0], [0.25, 0.75]), output_marks=[(1, 10), (2, 30)],
+        matmul_precision="high",
     )
-    run = Run(Case("O1", "float16"), 1, 2.5, measured, ended_by="timed out: after 2 s")
+    case = Case("O2", "float16", tf32=True, settings=(("overrides", "x"), ("loss_scale", 2.0)))
+    planned = Planned(case, seed=3, repeat=1)
+    run = Run(planned, 1, 2.5, measured, ended_by="timed out: after 2 s", timeout=2.0)
     write_json(tmp_path / "run.json", run.to_json())
     assert Run.from_json(read_json(tmp_path / "run.json")) == run
 
@@ -122,7 +129,7 @@ def test_on_a_terminal_of_any_width_nothing_is_cut_off(width, monkeypatch):
     terminal = Terminal()
     write_table(summarize([ok, lost]), terminal)
     text = terminal.getvalue()
-    words = ("float16", "0/300", "65536", "0.9750", "400", "12.34", "diverged: loss nan at step 1")
+    words = ("float16", "0/300", "65536", "0.9750", "400", "12.34", "diverged at step 1: loss nan")
     for word in words:
         assert word in text
     table = text.partition("Step time")[0].splitlines()

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
 from ampatch.session import registry
-from ampatch.sweep.script import Ending, check_script, run_script
+from ampatch.run.script import Ending, check_script, run_script
 
 __all__ = ["check_script", "run_watched"]
 

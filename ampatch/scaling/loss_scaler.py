@@ -68,6 +68,10 @@ class StaticScaler:
         """The scale."""
         return self._value
 
+    def peek(self) -> float:
+        """The scale; nothing waits."""
+        return self._value
+
     def set(self, value: float) -> None:
         """Another scale from now on.  Raises `ValueError` if FP32 cannot hold or invert it."""
         self._value = _invertible(value)
@@ -199,6 +203,10 @@ class DynamicScaler:
     def get(self) -> float:
         """The scale.  Waits for the device."""
         return self._scale.item()
+
+    def peek(self) -> Tensor:
+        """The tensor that holds the scale, for who reads or copies it at once; nothing waits."""
+        return self._scale
 
     def set(self, value: float) -> None:
         """Another scale from now on, within the floor and the cap."""

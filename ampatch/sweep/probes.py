@@ -97,17 +97,33 @@ class Timeline:
 
 @dataclass
 class Track:
-    """Readings, and how many optimizer steps had been taken before each."""
+    """Readings, how many optimizer steps had been taken before each, and when it was."""
 
     steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     readings: Readings = field(default_factory=Readings)
 
     def add(self, step: int, value: Any) -> None:
         self.steps.append(step)
+        self.seconds.append(time.monotonic())
         self.readings.add(value)
 
-    def series(self) -> Series:
-        return Series(self.steps, self.readings.all())
+    def series(self, since: float = 0.0) -> Series:
+        """All of it; `seconds` from the moment `since` of `time.monotonic` on."""
+        seconds = [moment - since for moment in self.seconds]
+        return Series(list(self.steps), list(self.readings.all()), seconds)
+
+    def changes(self, since: float = 0.0) -> Series:
+        """Only where the value is another than the one before."""
+        whole = self.series(since)
+        kept = [
+            index
+            for index, value in enumerate(whole.values)
+            if index == 0 or value != whole.values[index - 1]
+        ]
+        return Series(
+            *([column[i] for i in kept] for column in (whole.steps, whole.values, whole.seconds))
+        )
 
 
 def peak_memory() -> tuple[int | None, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, Protocol, TextIO
 
-from ampatch.sweep.record import Case, Run
-from ampatch.sweep.summary import status, step_ms
+from ampatch.sweep.figures import status, step_ms
+from ampatch.sweep.record import Planned, Run
 
 
 class Progress(Protocol):
@@ -16,7 +16,7 @@ class Progress(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def started(self, number: int, count: int, case: Case) -> None: ...
+    def started(self, number: int, count: int, planned: Planned) -> None: ...
 
     def reached(self, steps: int, loss: float | None) -> None: ...
 
@@ -32,7 +32,7 @@ class Silent:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def started(self, number: int, count: int, case: Case) -> None:
+    def started(self, number: int, count: int, planned: Planned) -> None:
         pass
 
     def reached(self, steps: int, loss: float | None) -> None:
@@ -49,8 +49,8 @@ class Lines(Silent):
         self._stream = stream
         self._name = ""
 
-    def started(self, number: int, count: int, case: Case) -> None:
-        self._name = f"[{number}/{count}] {case.label}"
+    def started(self, number: int, count: int, planned: Planned) -> None:
+        self._name = f"[{number}/{count}] {planned.label}"
         self._say("started")
 
     def ended(self, run: Run) -> None:
@@ -90,8 +90,8 @@ class Live:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def started(self, number: int, count: int, case: Case) -> None:
-        self._name = f"({number}/{count}) {case.label}"
+    def started(self, number: int, count: int, planned: Planned) -> None:
+        self._name = f"({number}/{count}) {planned.label}"
         self._task = self._bar.add_task(self._name, total=self._total, loss="")
 
     def reached(self, steps: int, loss: float | None) -> None:

@@ -1,156 +1,164 @@
-"""The figures of a table row, computed from what a run measured.
+"""The rows: what all runs of a case came to, beside O0's.
 
-* Step time: the median time from the end of one optimizer step to the end of
-  the next, so forward, backward, step and loading of data together.  Left out
-  are the first steps (`WARM_UP`, or a quarter of a short run) and the first
-  step after `log_metrics`, which contains an evaluation.  A script that
-  evaluates without `log_metrics` does it in few of its steps, and the median
-  does not move.  With several optimizers it is the one that steps most often.
-* First and last loss: means over the first and the last twentieth of all
-  losses given to `scale_loss`; with several losses, those of the lowest `loss_id`.
-* A run has diverged when its last loss is not finite, or an earlier one was not
-  and the optimizer step after it was taken nevertheless.  An overflow that the
-  loss scaler skipped is not divergence.
+* Speed is relative to O0 of the same round: rounds are what ran close together
+  in time, so that a drifting machine moves both.  The median of the rounds'
+  ratios counts, between the least and the greatest.
+* For accuracy each seed is one value (the mean, should it have run several
+  times): a metric's last value, or the last loss.  `judge.py` compares them.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import signal
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
-from ampatch.sweep.record import Measured, Run, Series
+from ampatch.sweep.figures import (
+    OK,
+    first_and_last,
+    non_finite,
+    samples_per_second,
+    status,
+    step_times,
+)
+from ampatch.sweep.judge import LOSS, Samples, compare, outcome_of, verdict_of
+from ampatch.sweep.record import Case, Measured, Run
+from ampatch.sweep.results import Row, Spread
 
-WARM_UP = 10  # steps
-SHARE = 20  # first and last loss are means over this fraction of them: 1/20
-
-OK = "ok"
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One row.  None stands for what the run did not get to measure."""
-
-    opt_level: str
-    dtype: str
-    status: str
-    step_ms: float | None = None
-    speed: float | None = None  # relative to O0; above 1 is faster
-    memory_bytes: int | None = None
-    memory_kind: str = "resident"
-    first_loss: float | None = None
-    last_loss: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
-    steps: int = 0
-    skipped: int = 0
-    loss_scale: float | None = None
-    seconds: float = 0.0  # of the whole process
+BASE = Case("O0")
 
 
-def summarize(runs: Sequence[Run]) -> list[Summary]:
-    """A row per run, in the order given; speed is relative to the first O0."""
-    times = [step_ms(run.measured) for run in runs]
-    base = next((ms for run, ms in zip(runs, times) if run.case.opt_level == "O0"), None)
-    return [_summary(run, ms, base) for run, ms in zip(runs, times)]
+def summarize(
+    runs: Sequence[Run], judged: str | None = None, better: Mapping[str, str] | None = None
+) -> list[Row]:
+    """A row per case, in the order in which they first ran.
+
+    `judged` is the quantity that the verdict is about, by default the first
+    metric, or the last loss; `better` says of metrics whether "higher" or "lower"
+    is, where their name does not tell.
+    """
+    by_case: dict[Case, list[Run]] = {}
+    for run in runs:
+        by_case.setdefault(run.case, []).append(run)
+    base = by_case.get(BASE, [])
+    return [_row(case, of_case, base, judged, better or {}) for case, of_case in by_case.items()]
 
 
-def _summary(run: Run, ms: float | None, base: float | None) -> Summary:
-    measured = run.measured or Measured()
-    first, last = first_and_last(measured)
-    return Summary(
-        opt_level=run.case.opt_level,
-        dtype=run.case.dtype or "float32",
-        status=status(run),
-        step_ms=ms,
-        speed=base / ms if base and ms else None,
-        memory_bytes=measured.memory_bytes,
-        memory_kind=measured.memory_kind,
-        first_loss=first,
-        last_loss=last,
-        metrics={name: series.values[-1] for name, series in measured.metrics.items()},
-        steps=len(measured.skipped),
-        skipped=sum(measured.skipped),
-        loss_scale=measured.loss_scale,
-        seconds=run.seconds,
+def samples_of(runs: Iterable[Run]) -> Samples:
+    """Per quantity, one value per seed, of the runs that went well."""
+    values: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        if status(run) != OK:
+            continue
+        for name, value in _finals(run.measured or Measured()).items():
+            values.setdefault(name, {}).setdefault(run.planned.seed, []).append(value)
+    return {
+        name: [statistics.fmean(seeds[seed]) for seed in sorted(seeds)]
+        for name, seeds in values.items()
+    }
+
+
+def seeds_matter(runs: Iterable[Run]) -> bool:
+    """Whether runs with different seeds differ in anything they measured of the training."""
+    by_seed = {}
+    for run in runs:
+        if status(run) == OK and run.case == BASE:
+            losses = [series.values for series in run.measured.losses.values()]
+            by_seed[run.planned.seed] = (losses, _finals(run.measured))
+    first, *others = list(by_seed.values()) or [None]
+    return not others or any(other != first for other in others)
+
+
+def _row(
+    case: Case,
+    runs: Sequence[Run],
+    base: Sequence[Run],
+    judged: str | None,
+    better: Mapping[str, str],
+) -> Row:
+    measured = [run.measured for run in runs if run.measured is not None]
+    trouble = [said for said in map(status, runs) if said != OK]
+    times, speeds = _times(measured), _speeds(runs, base)
+    firsts, lasts = zip(*map(first_and_last, measured)) if measured else ((), ())
+    compared = (
+        []
+        if case == BASE
+        else compare(samples_of(runs), samples_of(base), judged, better, seeds_matter(base))
     )
+    row = Row(
+        label=case.label,
+        opt_level=case.level_name,
+        dtype=case.dtype or "float32",
+        engine=case.engine,
+        settings=dict(case.settings),
+        status=trouble[0] if trouble else OK,
+        runs=len(runs),
+        good_runs=len(runs) - len(trouble),
+        seeds=len({run.planned.seed for run in runs}),
+        step_ms=times and times.median,
+        step_times=times,
+        speed=speeds and speeds.median,
+        speeds=speeds,
+        samples_per_second=_median(map(samples_per_second, measured)),
+        memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
+        memory_kind=measured[0].memory_kind if measured else "resident",
+        first_loss=_mean(firsts),
+        last_loss=_mean(lasts),
+        metrics=_metrics(measured),
+        steps=int(_median(len(m.skipped) for m in measured) or 0),
+        all_steps=sum(len(m.skipped) for m in measured),
+        skipped=sum(sum(m.skipped) for m in measured),
+        non_finite=sum(map(non_finite, measured)),
+        loss_scale=measured[0].loss_scale if measured else None,
+        seconds=sum(run.seconds for run in runs),
+        comparisons=compared,
+        outcome=outcome_of(case == BASE, bool(trouble), compared),
+    )
+    return verdict_of(row)
 
 
-def step_ms(measured: Measured | None) -> float | None:
-    """The median step time in milliseconds."""
-    seconds = [] if measured is None else measured.step_seconds
-    timed = [value for value in seconds if value is not None]
-    timed = timed[min(WARM_UP, len(timed) // 4) :]
-    return statistics.median(timed) * 1000 if timed else None
+def _finals(measured: Measured) -> dict[str, float]:
+    """Metrics and last loss, as they were in the end."""
+    _, last = first_and_last(measured)
+    finals = {name: series.values[-1] for name, series in measured.metrics.items()}
+    return finals if last is None else {**finals, LOSS: last}
 
 
-def first_and_last(measured: Measured) -> tuple[float | None, float | None]:
-    """The loss at the start and at the end."""
-    losses = _main_losses(measured).values
-    if not losses:
-        return None, None
-    count = max(1, len(losses) // SHARE)
-    return statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in measured for name in one.metrics)
+    return {
+        name: statistics.fmean(m.metrics[name].values[-1] for m in measured if name in m.metrics)
+        for name in names
+    }
 
 
-def status(run: Run) -> str:
-    """How the run went: "ok", or a word or two on what is wrong, a colon, and the details."""
-    if run.ended_by:
-        return run.ended_by
-    measured = run.measured
-    if measured is None:
-        return _without_record(run.exit_code)
-    if measured.error:
-        return f"crashed: {measured.error}"
-    if run.exit_code:
-        return f"exited: code {run.exit_code}"
-    if measured.opt_level is None:
-        return "no training: never calls ampatch.initialize"
-    if measured.properties.get("enabled") == "False":
-        return "no training: calls ampatch.initialize with enabled=False"
-    if not measured.skipped:
-        return "no training: never steps an optimizer given to ampatch.initialize"
-    if measured.opt_level != run.case.opt_level:
-        return f"other level: ran at {measured.opt_level}, not at {run.case.opt_level}"
-    return divergence(measured) or OK
+def _times(measured: Sequence[Measured]) -> Spread | None:
+    """Medians over the runs of their medians and quartiles."""
+    spreads = [spread for spread in map(step_times, measured) if spread is not None]
+    if not spreads:
+        return None
+    columns = ([getattr(spread, name) for spread in spreads] for name in ("median", "low", "high"))
+    return Spread(*map(statistics.median, columns), sum(spread.n for spread in spreads))
 
 
-def divergence(measured: Measured) -> str:
-    """Where the loss stopped being a number, or ""."""
-    for losses in measured.losses.values():
-        harmful = _taken(measured, losses) + _trailing(losses)
-        if harmful:
-            step, value = min(harmful)
-            return f"diverged: loss {value} at step {step + 1}"
-    return ""
+def _speeds(runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
+    """Against O0 of the same round."""
+    of_round = {(one.planned.repeat, one.planned.seed): step_times(one.measured) for one in base}
+    ratios = []
+    for run in runs:
+        theirs = of_round.get((run.planned.repeat, run.planned.seed))
+        ours = step_times(run.measured)
+        if theirs is not None and ours is not None and ours.median:
+            ratios.append(theirs.median / ours.median)
+    if not ratios:
+        return None
+    return Spread(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
 
 
-def _taken(measured: Measured, losses: Series) -> list[tuple[int, float]]:
-    """The non-finite losses whose optimizer step was taken."""
-    skipped = measured.skipped
-    return [
-        (step, value)
-        for step, value in zip(losses.steps, losses.values)
-        if not math.isfinite(value) and step < len(skipped) and not skipped[step]
-    ]
+def _mean(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if there else None
 
 
-def _trailing(losses: Series) -> list[tuple[int, float]]:
-    """The non-finite losses that no finite one came after."""
-    every = reversed(list(zip(losses.steps, losses.values)))
-    return list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), every))
-
-
-def _main_losses(measured: Measured) -> Series:
-    if not measured.losses:
-        return Series()
-    return measured.losses[min(measured.losses, key=lambda loss_id: (len(loss_id), loss_id))]
-
-
-def _without_record(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"no record: ended with code {exit_code} before anything was recorded"
-    name = signal.Signals(-exit_code).name
-    return f"killed: by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+def _median(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from ampatch.sweep.summary import OK, Summary
+from ampatch.sweep.figures import OK
+from ampatch.sweep.results import Results, Row
 
 MISSING = "-"
 NOTES = (
@@ -24,38 +26,57 @@ MEMORY_NOTES = {
 @dataclass(frozen=True)
 class Column:
     title: str
-    text: Callable[[Summary], str]
+    text: Callable[[Row], str]
     right: bool = True
 
 
-def columns(rows: Sequence[Summary]) -> list[Column]:
+def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that a table of `rows` has: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
+    sampled = any(row.samples_per_second for row in rows)
+    samples = Column("samples/s", lambda row: _number(row.samples_per_second, "{:.0f}"))
     return [
         Column("level", lambda row: row.opt_level, right=False),
         Column("dtype", lambda row: row.dtype, right=False),
         Column("step ms", lambda row: _number(row.step_ms, "{:.2f}")),
         Column("speed", lambda row: _number(row.speed, "{:.2f}x")),
+        *([samples] if sampled else []),
         Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: _number(row.first_loss, "{:.4f}")),
         Column("last loss", lambda row: _number(row.last_loss, "{:.4f}")),
         *(Column(name.replace("_", " "), _metric(name)) for name in names),
-        Column("skips", lambda row: f"{row.skipped}/{row.steps}" if row.steps else MISSING),
+        Column("skips", lambda row: f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING),
         Column("scale", lambda row: _number(row.loss_scale, "{:.6g}")),
         Column("status", lambda row: row.status, right=False),
     ]
 
 
-def write_table(rows: Sequence[Summary], stream: TextIO) -> None:
+def write_results(results: Results, stream: TextIO) -> None:
+    """Write the table, the verdicts, what to know of them, and the recommendation."""
+    write_table(results.rows, stream)
+    stream.write("\n")
+    for row in results.rows:
+        stream.write(f"{row.opt_level} {row.dtype}: {row.verdict}\n")
+    for note in results.notes:
+        stream.write(f"Note: {note}\n")
+    stream.write(f"{results.recommendation}\n")
+
+
+def write_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Write the table to `stream`, in colour if that is a terminal and rich is there."""
     if not (stream.isatty() and importlib.util.find_spec("rich") and _write_rich(rows, stream)):
         stream.write(plain_table(rows))
-    kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
-    for note in (*NOTES, *(MEMORY_NOTES[kind] for kind in kinds)):
+    for note in notes(rows):
         stream.write(note + "\n")
 
 
-def plain_table(rows: Sequence[Summary]) -> str:
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What the columns mean."""
+    kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
+    return [*NOTES, *(MEMORY_NOTES[kind] for kind in kinds)]
+
+
+def plain_table(rows: Sequence[Row]) -> str:
     """The table as aligned text, one line per row."""
     shown = columns(rows)
     cells = [[column.title for column in shown]]
@@ -72,7 +93,7 @@ def plain_table(rows: Sequence[Summary]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write_rich(rows: Sequence[Summary], stream: TextIO) -> bool:
+def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
     """Write the table as wide as it fits; False when the terminal is too narrow for it."""
     from rich.console import Console
 
@@ -89,8 +110,8 @@ def _write_rich(rows: Sequence[Summary], stream: TextIO) -> bool:
     return False
 
 
-def _rich_table(rows: Sequence[Summary], whole: bool, gap: int) -> Any:
-    """With statuses `whole`, or only what is before their colon."""
+def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
+    """With statuses `whole`, or only how they begin."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -102,17 +123,17 @@ def _rich_table(rows: Sequence[Summary], whole: bool, gap: int) -> Any:
         table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
     for row in rows:
         *cells, status = (column.text(row) for column in shown)
-        status = status if whole else status.partition(":")[0]
+        status = status if whole else re.split(":| at ", status)[0]
         style = "green" if row.status == OK else "red"
         table.add_row(*map(Text, cells), Text(status, style=style))
     return table
 
 
-def _metric(name: str) -> Callable[[Summary], str]:
+def _metric(name: str) -> Callable[[Row], str]:
     return lambda row: _number(row.metrics.get(name), "{:.4f}")
 
 
-def _mebibytes(row: Summary) -> str:
+def _mebibytes(row: Row) -> str:
     return MISSING if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}"
 
 

@@ -1,0 +1,147 @@
+"""What a sweep is to run: the rows, from levels, dtypes and the user's own settings, and the order."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ampatch.errors import did_you_mean
+from ampatch.opt_levels import resolve
+from ampatch.sweep.record import Case, Planned
+
+LEVELS = ("O0", "O1", "O2", "O3")
+DTYPES = ("float16", "bfloat16")
+AUTOCAST = "autocast"
+
+
+def cases(
+    levels: Iterable[str],
+    dtypes: Iterable[str],
+    overrides: Iterable[str] = (),
+    autocast: bool = False,
+    tf32: bool = False,
+) -> list[Case]:
+    """The rows: every level in every dtype, but O0 once.
+
+    `overrides` are texts such as `"O2 keep_batchnorm_fp32=False"`, a row more each
+    (per dtype).  `autocast` adds the peer's rows where O1, O2 or O3 are among the
+    levels, `tf32` a row `O0+tf32` where O0 is.  Raises `ValueError`.
+    """
+    named = known(levels, LEVELS, "levels")
+    halves = known(dtypes, DTYPES, "dtypes")
+    rows = []
+    for level in named:
+        rows += [Case(level, dtype) for dtype in _dtypes(level, halves)]
+        if level == "O0" and tf32:
+            rows.append(Case("O0", tf32=True))
+    if autocast and set(named) - {"O0"}:
+        rows += [Case(AUTOCAST, dtype, engine=AUTOCAST) for dtype in halves]
+    for text in overrides:
+        level, settings = override(text)
+        for dtype in _dtypes(level, halves):
+            _check_settings(text, level, dtype, settings)
+            rows.append(Case(level, dtype, settings=tuple(settings.items())))
+    return list(dict.fromkeys(rows))
+
+
+def order(rows: Sequence[Case], seeds: int, repeats: int) -> list[Planned]:
+    """Rounds: in each every row runs once, next to the others, with one seed.
+
+    Every other round goes backwards, so that a machine that grows steadily slower
+    does so for the first row as for the last.
+    """
+    rounds = [(repeat, seed) for repeat in range(repeats) for seed in range(seeds)]
+    return [
+        Planned(case, seed, repeat)
+        for number, (repeat, seed) in enumerate(rounds)
+        for case in (rows if number % 2 == 0 else rows[::-1])
+    ]
+
+
+def override(text: str) -> tuple[str, dict[str, Any]]:
+    """Level and settings of `"O2 keep_batchnorm_fp32=False loss_scale=128"`.  Raises `ValueError`."""
+    level, *pairs = shlex.split(text) or [""]
+    if level not in LEVELS or not pairs or not all("=" in pair for pair in pairs):
+        raise ValueError(
+            f"--with {text!r}: expected an opt level and settings of ampatch.initialize, "
+            f'such as "O2 keep_batchnorm_fp32=False"; levels are {", ".join(LEVELS)}.'
+        )
+    return level, {name: _value(value) for name, _, value in (p.partition("=") for p in pairs)}
+
+
+def placeholders(arguments: Sequence[str], seed: int, steps: int | None) -> list[str]:
+    """The script's arguments with `{seed}` and `{steps}` put in."""
+    filled = [argument.replace("{seed}", str(seed)) for argument in arguments]
+    return filled if steps is None else [a.replace("{steps}", str(steps)) for a in filled]
+
+
+def counts_its_steps(arguments: Sequence[str]) -> bool:
+    """Whether the script is told how many steps to take, and ends by itself."""
+    return any("{steps}" in argument for argument in arguments)
+
+
+def patterns(metrics: Mapping[str, str]) -> dict[str, str]:
+    """`metrics`, checked: regular expressions with a group for the number.  Raises `ValueError`."""
+    for name, pattern in metrics.items():
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(
+                f"--metric {name}={pattern}: no regular expression: {error}."
+            ) from None
+        if groups != 1:
+            raise ValueError(
+                f"--metric {name}={pattern}: expected one group in parentheses around the number, "
+                rf"such as {name}=accuracy ([\d.]+); there are {groups}."
+            )
+    return dict(metrics)
+
+
+def directions(better: Mapping[str, str]) -> dict[str, str]:
+    """`better`, checked: "lower" or "higher" by metric.  Raises `ValueError`."""
+    for name, way in better.items():
+        if way not in ("lower", "higher"):
+            raise ValueError(f"--better {name}={way}: expected lower or higher.")
+    return dict(better)
+
+
+def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[str]:
+    """`names` as a list; a `ValueError` for one that is not in `expected`, or for none."""
+    given = [names] if isinstance(names, str) else list(names)
+    for name in given:
+        if name not in expected:
+            raise ValueError(
+                f"sweep({argument}={given}): unknown {argument[:-1]} {name!r}.\n"
+                f"Expected some of {', '.join(expected)}.{did_you_mean(name, expected)}"
+            )
+    if not given:
+        raise ValueError(f"sweep({argument}=[]): nothing to run.\nExpected some of {expected}.")
+    return list(dict.fromkeys(given))
+
+
+def _dtypes(level: str, halves: Sequence[str]) -> Sequence[str | None]:
+    return [None] if level == "O0" else halves
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _check_settings(text: str, level: str, dtype: str | None, settings: dict[str, Any]) -> None:
+    """Have `initialize`'s own rules look at them, before anything runs."""
+    given = {name: value for name, value in settings.items() if name != "overrides"}
+    try:
+        resolve(level, dtype or torch.float16, **given)
+    except KeyError as error:
+        [name] = error.args
+        raise ValueError(f"--with {text!r}: initialize has no setting {name!r}.") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--with {text!r}: {error}") from None

@@ -1,0 +1,168 @@
+"""The rows beside the levels, in real processes: autocast's against plain PyTorch, settings, seeds."""
+
+import json
+import math
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampatch.sweep import Sweep, SweepError, read_runs
+
+STEPS, OVERFLOW = 12, 3
+MODEL = """
+    import torch
+    from apex import amp
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.randn(4, 32, 8)
+"""
+SCRIPT = MODEL + """
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    step = 0
+    while True:  # until the sweep ends it
+        for batch in x[:2]:  # gradients of two batches are added up
+            loss = model(batch).pow(2).mean() * (1e30 if step == 3 else 1)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step == 6:
+            print("accuracy: 0.25", next(model.parameters()).dtype, model[1].weight.dtype)
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """O0, O1, autocast and O2 with BatchNorm in half, one seed each, in float16."""
+    directory = tmp_path_factory.mktemp("engines")
+    script = directory / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    return Sweep(
+        script, ["s{seed}"], levels=["O0", "O1"], overrides=["O2 keep_batchnorm_fp32=False"],
+        steps=STEPS, metrics={"accuracy": r"accuracy: ([\d.]+)"}, out=directory / "out",
+    ).run()
+
+
+def plain_autocast():
+    """The script as one would write it for torch.autocast, gradients added up by hand."""
+    names = {}
+    exec(textwrap.dedent(MODEL).replace("from apex import amp", ""), names)
+    model, optimizer, x = names["model"], names["optimizer"], names["x"]
+    scaler = torch.amp.GradScaler("cpu")
+    losses, scales, skipped = [], [], []
+    for step in range(STEPS):
+        scale = scaler.get_scale()
+        for batch in x[:2]:
+            with torch.autocast("cpu", torch.float16):
+                output = model(batch)
+            loss = output.float().pow(2).mean() * (1e30 if step == OVERFLOW else 1)
+            scaler.scale(loss).backward()
+            losses.append(loss.item())
+            scales.append(scale)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.get_scale() < scale)
+        optimizer.zero_grad()
+    return losses, scales, skipped
+
+
+def run_named(ran, label):
+    [run] = read_runs(ran.directory, label)
+    return run
+
+
+def test_the_autocast_row_is_plain_pytorch(ran):
+    measured = run_named(ran, "autocast-float16").measured
+    losses, scales, skipped = plain_autocast()
+    assert measured.losses["0"].values == pytest.approx(losses, rel=1e-3)
+    assert measured.skipped == skipped and sum(skipped) == 1
+    changes = [scales[0], *(b for a, b in zip(scales, scales[1:]) if a != b)]
+    assert measured.loss_scales["0"].values == changes == [2.0**16, 2.0**15]
+    assert measured.loss_scales["0"].steps == [0, OVERFLOW + 1]
+    assert measured.opt_level == "autocast" and measured.properties["grad_scaler"] == "True"
+
+
+def test_the_rows_ran_to_their_end_at_what_was_asked(ran):
+    found = {row.label: (row.status, row.steps, row.skipped) for row in ran.rows}
+    own = "O2-float16-keep_batchnorm_fp32=False"
+    assert list(found) == ["O0", "O1-float16", "autocast-float16", own]
+    assert found["O1-float16"] == found[own] == found["autocast-float16"] == ("ok", STEPS, 1)
+    log = (ran.directory / "runs" / f"{own}.seed0.repeat0.log").read_text()
+    assert "torch.float16 torch.float16" in log  # weights, and BatchNorm's
+    log = (ran.directory / "runs/O1-float16.seed0.repeat0.log").read_text()
+    assert "torch.float32 torch.float32" in log
+    assert "ended after 12 steps" in ran.results.notes[0]
+
+
+def test_what_a_script_prints_is_a_metric_with_its_step(ran):
+    assert all(row.metrics == {"accuracy": 0.25} for row in ran.rows)
+    metric = run_named(ran, "O0").measured.metrics["accuracy"]
+    assert (metric.steps, metric.values) == ([6], [0.25])
+
+
+def test_seconds_of_losses_grow(ran):
+    series = run_named(ran, "O0").measured.losses["0"]
+    assert len(series.seconds) == 2 * STEPS and series.seconds == sorted(series.seconds)
+    assert 0 < series.seconds[0] and math.isfinite(series.seconds[-1])
+
+
+SEEDED = """
+    import json, os, random, sys
+    import torch
+    import ampatch as amp
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in range(int(sys.argv[2])):
+        with amp.scale_loss(model(torch.ones(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        amp.log_metrics(samples=8)
+    print(json.dumps([sys.argv[1], os.environ["AMPATCH_SEED"], random.random()]))
+"""
+
+
+@pytest.fixture
+def seeded(tmp_path):
+    path = tmp_path / "seeded.py"
+    path.write_text(textwrap.dedent(SEEDED))
+    return str(path)
+
+
+def test_the_seed_reaches_the_script(seeded, tmp_path):
+    plan = Sweep(
+        seeded, ["--seed={seed}", "{steps}"], levels=["O0"], seeds=2, steps=9, out=tmp_path / "out"
+    ).run()
+    logs = [json.loads(path.read_text()) for path in sorted(plan.directory.glob("runs/*.log"))]
+    assert [log[:2] for log in logs] == [["--seed=0", "0"], ["--seed=1", "1"]]
+    first, second = plan.runs
+    assert first.measured.losses["0"].values != second.measured.losses["0"].values
+    assert first.measured.stopped_at is None and plan.rows[0].steps == 9  # it ended by itself
+    assert plan.results.notes == []
+    assert first.measured.samples.values == [8.0] * 9
+    assert None not in first.measured.step_seconds[1:]  # reporting samples is no pause
+    assert plan.rows[0].samples_per_second == pytest.approx(
+        8000 / plan.rows[0].step_ms, rel=0.5
+    )
+
+
+def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):
+    fixed = textwrap.dedent(SEEDED).replace("model = torch", "torch.manual_seed(0)\nmodel = torch")
+    Path(seeded).write_text(fixed)
+    plan = Sweep(seeded, ["", "9"], levels=["O0"], seeds=2, out=tmp_path / "out").run()
+    assert "The seed does not reach the script" in plan.results.notes[0]
+    with pytest.raises(SweepError, match="--metric acc=acc .*: nothing in the output of O0 seed 0"):
+        Sweep(
+            seeded, ["", "9"], levels=["O0"], seeds=2, metrics={"acc": r"acc (\d)"},
+            out=tmp_path / "other",
+        ).run()
+    assert len(list(read_runs(tmp_path / "other"))) == 1  # what was measured is kept
+    Path(seeded).write_text("print('no training here')\n")
+    with pytest.raises(SweepError, match="never calls ampatch.initialize"):
+        Sweep(seeded, levels=["O0"], seeds=2, out=tmp_path / "third").run()
