@@ -537,7 +537,20 @@ def test_an_overflow_skips_the_step_and_only_it(fused):
     assert not any(map(torch.equal, weights(model), before))
 
 
-@pytest.mark.parametrize("zero", ["optimizer", "module", "by hand"])
+def test_an_overflow_where_every_weight_is_hidden():
+    """Reentrant checkpointing shows the outer graph no parameter at all."""
+    begin(Asked())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4, requires_grad=True)
+    before = weights(model)
+    (checkpoint(model, x, use_reentrant=True).sum() * float("inf")).backward()
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    assert all(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "module", "module, kept", "by hand"])
 def test_gradients_thrown_away_take_their_overflow_with_them(zero):
     begin(Asked())
     model = net()
@@ -548,6 +561,8 @@ def test_gradients_thrown_away_take_their_overflow_with_them(zero):
         optimizer.zero_grad()
     elif zero == "module":
         model.zero_grad()
+    elif zero == "module, kept":
+        model.zero_grad(set_to_none=False)
     else:
         for p in model.parameters():
             p.grad = None
@@ -715,6 +730,25 @@ def test_threads_take_turns():
         model.zero_grad()
         model(x).sum().backward()
         close([10 * p.grad for p in model.parameters()], found, atol=2e-2)
+
+
+def test_a_pass_waits_for_that_of_another_thread():
+    begin()
+    pairs = [(model := net(), torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2)]
+    other = threading.Thread(target=lambda: pairs[1][0](torch.ones(2, 4)).sum().backward())
+    seen = []
+
+    def meanwhile(grad):
+        other.start()
+        other.join(0.2)  # long enough to end, if it did not wait for us
+
+    out = pairs[0][0](torch.ones(2, 4)).float()
+    scaled = out * 3.0
+    out.register_hook(lambda grad: seen.append(grad.clone()))
+    scaled.register_hook(meanwhile)
+    scaled.sum().backward()
+    other.join()
+    close([torch.full((2, 1), 3.0)], seen)
 
 
 # Scripts with AMP code of their own
