@@ -285,6 +285,23 @@ def test_data_are_prepared_as_ever():
     assert (torch.eye(2) @ torch.eye(2)).dtype is torch.float16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_go_to_numpy_in_fp32(dtype):
+    numpy = pytest.importorskip("numpy")
+    auto.start(Asked(dtype=dtype))
+    with torch.no_grad():
+        out = net()(torch.ones(2, 4))
+    assert out.dtype is dtype
+    for array in (out.numpy(), numpy.asarray(out), out.cpu().numpy(force=True)):
+        assert array.dtype == numpy.float32
+        assert array.tolist() == out.tolist()
+    shared = torch.ones(2)
+    shared.numpy()[0] = 5
+    assert shared[0] == 5
+    with pytest.raises(RuntimeError, match="requires grad"):
+        net()(torch.ones(2, 4)).numpy()
+
+
 # Gradients that no optimizer steps on
 
 
@@ -648,7 +665,7 @@ def test_nothing_is_left_behind():
         (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "__setstate__"),
         (torch.amp.GradScaler, "__init__"), (torch.amp.autocast_mode.autocast, "__enter__"),
         (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"), (torch.autograd, "backward"),
-        (torch.Tensor, "register_hook"), (ampatch, "initialize"), (ampatch, "init"),
+        (torch.Tensor, "register_hook"), (torch.Tensor, "numpy"), (ampatch, "initialize"), (ampatch, "init"),
     ]  # fmt: skip
     before = [vars(owner).get(name) for owner, name in replaced]
     begin()
@@ -730,6 +747,24 @@ def test_threads_take_turns():
         model.zero_grad()
         model(x).sum().backward()
         close([10 * p.grad for p in model.parameters()], found, atol=2e-2)
+
+
+def test_gradients_that_others_change_meanwhile_are_no_matter(caplog):
+    """Another thread's optimizer may have moved on while a pass ran: it was not reached by it."""
+    begin()
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([one], lr=0.1) for one in (first, second)]
+    caplog.clear()
+
+    def meanwhile(grad):
+        second.grad = torch.ones(2)
+
+    first.register_hook(meanwhile)
+    first.sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert caplog.records == []
+    close([torch.full((2,), 0.9)] * 2, [first.detach(), second.detach()])
 
 
 def test_a_pass_waits_for_that_of_another_thread():
