@@ -142,7 +142,7 @@ def test_a_script_that_fails_midway_still_gets_its_answer(script, in_this_proces
     )
     assert cli.main(["gradients", str(script)]) == 1
     done = capsys.readouterr()
-    assert "over 3 steps" in done.out and "A static loss scale of" in done.out
+    assert "over 3 optimizer steps" in done.out and "A static loss scale of" in done.out
     assert "failed after 3 optimizer steps: AssertionError: broken." in done.err
 
 
