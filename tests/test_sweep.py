@@ -285,6 +285,11 @@ def test_killing_a_sweep_ends_the_child(hanging):
     assert all(map(is_alive, children))
     process.kill()
     wait_until(lambda: not any(map(is_alive, children)))
+    process.wait()
+    script, out = process.args[4], process.args[6]
+    plan = Sweep(script, out=out, resume=True)  # the lock has died with its holder
+    plan.close()
+    assert plan.runs == []
 
 
 def wait_until(condition, seconds=60):

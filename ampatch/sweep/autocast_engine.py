@@ -152,8 +152,11 @@ class AutocastEngine:
     def _step(self, optimizer: Any, original: Callable, args: tuple, kwargs: dict) -> Any:
         scaled = self._scaled.pop(id(optimizer), None) is not None
         self._unscaled.discard(id(optimizer))
+        closure = any(map(callable, [*args, *kwargs.values()]))
+        if closure and self._scaler.is_enabled():
+            return self._scaler.step(optimizer, *args, **kwargs)  # which says that it takes none
         if not (scaled and _has_gradients(optimizer)):
-            self._scaler._per_optimizer_states.pop(id(optimizer), None)
+            self._forget_unscaling(optimizer)
             return original(*args, **kwargs)
         if self._scaler.is_enabled():
             self._last_skipped[id(optimizer)] = True  # until the step is reached
@@ -177,16 +180,20 @@ class AutocastEngine:
     def _scale_again(self, optimizer: Any) -> None:
         """Gradients are accumulated: bring the unscaled ones back to the scale.
 
-        GradScaler refuses a second `unscale_` before the step, so it is made to
-        forget the first; an overflow found then is in the gradients still.
+        An overflow found before is in the gradients still.
         """
         if id(optimizer) not in self._unscaled:
             return
         self._unscaled.discard(id(optimizer))
-        self._scaler._per_optimizer_states.pop(id(optimizer), None)
+        self._forget_unscaling(optimizer)
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
                 parameter.grad = self._scaler.scale(parameter.grad)
+
+    def _forget_unscaling(self, optimizer: Any) -> None:
+        """GradScaler refuses a second `unscale_` before the step; have it forget the first."""
+        if self._scaler.is_enabled():
+            self._scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def _present_scale(self, device: torch.device) -> Any:
         """The scale; nothing waits."""

@@ -64,7 +64,7 @@ def as_markdown(results: Results) -> str:
         "",
         *(f"- {row.opt_level} {row.dtype}: {_escaped(row.verdict)}" for row in rows),
         "",
-        _escaped(results.recommendation),
+        f"Recommendation: {_escaped(results.recommendation)}",
         "",
         *(f"{note}\n" for note in results.notes),
         *(f"{note}\n" for note in [*notes(rows), METHOD]),

@@ -134,7 +134,7 @@ def _quality(row: Row) -> str:
 def _caveats(row: Row) -> str:
     few = []
     if row.outcome == "untested":
-        few.append("accuracy is untested: use --seeds 3 or more")
+        few.append("accuracy is untested: use --seeds 3 or more, and have them reach the script")
     if row.speeds.n < 3:
         few.append("the speed-up rests on few rounds: use --repeats")
     return f" But {', and '.join(few)}." if few else ""

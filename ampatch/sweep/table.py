@@ -59,7 +59,7 @@ def write_results(results: Results, stream: TextIO) -> None:
         stream.write(f"{row.opt_level} {row.dtype}: {row.verdict}\n")
     for note in results.notes:
         stream.write(f"Note: {note}\n")
-    stream.write(f"{results.recommendation}\n")
+    stream.write(f"Recommendation: {results.recommendation}\n")
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
