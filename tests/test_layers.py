@@ -23,6 +23,7 @@ ALLOWED = {
     "hooks": set(),
     "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
     "members": {"casting", "managed_model", "opt_levels", "scaling"},
+    "casting_members": {"casting", "members", "opt_levels"},
     "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
     "models": set(),
     "gradients": set(),
@@ -39,8 +40,8 @@ ALLOWED = {
     | {"managed_model", "scaling", "session"},  # for type checking only
     "schedulers": {"casting"},
     "session": LEAVES
-    | {"casting", "scaling", "managed_model", "opt_levels", "overrides"}
-    | {"frames", "handover", "members", "registry", "tracing"},
+    | {"casting", "casting_members", "scaling", "managed_model", "opt_levels", "overrides"}
+    | {"frames", "handover", "registry", "tracing"},
     "frontend": LEAVES
     | {"checks", "environment", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "scaling", "session"},

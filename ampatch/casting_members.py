@@ -1,0 +1,110 @@
+"""What a session casts: its policies, outside and inside its models."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .casting.casts import tensors_in
+from .casting.policy import Policy
+from .casting.weight_cache import CacheInfo
+from .members import Members
+from .opt_levels import HALF_TYPES, Properties
+
+
+class CastingMembers(Members):
+    """The models and optimizers of one session, and the policy that calls are under.
+
+    `function_rules` maps torch's functions to the precision the user's overrides ask for.
+    """
+
+    def __init__(
+        self, properties: Properties, function_rules: dict[Any, str], apex_flavour: bool
+    ) -> None:
+        super().__init__()
+        self.properties = properties
+        self.function_rules = function_rules
+        self.may_cast = True  # until `stop_casting`
+        self._policy = Policy(
+            half_to=properties.dtype,
+            allow_banned=properties.allow_banned,
+            apex_flavour=apex_flavour,
+            devices=_device_limit(),
+        )
+        self._overrides_only = dataclasses.replace(self._policy, follows_tables=False)
+
+    @property
+    def policy(self) -> Policy | None:
+        """The rules this session has in force for the process; None: it casts no calls."""
+        if not (self.properties.enabled and self.may_cast):
+            return None
+        if self._models:
+            policies = [managed.policy for managed in self.models() if managed.policy is not None]
+            policy = self._policy if self._policy in policies else next(iter(policies), None)
+        else:
+            policy = self._policy_under(self.properties)
+        if policy is None or self.properties.patch_scope == "process":
+            return policy
+        return self._outside_models(policy)
+
+    def _policy_under(self, properties: Properties) -> Policy | None:
+        """What casts at an opt level: the tables, the overrides of functions alone, or nothing."""
+        if properties.patch_torch_functions:
+            return self._policy
+        return self._overrides_only if self.function_rules else None
+
+    def _outside_models(self, policy: Policy) -> Policy:
+        """`patch_scope="model"`, outside a forward: only calls that touch a model's own things."""
+        parameters = {
+            id(parameter) for managed in self.models() for parameter in managed.model.parameters()
+        }
+
+        def touches(args: tuple, kwargs: dict) -> bool:
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if type(value) is Tensor:  # asked by every call: no generator for the usual kinds
+                    if value.dtype in HALF_TYPES:
+                        return True
+                elif value is not None and type(value) not in (int, float, bool):
+                    for tensor in tensors_in((value,)):
+                        if tensor.dtype in HALF_TYPES or id(tensor) in parameters:
+                            return True
+            return False
+
+        return dataclasses.replace(policy, gate=touches)
+
+    def override_function(self, original: Any, dtype: torch.dtype) -> None:
+        """Have one function cast to `dtype` whatever the tables say."""
+        self._policy.special[original] = dtype
+
+    def cache_info(self) -> CacheInfo:
+        """Counts of the weight cache."""
+        return self._policy.cache.info()
+
+    def cast_on(self, devices: set[str]) -> None:
+        """Cast on these device types too, where it is limited at all."""
+        if self._policy.devices is not None:
+            self._policy.devices |= devices
+
+    def cast_on_accelerators(self) -> None:
+        """Without models: cast on accelerators, if there are any, and where `cast_on` says."""
+        self._policy.devices = _device_limit()
+        if self._policy.devices is not None:
+            self.cast_on({_accelerator()})
+
+    def _cast_to(self, dtype: torch.dtype) -> None:
+        for policy in (self._policy, self._overrides_only):
+            policy.half_to = policy.half_type = dtype
+
+
+def _device_limit() -> set[str] | None:
+    """Where there is only one kind of device nothing needs asking; else start from "meta"."""
+    accelerator = getattr(torch, "accelerator", torch.cuda)
+    return {"meta"} if accelerator.is_available() else None
+
+
+def _accelerator() -> str:
+    accelerator = getattr(torch, "accelerator", None)
+    return "cuda" if accelerator is None else accelerator.current_accelerator().type
