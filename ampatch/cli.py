@@ -16,6 +16,7 @@ from typing import Any
 from ampatch import sweep_command
 from ampatch._version import __version__
 from ampatch.diagnose import command as diagnose
+from ampatch.run import command as run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,16 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """What is for us, and what is for the script: argparse would mix the two.
 
-    Behind `sweep`, `gradients` and `explain` the script's part begins at `--`, behind `run` after SCRIPT.
+    Behind `sweep`, `gradients` and `explain` the script's part begins at `--`, behind `run` after
+    SCRIPT or MODULE.
     """
     if argv[:1] in (["sweep"], ["gradients"], ["explain"]) and "--" in argv:
         cut = argv.index("--")
         return argv[:cut], argv[cut + 1 :]
     if argv[:1] == ["run"]:
-        cut = 1
-        while cut < len(argv) and argv[cut].startswith("-"):
-            cut += 2 if argv[cut] in ("--opt-level", "--dtype") else 1
-        return argv[: cut + 1], argv[cut + 1 :]
+        own, rest = run.split(argv[1:])
+        return ["run", *own], rest
     return argv, []
 
 
@@ -63,24 +63,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     sweep_command.add_to(commands)
-    _add_run(commands)
+    run.add_parser(commands)
     _add_tables(commands)
     diagnose.add_parsers(commands)
     return parser
-
-
-def _add_run(commands: Any) -> None:
-    parser = commands.add_parser(
-        "run",
-        help="run one script at a given opt level",
-        usage="ampatch run [options] SCRIPT [SCRIPT ARGUMENTS]",
-        description="Runs SCRIPT as Python would, with what its ampatch.initialize is given "
-        "replaced. Options come before SCRIPT.",
-    )
-    parser.add_argument("--opt-level", metavar="LEVEL", help="sets AMPATCH_OPT_LEVEL")
-    parser.add_argument("--dtype", help="sets AMPATCH_DTYPE: float16 or bfloat16")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.set_defaults(command=run_command, parser=parser)
 
 
 def _add_tables(commands: Any) -> None:
@@ -112,21 +98,6 @@ def _add_tables(commands: Any) -> None:
         "before the patches: what is rebound, what is out of reach and how to write it",
     )
     parser.set_defaults(command=tables_command, parser=parser)
-
-
-# run
-
-
-def run_command(options: argparse.Namespace) -> int:
-    from ampatch.sweep.script import check_script, run_script
-
-    try:
-        check_script(options.script)
-    except (OSError, ValueError) as error:
-        options.parser.error(str(error))
-    given = {"AMPATCH_OPT_LEVEL": options.opt_level, "AMPATCH_DTYPE": options.dtype}
-    os.environ.update({name: value for name, value in given.items() if value is not None})
-    return run_script(options.script, options.arguments).exit_code
 
 
 # tables

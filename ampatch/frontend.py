@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import checks, overrides as override_rules
+from . import checks, environment, overrides as override_rules
 from .errors import AmpatchError
 from .handover import Handover
 from .log import logger, set_verbosity
-from .opt_levels import level_name, resolve
+from .opt_levels import resolve
 from .session import Session, registry
 
 
@@ -101,9 +99,9 @@ def initialize(
         In each case, and whatever else is raised, nothing has been changed; objects
         that an earlier call manages stay managed by it.
 
-    The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE` and
-    `AMPATCH_ENABLED` (`0`) override the arguments of the same names, and
-    `AMPATCH_SETTINGS`, a JSON object, those it names (`{"keep_batchnorm_fp32": false}`).
+    The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
+    and `AMPATCH_ENABLED` (`0`) override the arguments of the same names, and
+    `AMPATCH_SETTINGS`, a JSON object, those it names; `ValueError` names one that is wrong.
     """
     checks.unknown_keywords(initialize, unknown)
     given = {
@@ -151,48 +149,37 @@ def initialize(
 
 
 def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any, dict]:
-    """Let the environment override level, dtype and `enabled`.
+    """Let the environment override level, dtype, loss scale and `enabled`.
 
     Settings that a script chose for its own opt level (`keep_batchnorm_fp32=True`
     for O2) may contradict the one asked for; they give way, and it is said.
     """
-    if os.environ.get("AMPATCH_ENABLED", "").lower() in ("0", "false"):
-        given = {**given, "enabled": False}
-    asked = os.environ.get("AMPATCH_OPT_LEVEL")
-    dtype = os.environ.get("AMPATCH_DTYPE") or dtype
-    if not asked:
-        return opt_level, dtype, _with_settings(given)
-    if level_name(asked) != opt_level:
+    asked = environment.read()
+    given = {**given, "enabled": given["enabled"] if asked.enabled else False}
+    if asked.loss_scale is not None:
+        given["loss_scale"] = asked.loss_scale
+    dtype = asked.dtype or dtype
+    unknown = sorted(asked.settings.keys() - given.keys())
+    if unknown:
+        raise ValueError(
+            f"AMPATCH_SETTINGS: there is no setting {unknown[0]!r}. Expected some of "
+            f"{', '.join(given)}."
+        )
+    if asked.opt_level is None:
+        return opt_level, dtype, {**given, **asked.settings}
+    if asked.opt_level != opt_level:
         tied = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
         dropped = [name for name in tied if given[name] is not None]
         if dropped:
             logger.warning(
                 "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; what was given for that "
                 "level gives way: %s.",
-                asked,
+                asked.opt_level,
                 opt_level,
                 ", ".join(dropped),
             )
         given = {name: None if name in tied else value for name, value in given.items()}
-    return asked, dtype, _with_settings(given)
-
-
-def _with_settings(given: dict) -> dict:
-    """`given` with what `AMPATCH_SETTINGS` names replaced.  Raises `ValueError`."""
-    text = os.environ.get("AMPATCH_SETTINGS")
-    if not text:
-        return given
-    try:
-        settings = json.loads(text)
-    except json.JSONDecodeError:
-        settings = None
-    unknown = settings.keys() - given.keys() if isinstance(settings, dict) else {"?"}
-    if unknown:
-        raise ValueError(
-            f"AMPATCH_SETTINGS={text}: expected a JSON object whose names are among "
-            f"{', '.join(given)}."
-        )
-    return {**given, **settings}
+    return asked.opt_level, dtype, {**given, **asked.settings}
 
 
 def _check(

@@ -14,15 +14,15 @@ keep half copies of weights for the length of a forward and name parameters.
 from __future__ import annotations
 
 import contextlib
-import os
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from . import environment
 from .errors import AmpatchError, type_name
 from .log import logger, set_verbosity
-from .opt_levels import level_name, resolve
+from .opt_levels import resolve
 from .session import Session, registry
 
 
@@ -50,18 +50,19 @@ def init(
     was asked for something else; after `handle._deactivate()` it makes a new one.
 
     The environment variables `AMPATCH_OPT_LEVEL` (`O0`, or the `O1` this is),
-    `AMPATCH_DTYPE` and `AMPATCH_ENABLED` (`0`) count here too.  Raises `AmpatchError`
-    where they ask for O2 or O3, which need the models.
+    `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE` and `AMPATCH_ENABLED` (`0`) count here too.
+    Raises `AmpatchError` where they ask for O2 or O3, which need the models.
     """
-    dtype = os.environ.get("AMPATCH_DTYPE") or "float16"
-    level = level_name(os.environ.get("AMPATCH_OPT_LEVEL") or "O1")
+    wanted = environment.read()
+    dtype, level = wanted.dtype or "float16", wanted.opt_level or "O1"
+    loss_scale = wanted.loss_scale or loss_scale
     if level not in ("O0", "O1", "O4"):
         raise AmpatchError(
             f"ampatch.init(): AMPATCH_OPT_LEVEL={level} asks for a converted model, and init "
             "knows no models. Expected O0 or O1; call ampatch.initialize(model, optimizer) "
             f"in the script for {level}."
         )
-    if level == "O0" or os.environ.get("AMPATCH_ENABLED", "").lower() in ("0", "false"):
+    if level == "O0" or not wanted.enabled:
         enabled = False
     asked = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
     for session in registry.sessions:

@@ -63,6 +63,7 @@ class Registry:
 
     def refresh(self) -> None:
         """Make patches and the process's policy what the open sessions need."""
+        # Asked once: a session's models may be collected, and its policy go, while this runs.
         policies = [(session, session.policy) for session in self.sessions]
         casting = [(one, policy) for one, policy in policies if policy is not None]
         by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]

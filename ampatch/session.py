@@ -52,6 +52,7 @@ class Session(Members):
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
+        self.scales_by_itself = False  # each pass, for all it reaches: nobody writes `scale_loss`
         self._policy = Policy(
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
@@ -147,6 +148,7 @@ class Session(Members):
             master_of=self.master_of,
             process_group=self._process_group,
         )
+        self._optimizers = [known for known in self._optimizers if known() is not None]
         self._optimizers.append(weakref.ref(managed))
         managed.install(self._originals(), self._halves())
         return managed
@@ -163,6 +165,17 @@ class Session(Members):
         for managed in self.models():
             managed.policy = None
         registry.refresh()
+
+    def cast_on(self, devices: set[str]) -> None:
+        """Cast on these device types too, where it is limited at all."""
+        if self._policy.devices is not None:
+            self._policy.devices |= devices
+
+    def cast_on_accelerators(self) -> None:
+        """Without models: cast on accelerators, if there are any, and where `cast_on` says."""
+        self._policy.devices = _device_limit()
+        if self._policy.devices is not None:
+            self.cast_on({_accelerator()})
 
     def follow_apex(self) -> None:
         """Keep to apex's tables where they differ from autocast's policy."""
@@ -242,9 +255,12 @@ class Session(Members):
             self.scalers[loss_id],
             delay_unscale=delay_unscale,
             delay_overflow_check=delay_overflow_check,
-            outsiders=[other for other in self.optimizers() if other not in managed],
+            outsiders=[] if self.scales_by_itself else self._others(managed),
             done=self._drop_cache,
         )
+
+    def _others(self, managed: list[ManagedOptimizer]) -> list[ManagedOptimizer]:
+        return [other for other in self.optimizers() if other not in managed]
 
     def _drop_cache(self) -> None:
         self._policy.cache.close()
@@ -254,7 +270,7 @@ class Session(Members):
         registry.state.drop_interrupted()
         if managed.counter.stuck(self.properties.max_consecutive_skips):
             self._report_skips(managed)
-        if any(scaler.is_dynamic for scaler in self.scalers):
+        if not self.scales_by_itself and any(scaler.is_dynamic for scaler in self.scalers):
             managed.report_unfed()
         registry.tell("on_step", managed.optimizer, managed.skipped)
 
@@ -341,6 +357,11 @@ def _device_limit() -> set[str] | None:
     """Where there is only one kind of device nothing needs asking; else start from "meta"."""
     accelerator = getattr(torch, "accelerator", torch.cuda)
     return {"meta"} if accelerator.is_available() else None
+
+
+def _accelerator() -> str:
+    accelerator = getattr(torch, "accelerator", None)
+    return "cuda" if accelerator is None else accelerator.current_accelerator().type
 
 
 def _scaler(properties: Properties) -> Any:

@@ -5,7 +5,7 @@
 Trains four small tasks (accuracy_tasks.py) with several seeds each, holds every
 row's metric against O0's (seed_noise.py), adds two constructed tasks whose
 results are known beforehand (why_the_parts_exist.py), and writes one page.
-On one core it takes about ten minutes, most of them for float16 convolutions.
+It takes about six minutes of a core's time, most of it for float16 convolutions.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def summary(lines: list[Line]) -> str:
     differing = [one for one in comparisons if not one.within_noise]
     surviving = [one for one in differing if one.p < 0.05 / len(comparisons)]
     return (
-        f"Of {len(comparisons)} comparisons with O0, {len(differing)} differ at the 5 % level; "
-        f"{len(comparisons) / 20:.1f} would by chance if nothing differed. "
-        f"{len(surviving)} would remain after Bonferroni's correction."
+        f"Comparisons with O0: {len(comparisons)}. Different at the 5 % level: {len(differing)} "
+        f"({len(comparisons) / 20:.1f} would be by chance alone). Different after Bonferroni's "
+        f"correction: {len(surviving)}."
     )
 
 

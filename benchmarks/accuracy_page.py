@@ -19,7 +19,8 @@ Does training come to the same result in half precision?
 OMP_NUM_THREADS=1 {command}
 ```
 
-This page is what that command wrote: {machine}, one thread of a CPU with {capability};
+This page is what that command wrote on one thread of a CPU with {capability}:
+{machine},
 ampatch {ampatch}, scikit-learn {sklearn}, numpy {numpy}.
 
 ## Tasks on real data

@@ -135,3 +135,13 @@ def test_wrong_arguments_end_before_the_first_run(arguments, said, monkeypatch, 
     with pytest.raises(SystemExit):
         accuracy.main()
     assert said in capsys.readouterr().err
+
+
+def test_the_page_in_docs_is_what_the_benchmark_writes():
+    """The words are; the figures are those of the day."""
+    written = (ROOT / "docs" / "accuracy.md").read_text()
+    for paragraph in accuracy_page.PAGE.split("\n\n"):
+        if "{" not in paragraph:
+            assert paragraph.strip() in written
+    for task in TASKS.values():
+        assert f"### {task.title}, {task.steps} steps\n\n{task.about}\n" in written

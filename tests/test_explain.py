@@ -18,6 +18,11 @@ from ampatch.errors import AmpatchError
 HALF = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def _measured_quickly(monkeypatch):
+    monkeypatch.setattr(doctor, "MEASURE_FOR", 0.001)
+
+
 def initialized(model, level="O1", **settings):
     return ampatch.initialize(model, opt_level=level, dtype=HALF, verbosity=0, **settings)
 

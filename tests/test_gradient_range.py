@@ -143,6 +143,27 @@ def test_the_scale_decides_what_is_flushed_now():
     assert "Flushed most at scale 1: weight (25.00 %)" in text
 
 
+@pytest.mark.parametrize(
+    "level, dtype, floor",
+    [("O0", "float16", None), ("O1", "bfloat16", None)]
+    + [(level, "float16", 2.0**-31) for level in ("O1", "O2", "O3")],
+)
+def test_what_float16_has_hidden_is_said(level, dtype, floor):
+    """At scale 128 nothing below 2**-24 / 128 is left, whatever the model's gradients were."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ampatch.initialize(
+        model, optimizer, opt_level=level, dtype=dtype, loss_scale=128.0, verbosity=0
+    )
+    with ampatch.gradient_range(model) as gradients:
+        with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * 2.0**-35, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    report = gradients.report()
+    assert report.floor == floor and ("among the zeros" in str(report)) == (floor is not None)
+    assert report.total.kinds["zero"] == (0 if floor is None else 16)
+
+
 def test_skipped_steps_are_left_out():
     model = Constant([1.0, 70000.0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -19,6 +19,7 @@ ALLOWED = {
     "_version": set(),
     "opt_levels": LEAVES,
     "checks": LEAVES | {"opt_levels"},
+    "environment": {"opt_levels", "scaling"},
     "hooks": set(),
     "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
     "members": {"casting", "managed_model", "opt_levels", "scaling"},
@@ -40,19 +41,25 @@ ALLOWED = {
     "session": LEAVES
     | {"casting", "scaling", "managed_model", "opt_levels", "overrides"}
     | {"frames", "handover", "members", "registry", "tracing"},
-    "frontend": LEAVES | {"checks", "handover", "opt_levels", "overrides", "session"},
+    "frontend": LEAVES | {"checks", "environment", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "scaling", "session"},
     "control": LEAVES | {"casting", "session"},
-    "handle": LEAVES | {"opt_levels", "session"},
+    "handle": LEAVES | {"environment", "opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
+    "auto": LEAVES
+    | {"__init__", "auto", "backward_pass", "casting", "environment", "opt_levels", "scaling"}
+    | {"session"},
     # the rooms around the engine use its public API (and the tables)
     "diagnose": LEAVES
-    | {"__init__", "casting", "diagnose", "opt_levels", "session", "sweep", "tables_command"},
+    | {"__init__", "casting", "diagnose", "environment", "opt_levels", "run", "session"}
+    | {"tables_command"},
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},
-    "sweep": LEAVES | {"__init__", "sweep", "opt_levels"},
+    "run": LEAVES | {"__init__", "auto", "compat", "environment", "run"},
+    "sweep": LEAVES | {"__init__", "auto", "environment", "run", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
     "sweep_command": LEAVES | {"sweep"},
-    "cli": LEAVES | {"__init__", "sweep", "sweep_command", "compat", "diagnose", "opt_levels", "tables_command"},
+    "cli": LEAVES
+    | {"__init__", "run", "sweep", "sweep_command", "diagnose", "opt_levels", "tables_command"},
     "__main__": {"cli"},
 }
 

@@ -163,6 +163,8 @@ def _run(options: argparse.Namespace) -> tuple[int, int]:
             f"{f': {ending.error}' if ending.error else ''}.",
             file=sys.stderr,
         )
+    elif steps == options.steps:
+        print(f"Ended {options.script} after {steps} optimizer steps (--steps).", file=sys.stderr)
     elif not steps:
         print(
             f"{options.script} never stepped an optimizer: there is no training to look at.",

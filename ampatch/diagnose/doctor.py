@@ -18,9 +18,9 @@ import torch
 
 import ampatch
 from ampatch._version import __version__
+from ampatch.environment import VARIABLES
 from ampatch.tables_command import content
 
-VARIABLES = ("AMPATCH_OPT_LEVEL", "AMPATCH_DTYPE", "AMPATCH_ENABLED")
 MEASURE_FOR = 0.15  # seconds for each operator and dtype
 
 

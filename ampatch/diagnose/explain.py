@@ -27,8 +27,8 @@ def report(model: nn.Module | None = None) -> CastReport:
     """Count the casts that patched functions make, and the dtypes that modules take and give.
 
     Functions are counted in the thread that calls this and in those begun later, until
-    `remove()`, the end of a `with` block or `ampatch.deactivate()`; modules are those of
-    `model`, or (None) all that run.  While it is on, Python's profiling hook slows
+    `remove()`, the end of a `with` block or, for a model that was given,
+    `ampatch.deactivate()`; modules are those of `model`, or (None) all that run.  While it is on, Python's profiling hook slows
     everything down; off, nothing is left in place.  Code that torch.compile has
     compiled is not seen.
 
@@ -79,8 +79,9 @@ class CastReport:
         self.remove()
 
     def on_deactivate(self) -> None:
-        """Everything ampatch put in is taken out, this too."""
-        self.remove()
+        """Everything ampatch put in is taken out; what watches a model of the user's, too."""
+        if not self._models.takes_all:
+            self.remove()
 
     def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
         name = self._models.names[module]

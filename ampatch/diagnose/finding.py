@@ -8,6 +8,8 @@ from types import CodeType
 
 import torch
 
+SHOWN = 10  # parameters that the text names; `parameters` has them all
+
 
 @dataclasses.dataclass
 class Report:
@@ -60,8 +62,10 @@ class Report:
                 "scale halved."
             )
         if self.parameters:
+            left = len(self.parameters) - SHOWN
+            more = f" and {left} more" if left > 0 else ""
             what = "Parameters" if self.phase == "step" else "Parameters with such gradients"
-            lines.append(f"{what}: {', '.join(self.parameters)}.")
+            lines.append(f"{what}: {', '.join(self.parameters[:SHOWN])}{more}.")
         return " ".join(lines)
 
     def _module(self) -> str:

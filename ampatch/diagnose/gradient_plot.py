@@ -64,5 +64,5 @@ def plot(report: GradientReport, path: Any) -> None:
     axes.set_xlabel("binary exponent of the absolute value")
     axes.set_ylabel("share of the gradients that are not zero, %")
     axes.set_title(f"Gradients over {report.steps} steps, largest {total.largest:.3g}")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(path, dpi=150)

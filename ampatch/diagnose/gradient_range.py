@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -24,7 +25,7 @@ import ampatch
 from ampatch.session import registry
 
 from .gradient_text import as_text
-from .histogram import Counts, Histogram, Suggestion
+from .histogram import SMALLEST, Counts, Histogram, Suggestion
 from .models import Models, check_model
 from .storages import values
 
@@ -36,7 +37,7 @@ def gradient_range(model: nn.Module | None = None) -> GradientRange:
 
     Works at any opt level and on plain models, before or after `initialize`; None
     counts those of every model that runs.  The `GradientRange` returned is a context
-    manager; `remove()` or `ampatch.deactivate()` end it as well.
+    manager; `remove()` or, for a model that was given, `ampatch.deactivate()` end it as well.
 
     Raises `TypeError` if `model` is no module.
     """
@@ -51,6 +52,7 @@ class GradientRange:
         self.steps = 0
         self.skipped = 0
         self._scale = 1.0
+        self._floor: float | None = None
         self._counts: dict[str, Counts] = {}
         self._models = Models(model)
         self._handles = [
@@ -82,7 +84,7 @@ class GradientRange:
         total = sum(by_parameter.values(), Histogram())
         suggestion = total.static_scale(lost)
         return GradientReport(
-            self.steps, self.skipped, self._scale, total, by_parameter, suggestion
+            self.steps, self.skipped, self._scale, self._floor, total, by_parameter, suggestion
         )
 
     # What the engine and torch's optimizers tell
@@ -93,8 +95,9 @@ class GradientRange:
             self.skipped += 1
 
     def on_deactivate(self) -> None:
-        """Everything ampatch put in is taken out, this too."""
-        self.remove()
+        """Everything ampatch put in is taken out; what watches a model of the user's, too."""
+        if not self._models.takes_all:
+            self.remove()
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if not _closure(args, kwargs):
@@ -119,6 +122,8 @@ class GradientRange:
         if mine:
             self.steps += 1
             self._scale = scale
+            if _in_float16(session) or any(grad.dtype is torch.float16 for _, grad in mine):
+                self._floor = max(self._floor or 0.0, 2.0**SMALLEST / scale)
 
     def _mine(self, optimizer: Any) -> bool:
         return any(
@@ -130,11 +135,16 @@ class GradientRange:
 
 @dataclasses.dataclass
 class GradientReport:
-    """What was counted: over `steps` steps that were taken, with `scale` the last loss scale."""
+    """What was counted: over `steps` steps that were taken, with `scale` the last loss scale.
+
+    Where gradients were computed in float16, `floor` is the smallest number that they
+    could be at the scales in force: what was smaller is among the zeros.  Else None.
+    """
 
     steps: int
     skipped: int
     scale: float
+    floor: float | None
     total: Histogram
     by_parameter: dict[str, Histogram]
     suggestion: Suggestion
@@ -154,6 +164,7 @@ class GradientReport:
             "steps": self.steps,
             "skipped_steps": self.skipped,
             "loss_scale": self.scale,
+            "floor": self.floor,
             "suggestion": self.suggestion.as_dict(),
             **_histogram_as_dict(self.total),
             "parameters": {
@@ -183,6 +194,13 @@ def _histogram_as_dict(found: Histogram) -> dict[str, Any]:
         "subnormal_share": found.share("subnormal"),
         "subnormal_share_now": found.share("subnormal now"),
     }
+
+
+def _in_float16(session: Any) -> bool:
+    if session is None:
+        return False
+    properties = session.properties
+    return properties.opt_level != "O0" and properties.dtype is torch.float16
 
 
 def _closure(args: tuple, kwargs: dict) -> Any:

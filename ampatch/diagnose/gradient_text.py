@@ -25,6 +25,7 @@ def as_text(report: GradientReport) -> str:
             *bars(total),
             *shares(report),
             str(report.suggestion),
+            *floor(report),
         ]
     )
 
@@ -74,3 +75,13 @@ def shares(report: GradientReport) -> Iterator[str]:
     worst = [f"{name} ({percent(share)})" for name, share in report.worst()]
     if worst:
         yield f"Flushed most at scale 1: {', '.join(worst)}."
+
+
+def floor(report: GradientReport) -> Iterator[str]:
+    """What float16 has hidden already."""
+    if report.floor is not None:
+        yield (
+            f"These were computed in float16: what was smaller than {report.floor:.3g} is among the "
+            "zeros, and no scale computed from the rest brings it back. The whole range is seen at "
+            'opt_level="O0".'
+        )

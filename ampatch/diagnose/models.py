@@ -47,7 +47,7 @@ class Models:
         self.running: list[nn.Module] = []
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._parameters = WeakIdKeyDictionary()  # names
-        self._takes_all = model is None
+        self.takes_all = model is None
         self._adopted, self._entered, self._left = adopted, entered, left
         if model is not None:
             self._adopt(model, "")
@@ -85,7 +85,7 @@ class Models:
                 self._adopted(parameter)
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
-        if self._takes_all and not self.running and module not in self.names:
+        if self.takes_all and not self.running and module not in self.names:
             self._adopt(module, type(module).__name__)
         if module in self.names:
             self.running.append(module)

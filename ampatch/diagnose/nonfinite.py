@@ -41,9 +41,9 @@ def debug(model: nn.Module | None = None) -> Debugger:
     Works on managed models at any opt level and on plain ones, before or after
     `initialize`; None watches every model, whose names then begin with its class.  The
     operators of the thread that calls this are seen, and those of its backward passes.
-    The `Debugger` returned is a context manager; `remove()`, called in that thread, or
-    `ampatch.deactivate()` end it as well.  An inf that the code writes itself, such as a
-    mask's, is no finding.
+    The `Debugger` returned is a context manager; `remove()`, called in that thread, or, for
+    a model that was given, `ampatch.deactivate()` end it as well.  An inf that the code
+    writes itself, such as a mask's, is no finding.
 
     Raises `TypeError` if `model` is no module.
     """
@@ -115,8 +115,9 @@ class Debugger:
             self._count(optimizer)
 
     def on_deactivate(self) -> None:
-        """Everything ampatch put in is taken out, this too."""
-        self.remove()
+        """Everything ampatch put in is taken out; what watches a model of the user's, too."""
+        if not self._models.takes_all:
+            self.remove()
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         self._is_stepping = True

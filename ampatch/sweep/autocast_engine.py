@@ -154,7 +154,10 @@ class AutocastEngine:
         self._unscaled.discard(id(optimizer))
         closure = any(map(callable, [*args, *kwargs.values()]))
         if closure and self._scaler.is_enabled():
-            return self._scaler.step(optimizer, *args, **kwargs)  # which says that it takes none
+            raise AmpatchError(
+                "optimizer.step(closure): torch.amp.GradScaler takes no closure, so this script "
+                "has no autocast row in float16; leave it out with --no-autocast."
+            )
         if not (scaled and _has_gradients(optimizer)):
             self._forget_unscaling(optimizer)
             return original(*args, **kwargs)

@@ -1,0 +1,149 @@
+"""`loss.backward()` as a `scale_loss` block of its own.
+
+What comes out is what an FP32 script expects: true gradients in `.grad`, added
+to those before.  The overflow flag waits in the engine for the step.
+
+A pass is left unscaled where scaling could not be undone or would serve
+nobody: with `create_graph`, with roots that are no floating tensors, and where
+no optimizer's parameter is reached (who updates weights by hand could not be
+kept from using gradients that overflowed).  Its gradients are true as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..backward_pass import _current_graph_task_id
+from ..log import logger
+from ..scaling.optimizer import ManagedOptimizer
+from ..session import Session
+from .graph import Strays, leaves
+
+
+class _Plan(NamedTuple):
+    """Where a pass will leave gradients, as far as can be seen, and who holds some of them."""
+
+    reached: list[Tensor]
+    optimizers: list[ManagedOptimizer]
+
+
+class Passes:
+    """The backward passes of a process, one at a time."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._scaler = session.scalers[0]
+        self._one_at_a_time = threading.RLock()
+        self._told = False
+        self._strays: Strays | None = None
+        self._retained: list[weakref.ref[Tensor]] = []
+        self._later: list[tuple[Callable[[Tensor], None], Tensor]] = []
+        self.scale: Any = None  # of the pass that is running, if it is scaled
+
+    def around(self, original: Callable) -> Callable:
+        """The function that takes the place of `torch.autograd.backward`."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if is_dynamo_compiling() or self._scaler.is_one or not self._session.is_open:
+                return original(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            roots = _listed(bound.arguments["tensors"])
+            if _current_graph_task_id() != -1:
+                self._nested(bound.arguments, roots)
+                return original(*bound.args, **bound.kwargs)
+            with self._one_at_a_time:
+                plan = self._plan(bound.arguments, roots)
+                if plan is None:
+                    return original(*args, **kwargs)
+                self._run(original, bound, plan)
+
+        return backward
+
+    def retain(self, tensor: Tensor) -> None:
+        """Passes will leave a gradient in this tensor though it is no leaf."""
+        self._retained = [known for known in self._retained if known() is not None]
+        self._retained.append(weakref.ref(tensor))
+
+    def afterwards(self, hook: Callable[[Tensor], None], tensor: Tensor) -> None:
+        """Call `hook(tensor)` when the running pass is over and its gradients are unscaled."""
+        self._later.append((hook, tensor))
+
+    def _plan(self, arguments: dict, roots: list[Any]) -> _Plan | None:
+        """What a scaled pass has to deal with; None: it is not to be scaled."""
+        if arguments.get("create_graph") or not all(map(_is_loss, roots)):
+            return None
+        inputs = arguments.get("inputs")
+        reached, hidden = (_listed(inputs), False) if inputs is not None else leaves(roots)
+        ids = {id(tensor) for tensor in reached}
+        optimizers = [
+            optimizer
+            for optimizer in self._session.optimizers()
+            if hidden or any(id(param) in ids for param in optimizer.parameters())
+        ]
+        if optimizers:
+            return _Plan(reached, optimizers)
+        self._tell_unscaled()
+        return None
+
+    def _tell_unscaled(self) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "ampatch run --auto: a backward() reached no parameter of a torch.optim.Optimizer. "
+                "Such losses are not scaled, since nobody would skip a step after an overflow; "
+                "gradients that float16 cannot hold are lost there. --dtype bfloat16 holds them."
+            )
+
+    def _held(self) -> set[int]:
+        return {id(param) for one in self._session.optimizers() for param in one.parameters()}
+
+    def _run(self, original: Callable, bound: inspect.BoundArguments, plan: _Plan) -> None:
+        roots = _listed(bound.arguments["tensors"])
+        block = self._session.scaled_backward(
+            roots[0], plan.optimizers, 0, delay_unscale=False, delay_overflow_check=False
+        )
+        strays = Strays(self._held(), self._scaler, self._scaler.snapshot())
+        try:
+            with torch.enable_grad(), strays, block as first:  # a script may have it off here
+                strays.add(plan.reached)
+                strays.add(t for ref in self._retained if (t := ref()) is not None)
+                self._strays, self.scale = strays, self._scaler.snapshot()
+                others = [self._scaler.scale(root) for root in roots[1:]]
+                bound.arguments["tensors"] = (first, *others)
+                original(*bound.args, **bound.kwargs)
+        finally:
+            self._strays = self.scale = None
+            later, self._later = self._later, []
+        with torch.no_grad():  # as within the pass
+            for hook, tensor in later:
+                hook(tensor)
+
+    def _nested(self, arguments: dict, roots: list[Any]) -> None:
+        """A pass within a pass: handed the outer one's gradients, or starting from a loss."""
+        if self._strays is None:
+            return
+        inputs = arguments.get("inputs")
+        tensors = [root for root in roots if isinstance(root, Tensor)]
+        self._strays.add(_listed(inputs) if inputs is not None else leaves(tensors)[0])
+        if arguments.get("grad_tensors") is None and all(map(_is_loss, roots)):
+            with torch.enable_grad():
+                arguments["tensors"] = tuple(self._scaler.scale(root) for root in roots)
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+
+
+def _is_loss(root: Any) -> bool:
+    return isinstance(root, Tensor) and root.is_floating_point() and root.requires_grad

@@ -1,0 +1,77 @@
+"""Where a backward pass will leave gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+
+def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+    """The leaves that `roots` reach, and whether there may be more than can be seen.
+
+    An `autograd.Function` in Python may run a backward pass of its own over what is hidden in
+    it, as `torch.utils.checkpoint(use_reentrant=True)` does.
+    """
+    found = [root for root in roots if root.is_leaf and root.requires_grad]
+    todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(todo)  # holds them: a node's Python side is made anew once it is dropped
+    hidden = False
+    while todo:
+        node = todo.pop()
+        following = node.next_functions
+        if not following:
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                found.append(variable)
+            continue
+        hidden = hidden or isinstance(node, BackwardCFunction)
+        for other, _ in following:
+            if other is not None and other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return found, hidden
+
+
+class Strays:
+    """Context manager for one scaled pass: gradients of tensors that no optimizer holds.
+
+    They come out unscaled too: inputs that a script perturbs, weights it updates by hand or
+    not at all, results with `retain_grad`.  An overflow in them moves no scale.
+    """
+
+    def __init__(self, held: set[int], scaler: Any, scale: Any) -> None:
+        self._held = held  # ids of the optimizers' tensors
+        self._scaler = scaler
+        self._scale = scale
+        self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Set aside what is in `.grad` of these, to tell it from what the pass adds."""
+        for tensor in tensors:
+            if id(tensor) not in self._held and id(tensor) not in self._aside:
+                self._aside[id(tensor)] = (tensor, tensor.grad)
+                tensor.grad = None
+
+    def __enter__(self) -> Strays:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            fresh = [t.grad for t, _ in self._aside.values() if t.grad is not None]
+            with torch.no_grad():
+                self._scaler.unscale_([_numbers(grad) for grad in fresh], self._scale)
+        for tensor, earlier in self._aside.values():
+            if kind is not None or tensor.grad is None:
+                tensor.grad = earlier
+            elif earlier is not None:
+                tensor.grad = earlier.add_(tensor.grad)
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """The tensor of real numbers in a gradient that may be sparse or complex."""
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values

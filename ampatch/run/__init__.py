@@ -1,0 +1,1 @@
+"""`ampatch run`: a script under mixed precision, unedited."""

@@ -1,0 +1,177 @@
+"""Run a script or a module as Python would, from inside a running process.
+
+`runpy` is not used: it takes the `__main__` it made away again when the
+script ends, and with it the globals that exit handlers and threads of the
+script still need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType
+
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a script ended: its exit code and, if an exception ended it, which."""
+
+    exit_code: int
+    error: str = ""
+
+
+def check_script(script: str) -> None:
+    """Raise `FileNotFoundError` or `ValueError` unless `script` is a file to run."""
+    path = Path(script)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{script}: there is no such script.\n"
+            f"Expected the path of a Python file, seen from {Path.cwd()}."
+        )
+    if not path.is_file():
+        raise ValueError(f"{script}: not a file.\nExpected the path of a Python file.")
+
+
+def run_script(script: str, arguments: Sequence[str]) -> Ending:
+    """Run `script` as `__main__`, and report an exception as Python does."""
+    check_script(script)
+    _set_path(str(Path(script).resolve().parent))
+    sys.argv[:] = [script, *arguments]
+    main = _become_main(os.path.abspath(script))  # as Python has it
+    install_apex()
+    return _run(main, lambda: compile(Path(script).read_bytes(), main.__file__, "exec"))
+
+
+class ModuleMissing(ImportError):
+    """There is nothing of this name to run."""
+
+
+def run_module(module: str, arguments: Sequence[str]) -> Ending:
+    """Run a module, or a package's `__main__`, as `python -m` would.
+
+    Raises `ModuleMissing` if there is none.
+    """
+    if Path(module).is_file():
+        raise ModuleMissing(f"-m {module}: this is a file. Run it without -m.")
+    _set_path(os.getcwd())
+    sys.argv[:] = ["-m", *arguments]  # what Python shows the packages on the way
+    install_apex()
+    try:
+        spec = _spec(module)
+    except ModuleMissing:
+        raise
+    except BaseException as error:  # a package on the way to the module runs code of its own
+        return _ended_by(error)
+    sys.argv[0] = str(spec.origin)
+    main = _become_main(spec.origin, spec)
+    return _run(main, lambda: spec.loader.get_code(spec.name))
+
+
+def _spec(module: str) -> ModuleSpec:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # a package was found and imports something that is missing
+        spec = None
+    except (ValueError, ImportError):  # an empty name, a relative one
+        spec = None
+    if spec is not None and spec.submodule_search_locations is not None:
+        if module.endswith(".__main__"):
+            raise ModuleMissing(f"-m {module}: a package, and not a module to run.")
+        try:
+            return _spec(f"{module}.__main__")
+        except ModuleMissing:
+            raise ModuleMissing(
+                f"-m {module}: a package without a module __main__ cannot be run."
+            ) from None
+    if spec is None or not hasattr(spec.loader, "get_code"):
+        raise ModuleMissing(
+            f"-m {module}: there is no such module.\n"
+            f"Expected a module or package found from {os.getcwd()} or installed, without .py."
+        )
+    return spec
+
+
+def install_apex() -> None:
+    """Let `from apex import amp` find ampatch, unless there is an apex to find already."""
+    if "apex" not in sys.modules and importlib.util.find_spec("apex") is None:
+        importlib.import_module("ampatch.compat.apex").install()
+
+
+def describe(error: BaseException) -> str:
+    """Type and message on one line: `ValueError: too many digits`."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    name = type(error).__qualname__
+    return f"{name}: {lines[0].strip()}" if lines else name
+
+
+def _set_path(folder: str) -> None:
+    """Put `folder` where Python puts that of a script."""
+    if not getattr(sys.flags, "safe_path", False):  # with -P there is nothing to replace
+        sys.path[0] = folder
+    if PACKAGE_ROOT not in sys.path:  # ampatch may have been found through what we replaced
+        sys.path.append(PACKAGE_ROOT)
+
+
+def _become_main(file: str | None, spec: ModuleSpec | None = None) -> types.ModuleType:
+    """An empty `__main__` in the place of ours; children that are spawned find it by these names."""
+    main = types.ModuleType("__main__")
+    main.__file__ = file
+    main.__builtins__ = __builtins__
+    main.__cached__ = None
+    if spec is not None:
+        main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
+        main.__cached__ = spec.cached
+    sys.modules["__main__"] = main
+    return main
+
+
+def _run(main: types.ModuleType, code: Callable[[], CodeType]) -> Ending:
+    try:
+        exec(code(), main.__dict__)
+    except SystemExit as stop:
+        return _exited(stop.code)
+    except BaseException as error:  # whatever ends a script is reported, then it has ended
+        return _ended_by(error)
+    return Ending(0)
+
+
+def _ended_by(error: BaseException) -> Ending:
+    if isinstance(error, SystemExit):
+        return _exited(error.code)
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    trace = _from_script(error.__traceback__)
+    # The hook shows what hangs on the exception, not what it is given.
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    return Ending(code, describe(error))
+
+
+def _exited(code: object) -> Ending:
+    """What `sys.exit(code)` means, which may be a number, None or a message."""
+    if code is None:
+        return Ending(0)
+    if isinstance(code, int):
+        return Ending(code)
+    print(code, file=sys.stderr)
+    return Ending(1, str(code))
+
+
+def _from_script(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without our own frames, and those of the import system, at its top."""
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(file: str) -> bool:
+    return file == __file__ or file.startswith("<frozen importlib") or file == "<frozen zipimport>"
