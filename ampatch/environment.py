@@ -6,7 +6,7 @@
 | `AMPATCH_DTYPE` | `dtype` |
 | `AMPATCH_LOSS_SCALE` | `loss_scale` |
 | `AMPATCH_ENABLED` | `enabled`, where it is `0` |
-| `AMPATCH_SETTINGS` | what a JSON object names: `{"keep_batchnorm_fp32": false}` |
+| `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"keep_batchnorm_fp32": false}` |
 
 One that is empty counts as not set.
 """
@@ -41,7 +41,7 @@ class Asked:
     dtype: torch.dtype | None = None
     loss_scale: str | float | None = None
     enabled: bool = True
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Asked:
@@ -82,22 +82,22 @@ def _scale(text: str) -> str | float:
     return value
 
 
-def _settings(name: str, text: str) -> dict[str, Any]:
-    try:
-        settings = json.loads(text)
-    except json.JSONDecodeError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise ValueError(f'{name}={text}: expected a JSON object, such as {{"loss_scale": 128}}.')
-    return settings
-
-
 def _truth(name: str, text: str) -> bool:
     if text.strip().lower() in ("0", "false"):
         return False
     if text.strip().lower() in ("1", "true"):
         return True
     raise ValueError(f"{name}={text}: expected 0 (off) or 1.")
+
+
+def _settings(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}={text}: not understood. Expected a JSON object.")
+    return found
 
 
 def _checked(name: str, text: str, check: Any, expected: str) -> Any:

@@ -101,7 +101,8 @@ def initialize(
 
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
     and `AMPATCH_ENABLED` (`0`) override the arguments of the same names, and
-    `AMPATCH_SETTINGS`, a JSON object, those it names; `ValueError` names one that is wrong.
+    `AMPATCH_SETTINGS`, a JSON object, those it names (`{"keep_batchnorm_fp32": false}`);
+    `ValueError` names one that is wrong.
     """
     checks.unknown_keywords(initialize, unknown)
     given = {
@@ -159,14 +160,8 @@ def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any
     if asked.loss_scale is not None:
         given["loss_scale"] = asked.loss_scale
     dtype = asked.dtype or dtype
-    unknown = sorted(asked.settings.keys() - given.keys())
-    if unknown:
-        raise ValueError(
-            f"AMPATCH_SETTINGS: there is no setting {unknown[0]!r}. Expected some of "
-            f"{', '.join(given)}."
-        )
     if asked.opt_level is None:
-        return opt_level, dtype, {**given, **asked.settings}
+        return opt_level, dtype, _with_settings(given, asked.settings)
     if asked.opt_level != opt_level:
         tied = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
         dropped = [name for name in tied if given[name] is not None]
@@ -179,7 +174,17 @@ def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any
                 ", ".join(dropped),
             )
         given = {name: None if name in tied else value for name, value in given.items()}
-    return asked.opt_level, dtype, {**given, **asked.settings}
+    return asked.opt_level, dtype, _with_settings(given, asked.settings)
+
+
+def _with_settings(given: dict, settings: dict) -> dict:
+    unknown = [name for name in settings if name not in given]
+    if unknown:
+        raise ValueError(
+            f"AMPATCH_SETTINGS: {', '.join(unknown)}: no such setting. Expected names among "
+            f"{', '.join(given)}."
+        )
+    return {**given, **settings}
 
 
 def _check(

@@ -142,7 +142,7 @@ def test_a_script_that_fails_midway_still_gets_its_answer(script, in_this_proces
     )
     assert cli.main(["gradients", str(script)]) == 1
     done = capsys.readouterr()
-    assert "over 3 steps" in done.out and "A static loss scale of" in done.out
+    assert "over 3 optimizer steps" in done.out and "A static loss scale of" in done.out
     assert "failed after 3 optimizer steps: AssertionError: broken." in done.err
 
 
@@ -172,18 +172,8 @@ def test_a_script_without_ampatch(tmp_path, in_this_process, capsys):
 
 
 def test_run_under_debug(tmp_path):
-    """`run --debug` hands `run_debugged` what runs the script."""
     (tmp_path / "net.py").write_text(textwrap.dedent(OVERFLOWING))
-    code = (
-        "import sys\n"
-        "from ampatch.diagnose.command import run_debugged\n"
-        "from ampatch.diagnose.running import run_watched\n"
-        "sys.exit(run_debugged(lambda: run_watched('net.py', [])[0].exit_code))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run("run", "--debug", "net.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = done.stderr.splitlines()[-1]
     assert "made by aten._to_copy in torch.float16, in Net.fc (Linear)" in last
@@ -206,8 +196,8 @@ def test_debug_of_a_healthy_run(capsys):
         (("explain", "train.py", "--lr", "5"), "ampatch explain train.py -- --lr 5"),
         (("gradients", "train.py", "--steps", "0"), "0 is not above 0"),
         (("gradients", "train.py", "--lost", "100"), "100 is not at least 0 and below 100"),
-        (("explain", "train.py", "--opt-level", "O7"), "unknown opt level"),
-        (("explain", "train.py", "--dtype", "float8"), "dtype"),
+        (("explain", "train.py", "--opt-level", "O7"), "--opt-level=O7: not understood"),
+        (("explain", "train.py", "--dtype", "float8"), "--dtype=float8: not understood"),
         (("gradients", "train.py", "--plot", "no/such/g.png"), "no directory"),
         (("gradients", "train.py", "--plot", "g.xyz"), "unknown kind of picture"),
     ],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+
 import pytest
 import torch
 import torch.distributed
@@ -154,6 +158,7 @@ def test_every_model_is_watched_without_one():
     assert debugger.report.module == "Sequential.0" and not debugger.report.input_is_finite
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own
 def test_what_runs_inside_a_checkpoint_is_forward():
     def forward(module, x):
         return torch.utils.checkpoint.checkpoint(
@@ -178,6 +183,38 @@ def test_the_rank_is_named(tmp_path):
 class Passing(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
+
+
+def test_forwards_in_several_threads():
+    """Those of other threads are watched by their outputs; names do not mix."""
+    ready = threading.Barrier(2, timeout=30)
+
+    def forward(module, x):
+        ready.wait()
+        y = torch.exp(x)
+        ready.wait()
+        return y
+
+    model = nn.Sequential(nn.Sequential(Steps(forward)))
+    with ampatch.debug(model) as debugger:
+        other = threading.Thread(target=model, args=(torch.full((2, 4), 100.0),))
+        other.start()
+        model(torch.ones(2, 4))
+        other.join()
+    report = debugger.report
+    assert (report.module, report.operator, report.where) == ("0.0", "", "output of 0.0")
+    assert report.largest_input == 100.0 and "where operators are not seen" in str(report)
+
+
+def test_nothing_is_kept_alive():
+    model = Steps(lambda module, x: torch.exp(module.linear(x) * 1e9))
+    gone = weakref.ref(model)
+    debugger = ampatch.debug(model)
+    model(torch.ones(2, 4)).sum().backward()
+    debugger.remove()
+    del model
+    gc.collect()
+    assert gone() is None and debugger.report is not None
 
 
 def test_off_there_is_no_mode_and_no_hook():

@@ -41,7 +41,8 @@ ALLOWED = {
     "session": LEAVES
     | {"casting", "scaling", "managed_model", "opt_levels", "overrides"}
     | {"frames", "handover", "members", "registry", "tracing"},
-    "frontend": LEAVES | {"checks", "environment", "handover", "opt_levels", "overrides", "session"},
+    "frontend": LEAVES
+    | {"checks", "environment", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "scaling", "session"},
     "control": LEAVES | {"casting", "session"},
     "handle": LEAVES | {"environment", "opt_levels", "session"},
@@ -51,15 +52,14 @@ ALLOWED = {
     | {"session"},
     # the rooms around the engine use its public API (and the tables)
     "diagnose": LEAVES
-    | {"__init__", "casting", "diagnose", "environment", "opt_levels", "run", "session"}
+    | {"__init__", "casting", "diagnose", "environment", "run", "session"}
     | {"tables_command"},
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},
-    "run": LEAVES | {"__init__", "auto", "compat", "environment", "run"},
-    "sweep": LEAVES | {"__init__", "auto", "environment", "run", "sweep", "opt_levels"},
+    "run": LEAVES | {"__init__", "auto", "compat", "diagnose", "environment", "run"},
+    "sweep": LEAVES | {"__init__", "environment", "run", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
     "sweep_command": LEAVES | {"sweep"},
-    "cli": LEAVES
-    | {"__init__", "run", "sweep", "sweep_command", "diagnose", "opt_levels", "tables_command"},
+    "cli": LEAVES | {"run", "sweep_command", "diagnose", "tables_command"},
     "__main__": {"cli"},
 }
 

@@ -285,6 +285,23 @@ def test_data_are_prepared_as_ever():
     assert (torch.eye(2) @ torch.eye(2)).dtype is torch.float16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_go_to_numpy_in_fp32(dtype):
+    numpy = pytest.importorskip("numpy")
+    auto.start(Asked(dtype=dtype))
+    with torch.no_grad():
+        out = net()(torch.ones(2, 4))
+    assert out.dtype is dtype
+    for array in (out.numpy(), numpy.asarray(out), out.cpu().numpy(force=True)):
+        assert array.dtype == numpy.float32
+        assert array.tolist() == out.tolist()
+    shared = torch.ones(2)
+    shared.numpy()[0] = 5
+    assert shared[0] == 5
+    with pytest.raises(RuntimeError, match="requires grad"):
+        net()(torch.ones(2, 4)).numpy()
+
+
 # Gradients that no optimizer steps on
 
 
@@ -537,7 +554,20 @@ def test_an_overflow_skips_the_step_and_only_it(fused):
     assert not any(map(torch.equal, weights(model), before))
 
 
-@pytest.mark.parametrize("zero", ["optimizer", "module", "by hand"])
+def test_an_overflow_where_every_weight_is_hidden():
+    """Reentrant checkpointing shows the outer graph no parameter at all."""
+    begin(Asked())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4, requires_grad=True)
+    before = weights(model)
+    (checkpoint(model, x, use_reentrant=True).sum() * float("inf")).backward()
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    assert all(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "module", "module, kept", "by hand"])
 def test_gradients_thrown_away_take_their_overflow_with_them(zero):
     begin(Asked())
     model = net()
@@ -548,6 +578,8 @@ def test_gradients_thrown_away_take_their_overflow_with_them(zero):
         optimizer.zero_grad()
     elif zero == "module":
         model.zero_grad()
+    elif zero == "module, kept":
+        model.zero_grad(set_to_none=False)
     else:
         for p in model.parameters():
             p.grad = None
@@ -633,7 +665,7 @@ def test_nothing_is_left_behind():
         (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "__setstate__"),
         (torch.amp.GradScaler, "__init__"), (torch.amp.autocast_mode.autocast, "__enter__"),
         (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"), (torch.autograd, "backward"),
-        (torch.Tensor, "register_hook"), (ampatch, "initialize"), (ampatch, "init"),
+        (torch.Tensor, "register_hook"), (torch.Tensor, "numpy"), (ampatch, "initialize"), (ampatch, "init"),
     ]  # fmt: skip
     before = [vars(owner).get(name) for owner, name in replaced]
     begin()
@@ -715,6 +747,43 @@ def test_threads_take_turns():
         model.zero_grad()
         model(x).sum().backward()
         close([10 * p.grad for p in model.parameters()], found, atol=2e-2)
+
+
+def test_gradients_that_others_change_meanwhile_are_no_matter(caplog):
+    """Another thread's optimizer may have moved on while a pass ran: it was not reached by it."""
+    begin()
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([one], lr=0.1) for one in (first, second)]
+    caplog.clear()
+
+    def meanwhile(grad):
+        second.grad = torch.ones(2)
+
+    first.register_hook(meanwhile)
+    first.sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert caplog.records == []
+    close([torch.full((2,), 0.9)] * 2, [first.detach(), second.detach()])
+
+
+def test_a_pass_waits_for_that_of_another_thread():
+    begin()
+    pairs = [(model := net(), torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2)]
+    other = threading.Thread(target=lambda: pairs[1][0](torch.ones(2, 4)).sum().backward())
+    seen = []
+
+    def meanwhile(grad):
+        other.start()
+        other.join(0.2)  # long enough to end, if it did not wait for us
+
+    out = pairs[0][0](torch.ones(2, 4)).float()
+    scaled = out * 3.0
+    out.register_hook(lambda grad: seen.append(grad.clone()))
+    scaled.register_hook(meanwhile)
+    scaled.sum().backward()
+    other.join()
+    close([torch.full((2, 1), 3.0)], seen)
 
 
 # Scripts with AMP code of their own

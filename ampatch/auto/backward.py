@@ -119,7 +119,7 @@ class Passes:
                 strays.add(plan.reached)
                 strays.add(t for ref in self._retained if (t := ref()) is not None)
                 self._strays, self.scale = strays, self._scaler.snapshot()
-                others = [self._scaler.scale(root) for root in roots[1:]]
+                others = [self._scaler.scale(root)[0] for root in roots[1:]]
                 bound.arguments["tensors"] = (first, *others)
                 original(*bound.args, **bound.kwargs)
         finally:
@@ -138,7 +138,7 @@ class Passes:
         self._strays.add(_listed(inputs) if inputs is not None else leaves(tensors)[0])
         if arguments.get("grad_tensors") is None and all(map(_is_loss, roots)):
             with torch.enable_grad():
-                arguments["tensors"] = tuple(self._scaler.scale(root) for root in roots)
+                arguments["tensors"] = tuple(self._scaler.scale(root)[0] for root in roots)
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from ..environment import Asked
 from ..log import logger
 from ..opt_levels import resolve
 from ..session import Session, registry
-from . import gradient_hooks, loading, refusals
+from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
 
 
@@ -50,6 +50,7 @@ def start(asked: Asked) -> Session | None:
     passes = Passes(session)
     refusals.put(patches)
     loading.put(patches)
+    arrays.put(patches, properties.dtype)
     patches.replace(torch.autograd, "backward", passes.around)
     gradient_hooks.put(patches, passes)
     for name in ("__init__", "__setstate__"):  # built, and copied or unpickled

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ampatch.errors import AmpatchError
+
 DEFAULT_STEPS = 20
 
 
@@ -139,16 +141,19 @@ def run_debugged(run: Callable[[], int]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """End with an error for a script that is not there and for settings nobody knows."""
-    import ampatch
-    from ampatch.opt_levels import resolve
+    from ampatch import environment
 
     from .running import check_script
 
     given = {"AMPATCH_OPT_LEVEL": options.opt_level, "AMPATCH_DTYPE": options.dtype}
     try:
         check_script(options.script)
-        resolve(options.opt_level or "O1", options.dtype or "float16")
-    except (OSError, TypeError, ValueError, ampatch.AmpatchError) as error:
+        if options.opt_level is not None:
+            environment.opt_level("--opt-level", options.opt_level)
+        if options.dtype is not None:
+            environment.dtype("--dtype", options.dtype)
+        environment.read()
+    except (AmpatchError, OSError, ValueError) as error:
         options.parser.error(str(error))
     os.environ.update({name: value for name, value in given.items() if value is not None})
 

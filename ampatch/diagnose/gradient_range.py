@@ -135,7 +135,9 @@ class GradientRange:
 
 @dataclasses.dataclass
 class GradientReport:
-    """What was counted: over `steps` steps that were taken, with `scale` the last loss scale.
+    """What was counted: over `steps` optimizer steps that were taken.
+
+    `scale` is the loss scale (of several losses the first's) at the last of them.
 
     Where gradients were computed in float16, `floor` is the smallest number that they
     could be at the scales in force: what was smaller is among the zeros.  Else None.

@@ -19,7 +19,7 @@ def as_text(report: GradientReport) -> str:
     total = report.total
     return "\n".join(
         [
-            f"{total.counted} gradients that are not zero, over {report.steps} steps"
+            f"{total.counted} gradients that are not zero, over {report.steps} optimizer steps"
             + (f" ({report.skipped} more were skipped)" if report.skipped else "")
             + f"; {total.kinds['zero']} are zero, {total.kinds['not finite']} not finite.",
             *bars(total),

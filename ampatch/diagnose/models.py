@@ -6,6 +6,7 @@ copies and pickles of them have nothing of ours.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,11 @@ def check_model(model: Any, what: str) -> None:
         )
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+
+
 class Models:
     """One model, or (None) each that runs, whose names then begin with its class.
 
@@ -44,7 +50,7 @@ class Models:
         entered: Callable[[nn.Module, tuple], None] = lambda module, args: None,
         left: Callable[[nn.Module, tuple, Any], None] = lambda module, args, output: None,
     ) -> None:
-        self.running: list[nn.Module] = []
+        self._thread = _Thread()
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._parameters = WeakIdKeyDictionary()  # names
         self.takes_all = model is None
@@ -55,6 +61,11 @@ class Models:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
+
+    @property
+    def running(self) -> list[nn.Module]:
+        """The modules whose forward runs in this thread, outermost first."""
+        return self._thread.running
 
     def remove(self) -> None:
         """Take the hooks out; the names stay."""
@@ -85,15 +96,17 @@ class Models:
                 self._adopted(parameter)
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
-        if self.takes_all and not self.running and module not in self.names:
+        running = self.running
+        if self.takes_all and not running and module not in self.names:
             self._adopt(module, type(module).__name__)
         if module in self.names:
-            self.running.append(module)
+            running.append(module)
             self._entered(module, args)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if module not in self.running:
+        running = self.running
+        if module not in running:
             return
-        while self.running.pop() is not module:  # those that an interruption ended
+        while running.pop() is not module:  # those that an interruption ended
             pass
         self._left(module, args, output)

@@ -78,6 +78,8 @@ class Operators(TorchDispatchMode):
     def leave(self) -> None:
         """Stop looking, also from below modes that were entered later."""
         self._is_on = False
+        self._places.clear()  # they hold modules
+        self._origins = StorageNotes()
         stack = _get_current_dispatch_mode_stack()
         if not any(mode is self for mode in stack):
             return  # entered in another thread, where it passes all through from now on

@@ -56,6 +56,11 @@ def add_parser(commands: Any) -> None:
         help="for a script without AMP code: cast torch's functions, scale each backward(), "
         "check each step(); at O1, in float16 or bfloat16",
     )
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        help="say where the first inf or NaN comes from: operator, module, parameter (slow)",
+    )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     parser.add_argument("script", nargs="?", metavar="SCRIPT")
     parser.set_defaults(command=run_command, parser=parser)
@@ -81,6 +86,7 @@ def run_command(options: argparse.Namespace) -> int:
     if options.module is None and options.script is None:
         options.parser.error("the following arguments are required: SCRIPT")
     from ampatch import auto, environment
+    from ampatch.diagnose.command import run_debugged
     from ampatch.run import children
     from ampatch.run.script import ModuleMissing, check_script, run_module, run_script
 
@@ -99,9 +105,13 @@ def run_command(options: argparse.Namespace) -> int:
     if options.auto and (reason := auto.why_not(asked)) is not None:
         options.parser.error(reason)
     children.start(options.auto)
-    if options.script is not None:
-        return run_script(options.script, options.arguments).exit_code
-    try:
-        return run_module(options.module, options.arguments).exit_code
-    except ModuleMissing as error:
-        options.parser.error(str(error))
+
+    def execute() -> int:
+        if options.script is not None:
+            return run_script(options.script, options.arguments).exit_code
+        try:
+            return run_module(options.module, options.arguments).exit_code
+        except ModuleMissing as error:
+            options.parser.error(str(error))
+
+    return run_debugged(execute) if options.debug else execute()

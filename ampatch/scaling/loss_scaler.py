@@ -47,6 +47,10 @@ class StaticScaler:
         """`loss` in FP32 times the scale, and that scale."""
         return (loss.float() if self.is_one else loss.float() * self._value), self._value
 
+    def snapshot(self) -> float:
+        """The present scale, for `scale_grads_` and `unscale_`."""
+        return self._value
+
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
         if scale != 1.0:
@@ -150,9 +154,14 @@ class DynamicScaler:
         if self._scale.device != loss.device:
             self._scale = self._scale.to(loss.device)
             self._unskipped = self._unskipped.to(loss.device)
+        factor = self.snapshot()
+        return loss.float() * factor, factor
+
+    def snapshot(self) -> Tensor:
+        """The present scale, for `scale_grads_` and `unscale_`.  On the device; nothing waits."""
         factor = self._scale.clone()
         self._recent.append(factor)
-        return loss.float() * factor, factor
+        return factor
 
     def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
         """Multiply FP32 gradients by `scale`, in place."""

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _start_engine(order: Order, recorder: Recorder) -> None:
     """Set up what the case asks for, and have the recorder told of what happens."""
-    if order.autocast:  # before the apex package is imported, which takes over what it finds
+    if order.autocast:  # before an apex package is made of what is there
         AutocastEngine(getattr(torch, order.autocast), recorder).install()
     children.start(order.auto)
     if order.auto:
