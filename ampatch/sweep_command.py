@@ -36,8 +36,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--levels",
         type=_names,
-        default=["O0", "O1", "O2", "O3"],
-        help="opt levels, with commas between (default: O0,O1,O2,O3)",
+        help="opt levels, with commas between (default: O0,O1,O2,O3; with --auto O0,O1)",
     )
     what.add_argument(
         "--dtypes",
@@ -58,6 +57,11 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         dest="autocast",
         action="store_false",
         help="leave out the rows of torch.autocast and GradScaler",
+    )
+    what.add_argument(
+        "--auto",
+        action="store_true",
+        help="for a script without AMP code: O0 and O1, as by ampatch run --auto",
     )
     what.add_argument(
         "--seeds",
@@ -140,6 +144,7 @@ def command(options: argparse.Namespace) -> int:
             judge=options.judge,
             better=dict(options.better),
             autocast=options.autocast,
+            auto=options.auto,
             out=options.out,
             timeout=options.timeout,
             resume=options.resume,
@@ -155,9 +160,11 @@ def command(options: argparse.Namespace) -> int:
     try:
         plan.run(progress_on(sys.stderr))
     except KeyboardInterrupt:
-        stopped, code = "Interrupted", 130
-    except (OSError, SweepError) as error:
-        stopped, code = str(error), 1
+        stopped, code = "Interrupted; --resume goes on.", 130
+    except OSError as error:
+        stopped, code = f"{error}. With that put right, --resume goes on.", 1
+    except SweepError as error:
+        stopped, code = f"Stopped: {error}", 1
     return _report(plan, stopped) or code
 
 
@@ -170,10 +177,7 @@ def _report(plan: Any, stopped: str) -> int:
     print(f"Written to {plan.directory}: summary.json, .csv, .md; runs and their logs in runs/.")
     if stopped:
         left = results.planned - results.done
-        print(
-            f"{stopped}\n{left} of {results.planned} runs are missing; go on with --resume.",
-            file=sys.stderr,
-        )
+        print(f"{stopped}\n{left} of {results.planned} runs are missing.", file=sys.stderr)
         return 0
     return 0 if any(row.good_runs for row in results.rows) else 1
 

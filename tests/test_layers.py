@@ -57,7 +57,7 @@ ALLOWED = {
     | {"tables_command"},
     "compat": LEAVES | {"__init__", "compat", "session", "casting"},
     "run": LEAVES | {"__init__", "auto", "compat", "diagnose", "environment", "run"},
-    "sweep": LEAVES | {"__init__", "run", "sweep", "opt_levels"},
+    "sweep": LEAVES | {"__init__", "environment", "run", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
     "sweep_command": LEAVES | {"sweep"},
     "cli": LEAVES | {"run", "sweep_command", "diagnose", "tables_command"},

@@ -166,7 +166,7 @@ def test_each_way_to_fail_is_a_row(directory):
     ("body", "expected"),
     [
         ("print('nothing to see')", "no training: never calls ampatch.initialize"),
-        (TRAINING + INITIALIZE, "no training: never steps an optimizer given to ampatch.initialize"),
+        (TRAINING + INITIALIZE, "no training: never steps an optimizer (given to ampatch.initialize)"),
         (TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
          "no training: calls ampatch.initialize with enabled=False"),
         ("def broken(:", "crashed: SyntaxError: "),
@@ -272,7 +272,7 @@ def test_interrupting_a_sweep_ends_the_child_and_keeps_the_file(hanging, tmp_pat
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "Interrupted\n5 of 5 runs are missing; go on with --resume." in err
+    assert "Interrupted; --resume goes on.\n5 of 5 runs are missing." in err
     assert "Traceback" not in err
     assert not any(map(is_alive, children))
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["complete"] is False

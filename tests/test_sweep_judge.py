@@ -140,7 +140,7 @@ def test_the_fastest_that_is_as_good_is_recommended():
     advice = recommendation(summarize([*base, *good, *bad]))
     assert advice.startswith("O1 in bfloat16: 2.00x the speed of O0 (2.00 to 2.00 in 3 rounds); ")
     assert "Memory: 1.00 of O0's." in advice
-    assert "no O0" in recommendation(summarize(good))
+    assert "there is no O0" in recommendation(summarize(good))
 
 
 # The plan

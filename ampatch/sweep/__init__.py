@@ -33,16 +33,25 @@ import torch
 
 from ampatch._version import __version__
 from ampatch.errors import AmpatchError
+from ampatch.run.script import check_script
 from ampatch.sweep.directory import Directory, choose
 from ampatch.sweep.figures import OK, status
 from ampatch.sweep.files import write_files
 from ampatch.sweep.judge import LOSS, recommendation
-from ampatch.sweep.plan import DTYPES, LEVELS, cases, counts_its_steps, directions, order, patterns
+from ampatch.sweep.plan import (
+    DTYPES,
+    LEVELS,
+    WITHOUT_AMP,
+    cases,
+    counts_its_steps,
+    directions,
+    order,
+    patterns,
+)
 from ampatch.sweep.progress import Progress, Silent
 from ampatch.sweep.record import Case, Planned, Run
 from ampatch.sweep.results import SUMMARY, Results, Row, read_results, read_runs
 from ampatch.sweep.runner import Runner
-from ampatch.run.script import check_script
 from ampatch.sweep.summary import seeds_matter, summarize
 
 __all__ = [
@@ -61,7 +70,7 @@ class Sweep:
     Args:
         script, arguments: the script's file and its own arguments, in which `{seed}`
             and `{steps}` are replaced.
-        levels, dtypes: of "O0" to "O3", and of "float16", "bfloat16".
+        levels, dtypes: of "O0" to "O3" (by default all), and of "float16", "bfloat16".
         seeds: how many (0, 1, 2, ...); accuracy is tested with two or more.
         repeats: how often each seed runs, for more timings.
         steps: end each run after so many optimizer steps.  With `{steps}` in the arguments
@@ -71,6 +80,8 @@ class Sweep:
         judge: the metric (or "last loss") that the verdicts are about; by default the first.
         better: of metrics, whether "higher" or "lower" is; by default as the name has it.
         autocast: a row per dtype with torch.autocast and GradScaler.
+        auto: the script has no AMP code and runs as under `ampatch run --auto`; for O0 and
+            O1 alone, the default then.
         out: the directory, by default `ampatch-sweep/` and the script's name.
         timeout: seconds after which a run is ended.
         resume: go on with the sweep in the directory; it must have the same settings.
@@ -89,7 +100,7 @@ class Sweep:
         script: str,
         arguments: Sequence[str] = (),
         *,
-        levels: Iterable[str] = LEVELS,
+        levels: Iterable[str] | None = None,
         dtypes: Iterable[str] = DTYPES[:1],
         seeds: int = 1,
         repeats: int = 1,
@@ -99,6 +110,7 @@ class Sweep:
         judge: str | None = None,
         better: Mapping[str, str] | None = None,
         autocast: bool = True,
+        auto: bool = False,
         out: str | Path | None = None,
         timeout: float | None = None,
         resume: bool = False,
@@ -107,13 +119,17 @@ class Sweep:
         check_script(str(script))
         self.script = str(script)
         self.arguments = [str(argument) for argument in arguments]
-        self.cases = cases(levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available())
+        if levels is None:
+            levels = WITHOUT_AMP if auto else LEVELS
+        self.cases = cases(
+            levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available(), auto=auto
+        )
         for name, value in (("seeds", seeds), ("repeats", repeats), ("steps", steps)):
             _check_count(name, value)
         if counts_its_steps(self.arguments) and steps is None:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
         self.planned = order(self.cases, seeds, repeats)
-        self._steps, self._timeout = steps, timeout
+        self._steps, self._timeout, self._auto = steps, timeout, auto
         self._metrics, self._judge, self._better = (
             patterns(metrics or {}),
             judge,
@@ -163,7 +179,13 @@ class Sweep:
         train, or reports no such metric.
         """
         runner = Runner(
-            self.script, self.arguments, self._held.runs, self._steps, self._metrics, self._timeout
+            self.script,
+            self.arguments,
+            self._held.runs,
+            steps=self._steps,
+            metrics=self._metrics,
+            timeout=self._timeout,
+            auto=self._auto,
         )
         done = {run.planned for run in self.runs}
         try:
@@ -243,6 +265,7 @@ class Sweep:
             "seeds": seeds,
             "repeats": repeats,
             "steps": self._steps,
+            "auto": self._auto,
             "metrics": self._metrics,
             "ampatch": __version__,
             "torch": torch.__version__,

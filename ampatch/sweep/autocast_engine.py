@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,16 @@ from ampatch.errors import AmpatchError
 from ampatch.sweep.recorder import Recorder
 
 _SCALER_SETTINGS = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
+_PUBLIC = (
+    "init",
+    "initialize",
+    "load_state_dict",
+    "loss_scale",
+    "scale_loss",
+    "set_loss_scale",
+    "state_dict",
+    "step_was_skipped",
+)
 
 
 class AutocastEngine:
@@ -50,10 +61,11 @@ class AutocastEngine:
 
     def install(self) -> None:
         """Replace the public functions.  For a process of its own: there is no way back."""
-        for name in ("initialize", "scale_loss", "init", "state_dict", "load_state_dict"):
-            setattr(ampatch, name, getattr(self, name))
-        for name in ("loss_scale", "set_loss_scale", "step_was_skipped"):
-            setattr(ampatch, name, getattr(self, name))
+        for name in _PUBLIC:
+            original = getattr(ampatch, name)
+            for module in (ampatch, sys.modules.get("ampatch.compat.apex.amp")):
+                if getattr(module, name, None) is original:
+                    setattr(module, name, getattr(self, name))
 
     # What the script calls
 
@@ -154,7 +166,10 @@ class AutocastEngine:
         self._unscaled.discard(id(optimizer))
         closure = any(map(callable, [*args, *kwargs.values()]))
         if closure and self._scaler.is_enabled():
-            return self._scaler.step(optimizer, *args, **kwargs)  # which says that it takes none
+            raise AmpatchError(
+                "optimizer.step(closure): torch.amp.GradScaler takes no closure, so this script "
+                "has no autocast row in float16; leave it out with --no-autocast."
+            )
         if not (scaled and _has_gradients(optimizer)):
             self._forget_unscaling(optimizer)
             return original(*args, **kwargs)

@@ -19,11 +19,14 @@ from pathlib import Path
 import torch
 
 import ampatch
+from ampatch import environment
+from ampatch.run import children
+from ampatch.run.script import describe, run_script
+from ampatch.sweep import plain_engine
 from ampatch.sweep.autocast_engine import AutocastEngine
 from ampatch.sweep.order import Order
 from ampatch.sweep.record import Measured, write_json
 from ampatch.sweep.recorder import Recorder
-from ampatch.run.script import describe, run_script
 
 _GUARD = """
 import os, signal
@@ -51,9 +54,7 @@ def main(argv: Sequence[str]) -> int:
         steps=order.steps,
         output=sys.stdout.fileno() if order.mark_output else None,
     )
-    ampatch.observe(recorder)
-    if order.autocast:
-        AutocastEngine(getattr(torch, order.autocast), recorder).install()
+    _start_engine(order, recorder)
     if order.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
@@ -63,6 +64,17 @@ def main(argv: Sequence[str]) -> int:
     measured.error = ending.error or measured.error
     write_json(path, measured)
     return ending.exit_code
+
+
+def _start_engine(order: Order, recorder: Recorder) -> None:
+    """Set up what the case asks for, and have the recorder told of what happens."""
+    if order.autocast:  # before an apex package is made of what is there
+        AutocastEngine(getattr(torch, order.autocast), recorder).install()
+    children.start(order.auto)
+    if order.auto:
+        plain_engine.watch(recorder, environment.read())
+    else:
+        ampatch.observe(recorder)
 
 
 def seed_everything(seed: int) -> None:

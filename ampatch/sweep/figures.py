@@ -94,13 +94,13 @@ def status(run: Run) -> str:
         return f"exited: code {run.exit_code}"
     if measured.opt_level is None:
         return (
-            "no training: never calls ampatch.initialize, nor apex.amp's; put it behind model and "
-            "optimizer, and scale_loss around backward"
+            "no training: never calls ampatch.initialize, nor apex.amp's; a script without AMP "
+            "code is swept with --auto"
         )
     if measured.properties.get("enabled") == "False":
         return "no training: calls ampatch.initialize with enabled=False"
     if not measured.skipped:
-        return "no training: never steps an optimizer given to ampatch.initialize"
+        return "no training: never steps an optimizer (given to ampatch.initialize)"
     if measured.opt_level != run.case.opt_level:
         return f"other level: ran at {measured.opt_level}, not at {run.case.opt_level}"
     return divergence(measured) or OK

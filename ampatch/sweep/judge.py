@@ -70,7 +70,7 @@ def verdict_of(row: Row) -> Row:
 def recommendation(rows: Sequence[Row]) -> str:
     """One line: what to train with, and why."""
     if all(row.outcome != "baseline" for row in rows):
-        return "No recommendation: there is no O0 that went well to compare with."
+        return "none, for there is no O0 that went well to compare with."
     fit = [row for row in rows if row.outcome in ("within", "better", "untested") and row.speeds]
     faster = [row for row in fit if row.speeds.low > 1 and row.speeds.median >= WORTHWHILE]
     base = next(row for row in rows if row.outcome == "baseline")

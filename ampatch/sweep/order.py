@@ -15,6 +15,7 @@ class Order:
     steps: int | None = None  # to end the script after
     tf32: bool = False
     autocast: str = ""  # the half type of the peer's row
+    auto: bool = False  # the script has no AMP code
     mark_output: bool = False
     guard: int | None = None  # a pipe that closes when the sweep has ended
 

@@ -15,6 +15,7 @@ from ampatch.opt_levels import resolve
 from ampatch.sweep.record import Case, Planned
 
 LEVELS = ("O0", "O1", "O2", "O3")
+WITHOUT_AMP = ("O0", "O1")  # what can be had without a line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
 
@@ -25,21 +26,29 @@ def cases(
     overrides: Iterable[str] = (),
     autocast: bool = False,
     tf32: bool = False,
+    auto: bool = False,
 ) -> list[Case]:
     """The rows: every level in every dtype, but O0 once.
 
     `overrides` are texts such as `"O2 keep_batchnorm_fp32=False"`, a row more each
     (per dtype).  `autocast` adds the peer's rows where O1, O2 or O3 are among the
-    levels, `tf32` a row `O0+tf32` where O0 is.  Raises `ValueError`.
+    levels, `tf32` a row `O0+tf32` where O0 is.  A script that runs by `auto` has
+    O0 and O1 alone.  Raises `ValueError`.
     """
-    named = known(levels, LEVELS, "levels")
+    named, overrides = known(levels, LEVELS, "levels"), list(overrides)
+    if auto and (overrides or set(named) - set(WITHOUT_AMP)):
+        raise ValueError(
+            "--auto, for a script without AMP code, has the levels O0 and O1 and no --with: such a "
+            "script never says which module is the model. Expected --levels O0,O1; for others "
+            "write ampatch.initialize and scale_loss into the script."
+        )
     halves = known(dtypes, DTYPES, "dtypes")
     rows = []
     for level in named:
         rows += [Case(level, dtype) for dtype in _dtypes(level, halves)]
         if level == "O0" and tf32:
             rows.append(Case("O0", tf32=True))
-    if autocast and set(named) - {"O0"}:
+    if autocast and not auto and set(named) - {"O0"}:
         rows += [Case(AUTOCAST, dtype, engine=AUTOCAST) for dtype in halves]
     for text in overrides:
         level, settings = override(text)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ampatch.environment import VARIABLES
 from ampatch.sweep.order import Order
 from ampatch.sweep.output_metrics import read_metrics
 from ampatch.sweep.plan import counts_its_steps, placeholders
@@ -57,6 +58,7 @@ class Runner:
     steps: int | None = None
     metrics: Mapping[str, str] | None = None
     timeout: float | None = None
+    auto: bool = False  # a script without AMP code
 
     def run(self, planned: Planned, progress: Progress) -> Run:
         """Run the script in a fresh process, and keep what it measured.
@@ -127,6 +129,7 @@ class Runner:
             seed=planned.seed,
             steps=None if counts_its_steps(self.arguments) else self.steps,
             tf32=case.tf32,
+            auto=self.auto,
             autocast=(case.dtype or "") if case.engine == "autocast" else "",
             mark_output=bool(self.metrics),
             guard=guard,
@@ -181,7 +184,7 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
 def _environment(planned: Planned) -> dict[str, str]:
     """Our environment, with the variables that say how to run replaced by the plan's."""
     environment = {**os.environ, "AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1"}
-    for name in ("AMPATCH_OPT_LEVEL", "AMPATCH_DTYPE", "AMPATCH_SETTINGS"):
+    for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
     environment["AMPATCH_SEED"] = str(planned.seed)
     environment.setdefault("PYTHONHASHSEED", str(planned.seed))
