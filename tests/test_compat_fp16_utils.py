@@ -284,3 +284,17 @@ def test_state_of_a_used_optimizer_moves_to_the_masters():
         and torch.equal(wrapped.state[m]["momentum_buffer"], value.float())
         for m, value in zip(masters, found, strict=True)
     )
+
+
+def test_a_skipped_step_names_the_parameter(capsys):
+    from apex.fp16_utils import FP16_Optimizer
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+    capsys.readouterr()
+    loss = model[1](model[0](torch.ones(1, 4).half()).detach()).sum()  # only [1] gets gradients
+    optimizer.backward(loss * 1e4)
+    optimizer.step()
+    told = capsys.readouterr().out
+    assert told.startswith("Overflow, step left out.")
+    assert "First in fp16_groups[0][2], shape (1, 4)." in told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -161,7 +161,18 @@ class FP16_Optimizer:  # apex's name
 
     def _print_skip(self, scale: float) -> None:
         if self.verbose:
-            print(f"Overflow, step left out. Loss scale {scale} -> {self.loss_scale}.")
+            print(
+                f"Overflow, step left out. Loss scale {scale} -> {self.loss_scale}. "
+                f"First in {next(self._overflowed(), 'a gradient that is gone')}."
+            )
+
+    def _overflowed(self) -> Iterator[str]:
+        """The places of parameters whose gradients are not finite."""
+        for name in ("fp16_groups", "fp32_from_fp32_groups"):
+            for index, group in enumerate(getattr(self, name)):
+                for place, param in enumerate(group):
+                    if param.grad is not None and not torch.isfinite(param.grad).all():
+                        yield f"{name}[{index}][{place}], shape {tuple(param.shape)}"
 
     # Parts
 
