@@ -171,9 +171,8 @@ def test_what_runs_inside_a_checkpoint_is_forward():
 
 
 def test_the_rank_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        sys, "excepthook", sys.excepthook
-    )  # init_process_group replaces it for good
+    # init_process_group replaces it for good
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
     )
