@@ -1,35 +1,42 @@
-"""Whole lists of tensors at once, where this torch can; one by one where it cannot."""
+"""Whole lists of tensors at once, where this torch can; one by one where it cannot.
+
+Named and called as the methods of one tensor are: `addcmul_(tensors, first, second,
+value=2)`.  A list among the further arguments has an item for each tensor.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
-    from torch import _foreach_add_ as add_
-    from torch import _foreach_copy_ as copy_
-    from torch import _foreach_mul_ as mul_
-except ImportError:
 
-    def add_(targets: list[Tensor], values: list[Tensor]) -> None:
-        """Add each value to its target, whatever their dtypes."""
-        with torch.no_grad():
-            for target, value in zip(targets, values, strict=True):
-                target.add_(value)
-
-    def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copy each source into its target, whatever their dtypes."""
-        with torch.no_grad():
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-
-    def mul_(tensors: list[Tensor], factor: Any) -> None:
-        """Multiply each tensor in place."""
-        with torch.no_grad():
-            for tensor in tensors:
-                tensor.mul_(factor)
+def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) -> list[Tensor]:
+    """Call the method `name` of each tensor, without gradients."""
+    with torch.no_grad():
+        return [
+            getattr(tensor, name)(
+                *[other[index] if isinstance(other, (list, tuple)) else other for other in others],
+                **kwargs,
+            )
+            for index, tensor in enumerate(tensors)
+        ]
 
 
-__all__ = ["add_", "copy_", "mul_"]
+def _of_torch(name: str) -> Callable:
+    found = getattr(torch, f"_foreach_{name}", None)
+    return functools.partial(one_by_one, name) if found is None else found
+
+
+add = _of_torch("add")
+add_ = _of_torch("add_")
+addcdiv_ = _of_torch("addcdiv_")
+addcmul_ = _of_torch("addcmul_")
+copy_ = _of_torch("copy_")
+lerp_ = _of_torch("lerp_")
+mul_ = _of_torch("mul_")
+norm = _of_torch("norm")
+sqrt = _of_torch("sqrt")

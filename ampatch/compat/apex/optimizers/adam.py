@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampatch import foreach
+
 from .common import (
     Fused,
     all_on_cuda,
@@ -159,15 +161,15 @@ class FusedAdam(Fused, torch.optim.Adam):
         second = [self.state[param]["exp_avg_sq"] for param in params]
         beta1, beta2 = group["betas"]
         if self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            foreach.mul_(params, 1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:
-            grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        divisor = torch._foreach_sqrt(second)
-        torch._foreach_add_(divisor, group["eps"])
-        torch._foreach_addcdiv_(params, first, divisor, -float(group["lr"]))
+            grads = foreach.add(grads, params, alpha=group["weight_decay"])
+        foreach.lerp_(first, grads, 1 - beta1)
+        foreach.mul_(second, beta2)
+        foreach.addcmul_(second, grads, grads, value=1 - beta2)
+        divisor = foreach.sqrt(second)
+        foreach.add_(divisor, group["eps"])
+        foreach.addcdiv_(params, first, divisor, value=-float(group["lr"]))
 
     # The first version's arguments
 

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ampatch import foreach
+
 
 class Fused:
     """Gradients are dropped or zeroed as asked; apex's checkpoints load.
@@ -52,7 +54,7 @@ class Fused:
         for group in self.param_groups:
             params = with_grads(group)
             if params and group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                foreach.mul_(params, 1 - group["lr"] * group["weight_decay"])
 
     def _without_weight_decay(self, step: Callable) -> None:
         """Run torch's step as if no group had weight decay."""

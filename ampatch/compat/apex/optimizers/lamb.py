@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampatch import foreach
+
 from .common import Fused, listed, refuse, with_grads
 
 __all__ = ["FusedLAMB"]
@@ -64,7 +66,7 @@ class FusedLAMB(Fused, torch.optim.Optimizer):
         grads = [param.grad for group in self.param_groups for param in with_grads(group)]
         if not grads:
             return
-        norms = torch._foreach_norm(grads)
+        norms = foreach.norm(grads)
         total = torch.linalg.vector_norm(
             torch.stack([norm.float().to(norms[0].device) for norm in norms])
         )
