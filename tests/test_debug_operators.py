@@ -70,6 +70,27 @@ def test_the_overflow_is_blamed_and_not_the_nan_it_becomes(level):
     assert "torch.mm" in report.location
 
 
+def test_of_two_origins_the_earlier_is_named():
+    def forward(module, x):
+        first = torch.exp(x * 100)
+        return torch.log(x * 0) + first
+
+    assert found(forward, torch.ones(2, 4)).operator == "aten.exp"
+
+
+def test_memory_that_nobody_wrote_is_named():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    try:
+        report = found(lambda m, x: torch.empty(4).add_(x), torch.ones(2, 4)[0])
+        assert report.operator == "aten.empty" and "torch.empty(4)" in report.location
+        assert found(lambda m, x: torch.empty(4).copy_(x) * 2, torch.ones(4)) is None
+        report = found(lambda m, x: torch.empty(4).copy_(x).exp_(), torch.full((4,), 100.0))
+        assert report.operator == "aten.exp_" and report.input_is_finite
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def test_a_mask_of_inf_is_no_finding():
     mask = torch.tensor([[True, False, False, False]])
     assert found(lambda m, x: x.masked_fill(mask, float("-inf")), torch.ones(2, 4)) is None
@@ -157,6 +178,21 @@ def test_every_model_is_watched_without_one():
         debugger.reset()
         critic(generator(torch.full((1, 2), torch.inf)))
     assert debugger.report.module == "Sequential.0" and not debugger.report.input_is_finite
+
+
+def test_a_watch_of_every_model_outlives_deactivate():
+    """A script may deactivate and initialize again; a watch of its models goes on."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampatch.debug() as debugger, ampatch.gradient_range() as gradients:
+        with ampatch.report() as casts:
+            ampatch.deactivate()
+            ampatch.initialize(model, optimizer, opt_level="O1", dtype="bfloat16", verbosity=0)
+            with ampatch.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    assert debugger.step == 1 and gradients.steps == 1
+    assert casts.functions["torch.nn.functional.linear"].calls == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own
