@@ -79,10 +79,11 @@ def changes(before: dict, after: dict) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def torch_is_as_we_found_it():
+def torch_is_as_we_found_it(monkeypatch):
     """After `deactivate` nothing of ours is left in torch; without it, nothing leaks either."""
     assert not ampatch.session.registry.sessions, "an earlier test left a session open"
     before = snapshot()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group replaces it for good
     yield
     ours = set(ampatch.session.registry.installation._originals)
     ampatch.deactivate()

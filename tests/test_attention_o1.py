@@ -13,7 +13,7 @@ from matrix_kernels import Kernels, run, tensor_of
 from torch import nn
 
 import ampatch
-from ampatch import session
+from ampatch import casting_members
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(3)
 PADDING = torch.tensor([[False, False, True]]).expand(5, 3)
@@ -175,7 +175,7 @@ def test_parts_of_a_model_called_by_themselves_run_in_half(name, half):
 
 
 def test_models_on_other_devices_keep_their_fused_kernels(monkeypatch):
-    monkeypatch.setattr(session, "_device_limit", lambda: set())  # as where there is a GPU
+    monkeypatch.setattr(casting_members, "_device_limit", lambda: set())  # as where there is a GPU
     model, x, _ = model_and_input("encoder")
     plain, _ = evaluated(model.eval(), x)
     ampatch.initialize(nn.Linear(2, 2, device="meta"), verbosity=0)

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-from ampatch import session
+from ampatch import casting_members, session
 
 
 @pytest.fixture
 def accelerator(monkeypatch):
     """As on a machine where models may live on the CPU or elsewhere."""
-    monkeypatch.setattr(session, "_device_limit", lambda: set())
+    monkeypatch.setattr(casting_members, "_device_limit", lambda: set())
 
 
 def test_only_tensors_where_the_model_lives_are_cast(accelerator):

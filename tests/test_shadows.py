@@ -230,6 +230,7 @@ def test_threads_that_share_a_model(model):
         torch.testing.assert_close(found, 100 * expected, rtol=2**-6, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.*cpu.amp.autocast:FutureWarning")  # torch 2.4's own
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant):
     class Checkpointed(nn.Module):
