@@ -1,4 +1,4 @@
-"""apex.optimizers and LARC against torch's optimizers and against formulas written out here."""
+"""apex.optimizers against torch's."""
 
 from __future__ import annotations
 
@@ -7,48 +7,10 @@ import math
 
 import pytest
 import torch
+from apex_optimizers import apex_package, close, gradients, parameters, run  # noqa: F401
 from torch import nn
 
 import ampatch
-from ampatch.compat import apex as compat
-
-
-@pytest.fixture(autouse=True)
-def apex_package():
-    compat.install()
-    yield
-    compat.uninstall()
-
-
-START = [torch.linspace(-1, 1, 6).reshape(2, 3), torch.tensor([0.5, -2.0]), torch.zeros(3)]
-
-
-def parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(value.clone()) for value in START]
-
-
-def gradients(step: int) -> list[torch.Tensor]:
-    data = torch.Generator().manual_seed(step)
-    return [torch.randn(value.shape, generator=data) * 3 for value in START]
-
-
-def run(make, steps: int = 4) -> list[torch.Tensor]:
-    """The parameters after some steps of the optimizer that `make(parameters)` gives."""
-    params = parameters()
-    optimizer = make(params)
-    for step in range(steps):
-        for param, grad in zip(params, gradients(step), strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return [param.detach() for param in params]
-
-
-def close(ours, theirs) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other.to(one.dtype), atol=1e-6, rtol=1e-5)
-
-
-# Against torch
 
 
 def test_defaults_are_those_of_apex():
@@ -88,228 +50,6 @@ def test_sgd_and_adagrad_are_torchs():
     close(
         run(lambda p: FusedAdagrad(p, **options)), run(lambda p: torch.optim.Adagrad(p, **options))
     )
-
-
-# Against formulas, in float64
-
-
-def adam_formula(steps, lr, decay, adam_w, beta1=0.9, beta2=0.999, eps=1e-8):
-    """Adam without bias correction."""
-    params = [value.double() for value in START]
-    first = [torch.zeros_like(p) for p in params]
-    second = [torch.zeros_like(p) for p in params]
-    for step in range(steps):
-        for i, grad in enumerate(gradients(step)):
-            g = grad.double() + (0 if adam_w else decay * params[i])
-            first[i] = beta1 * first[i] + (1 - beta1) * g
-            second[i] = beta2 * second[i] + (1 - beta2) * g * g
-            update = first[i] / (second[i].sqrt() + eps)
-            params[i] = params[i] - lr * (update + (decay * params[i] if adam_w else 0))
-    return params
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_adam_without_bias_correction(mode):
-    from apex.optimizers import FusedAdam
-
-    options = {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": mode}
-    ours = run(lambda p: FusedAdam(p, bias_correction=False, **options))
-    close(ours, adam_formula(4, 0.01, 0.1, mode))
-    corrected = run(lambda p: FusedAdam(p, **options))
-    assert not torch.allclose(ours[0], corrected[0], atol=1e-3)  # the option does something
-
-
-def test_bias_correction_group_by_group():
-    from apex.optimizers import FusedAdam
-
-    def make(params):
-        return FusedAdam(
-            [{"params": params[:1], "bias_correction": False}, {"params": params[1:]}], lr=0.01
-        )
-
-    ours = run(make)
-    close(ours[:1], adam_formula(4, 0.01, 0, True)[:1])
-    close(ours[1:], run(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0))[1:])
-
-
-def test_sgd_with_weight_decay_after_momentum():
-    from apex.optimizers import FusedSGD
-
-    ours = run(
-        lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.2, wd_after_momentum=True)
-    )
-    params = [value.double() for value in START]
-    velocity = [torch.zeros_like(p) for p in params]
-    for step in range(4):
-        for i, grad in enumerate(gradients(step)):
-            velocity[i] = 0.9 * velocity[i] + grad.double()
-            params[i] = params[i] - 0.1 * (velocity[i] + 0.2 * params[i])
-    close(ours, params)
-
-
-def test_adagrad_with_decoupled_weight_decay():
-    from apex.optimizers import FusedAdagrad
-
-    ours = run(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.2, adagrad_w_mode=True))
-    params = [value.double() for value in START]
-    total = [torch.zeros_like(p) for p in params]
-    for step in range(4):
-        for i, grad in enumerate(gradients(step)):
-            total[i] = total[i] + grad.double() ** 2
-            update = grad.double() / (total[i].sqrt() + 1e-10) + 0.2 * params[i]
-            params[i] = params[i] - 0.1 * update
-    close(ours, params)
-
-
-def lamb_formula(lr, decay, adam_w, averaging, corrected, limit, nvlamb):
-    beta1, beta2, eps = 0.9, 0.999, 1e-6
-    params = [value.double() for value in START]
-    first = [torch.zeros_like(p) for p in params]
-    second = [torch.zeros_like(p) for p in params]
-    for step in range(1, 5):
-        grads = [grad.double() for grad in gradients(step - 1)]
-        norm = math.sqrt(sum(float((grad * grad).sum()) for grad in grads))
-        if limit and norm > limit:
-            grads = [grad * (limit / norm) for grad in grads]
-        for i, grad in enumerate(grads):
-            if not adam_w:
-                grad = grad + decay * params[i]
-            first[i] = beta1 * first[i] + (1 - beta1 if averaging else 1) * grad
-            second[i] = beta2 * second[i] + (1 - beta2) * grad * grad
-            m = first[i] / (1 - beta1**step if corrected else 1)
-            v = second[i] / (1 - beta2**step if corrected else 1)
-            update = m / (v.sqrt() + eps) + (decay * params[i] if adam_w else 0)
-            ratio, size, length = 1.0, float(params[i].norm()), float(update.norm())
-            if (decay or nvlamb) and size > 0 and length > 0:
-                ratio = size / length
-            params[i] = params[i] - lr * ratio * update
-    return params
-
-
-LAMB = {
-    "defaults": {},
-    "L2": {"adam_w_mode": False},
-    "sums": {"grad_averaging": False},
-    "uncorrected": {"bias_correction": False},
-    "unclipped": {"max_grad_norm": 0.0},
-    "clipped at times": {"max_grad_norm": 9.0},
-    "no decay": {"weight_decay": 0.0},
-    "nvlamb": {"weight_decay": 0.0, "use_nvlamb": True},
-}
-
-
-@pytest.mark.parametrize("options", LAMB.values(), ids=LAMB)
-def test_lamb(options):
-    from apex.optimizers import FusedLAMB
-
-    ours = run(lambda p: FusedLAMB(p, lr=0.05, **options))
-    close(
-        ours,
-        lamb_formula(
-            0.05,
-            options.get("weight_decay", 0.01),
-            options.get("adam_w_mode", True),
-            options.get("grad_averaging", True),
-            options.get("bias_correction", True),
-            options.get("max_grad_norm", 1.0),
-            options.get("use_nvlamb", False),
-        ),
-    )
-
-
-def novograd_formula(lr, decay, inside, averaging, infinite, init_zero, corrected):
-    beta1, beta2, eps = 0.95, 0.98, 1e-8
-    params = [value.double() for value in START]
-    first = [torch.zeros_like(p) for p in params]
-    norms: list = [None] * len(params)
-    for step in range(1, 5):
-        for i, grad in enumerate(gradients(step - 1)):
-            g = grad.double()
-            now = float(g.abs().max() if infinite else g.norm())
-            before = (0.0 if init_zero else now) if norms[i] is None else norms[i]
-            if infinite:
-                norms[i] = beta2 * before + (1 - beta2) * now
-            else:
-                norms[i] = math.sqrt(beta2 * before**2 + (1 - beta2) * now**2)
-            v = norms[i] / (math.sqrt(1 - beta2**step) if corrected else 1) + eps
-            share = 1 - beta1 if averaging else 1
-            correction = 1 - beta1**step if corrected else 1
-            if inside:
-                first[i] = beta1 * first[i] + share * (g / v + decay * params[i])
-                params[i] = params[i] - lr * first[i] / correction
-            else:
-                first[i] = beta1 * first[i] + share * g
-                params[i] = params[i] - lr * (first[i] / correction / v + decay * params[i])
-    return params
-
-
-NOVOGRAD = {
-    "defaults": {},
-    "inside": {"reg_inside_moment": True},
-    "sums": {"grad_averaging": False},
-    "largest": {"norm_type": 0},
-    "from zero": {"init_zero": True},
-    "uncorrected": {"bias_correction": False},
-}
-
-
-@pytest.mark.parametrize("options", NOVOGRAD.values(), ids=NOVOGRAD)
-def test_novograd(options):
-    from apex.optimizers import FusedNovoGrad
-
-    ours = run(lambda p: FusedNovoGrad(p, lr=0.05, betas=(0.95, 0.98), weight_decay=0.1, **options))
-    close(
-        ours,
-        novograd_formula(
-            0.05,
-            0.1,
-            options.get("reg_inside_moment", False),
-            options.get("grad_averaging", True),
-            options.get("norm_type", 2) == 0,
-            options.get("init_zero", False),
-            options.get("bias_correction", True),
-        ),
-    )
-
-
-@pytest.mark.parametrize("clip", [True, False])
-def test_larc(clip):
-    from apex.parallel import LARC as by_module
-    from apex.parallel.LARC import LARC
-
-    lr, decay, trust = 0.4, 0.1, 0.05
-    made = []
-
-    def make(params):
-        made.append(LARC(torch.optim.SGD(params, lr=lr, weight_decay=decay), trust, clip))
-        return made[0]
-
-    ours = run(make)
-    params = [value.double() for value in START]
-    for step in range(4):
-        for i, grad in enumerate(gradients(step)):
-            g, size, length = grad.double(), float(params[i].norm()), float(grad.double().norm())
-            if size and length:
-                rate = trust * size / (length + decay * size + 1e-8)
-                rate = min(rate / lr, 1) if clip else rate
-                g = (g + decay * params[i]) * rate
-            params[i] = params[i] - lr * g
-    close(ours, params)
-    assert made[0].param_groups[0]["weight_decay"] == decay
-    assert isinstance(by_module(torch.optim.SGD(parameters(), lr=0.1)), LARC)
-
-
-def test_larc_gives_the_weight_decay_back_after_an_exception():
-    from apex.parallel.LARC import LARC
-
-    inner = torch.optim.SGD(parameters(), lr=0.1, weight_decay=0.3)
-    inner.register_step_pre_hook(lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        LARC(inner).step()
-    assert inner.param_groups[0]["weight_decay"] == 0.3
-
-
-# Under amp
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -397,9 +137,6 @@ def test_zero_grad_as_apex_has_it():
         param.grad = torch.ones_like(param)
         optimizer.zero_grad()
         assert isinstance(param.grad, expected)
-
-
-# Old ways
 
 
 def test_the_first_versions_arguments_of_step():

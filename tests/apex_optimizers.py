@@ -1,0 +1,44 @@
+"""Small problems for apex's optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ampatch.compat import apex as compat
+
+
+@pytest.fixture(autouse=True)
+def apex_package():
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+START = [torch.linspace(-1, 1, 6).reshape(2, 3), torch.tensor([0.5, -2.0]), torch.zeros(3)]
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(value.clone()) for value in START]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    data = torch.Generator().manual_seed(step)
+    return [torch.randn(value.shape, generator=data) * 3 for value in START]
+
+
+def run(make, steps: int = 4) -> list[torch.Tensor]:
+    """The parameters after some steps of the optimizer that `make(parameters)` gives."""
+    params = parameters()
+    optimizer = make(params)
+    for step in range(steps):
+        for param, grad in zip(params, gradients(step), strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+def close(ours, theirs) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), atol=1e-6, rtol=1e-5)
