@@ -79,12 +79,13 @@ def changes(before: dict, after: dict) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def torch_is_as_we_found_it(monkeypatch):
+def torch_is_as_we_found_it():
     """After `deactivate` nothing of ours is left in torch; without it, nothing leaks either."""
     assert not ampatch.session.registry.sessions, "an earlier test left a session open"
     before = snapshot()
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group replaces it for good
+    hook = sys.excepthook
     yield
+    sys.excepthook = hook  # init_process_group replaces it for good
     ours = set(ampatch.session.registry.installation._originals)
     ampatch.deactivate()
     assert changes(before, snapshot()) == []

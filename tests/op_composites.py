@@ -5,8 +5,11 @@ those of the functions they call.  `test_op_db.py` counts the calls: an entry
 that is missing here, or meets other rows than it says, fails there.
 """
 
+import torch.nn.functional as F
+
 WINDOWS = ("hamming", "hann", "blackman", "general_cosine", "general_hamming", "nuttall")
 CHUNKS = "torch.mm torch.Tensor.sum torch._C._nn.cross_entropy_loss torch.nn.functional.linear"
+NEWER = hasattr(F, "_linear_cross_entropy_chunked_applies")  # torch 2.15 has it written anew
 NEAREST = tuple(f"torch._C._nn.upsample_nearest{n}d" for n in (1, 2, 3))
 
 COMPOSITES: dict[str, tuple[str, ...]] = {
@@ -53,8 +56,12 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
         "torch._C._nn.cross_entropy_loss",
         "torch.nn.functional.linear",
     ),
-    "nn.functional.linear_cross_entropy-chunked": (*CHUNKS.split(), "torch.Tensor.dot"),
-    "nn.functional.linear_cross_entropy-chunked_none": tuple(CHUNKS.split()),
+    "nn.functional.linear_cross_entropy-chunked": (
+        *CHUNKS.split(), "torch.Tensor.dot", *(["torch.dot"] if NEWER else []),
+    ),
+    "nn.functional.linear_cross_entropy-chunked_none": (
+        *CHUNKS.split(), *(["torch._VF.einsum"] if NEWER else []),
+    ),
     "nn.functional.multi_head_attention_forward": (
         "torch.Tensor.softmax",
         "torch.baddbmm",

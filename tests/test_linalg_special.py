@@ -28,7 +28,7 @@ LINALG = {  # arguments of every function
     **{name: (well(),) for name in (
         "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv",
         "inv_ex", "ldl_factor", "ldl_factor_ex", "lu", "lu_factor", "lu_factor_ex", "matrix_exp",
-        "matrix_norm", "matrix_rank", "norm", "pinv", "qr", "slogdet", "svd", "svdvals",
+        "matrix_norm", "matrix_rank", "matrix_sqrth", "polar", "norm", "pinv", "qr", "slogdet", "svd", "svdvals",
         "vector_norm", "diagonal",
     )},
     "cross": (r(2, 3), r(2, 3)), "householder_product": (r(4, 3), r(3)),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from autocast_oracle import DRIVERLESS
 from op_autocast import on_fake_cuda, under_autocast
 from op_calls import (
     CALLS,
@@ -99,15 +100,21 @@ def trials(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
     for number, plain in enumerate(samples(OPS[name], torch.float32, limit)):
         for title, sample in variants(plain, half):
             for call in CALLS[name]:
-                if call.rules:
+                theirs = under_autocast(call, sample, half) if call.rules else None
+                if theirs is not None and not asks_the_driver(theirs):
                     yield Trial(
                         f"{name} as {call} on sample {number} in {title}",
                         name,
                         call,
                         sample,
-                        under_autocast(call, sample, half),
+                        theirs,
                         outcome(call, sample.in_dtype(torch.float32)),
                     )
+
+
+def asks_the_driver(theirs: list | Raised) -> bool:
+    """Builds for CUDA ask the driver for some functions, even of fake tensors."""
+    return DRIVERLESS and isinstance(theirs, Raised) and "driver" in str(theirs.error)
 
 
 def word(rules: set[Rule], sample: Sample, half: torch.dtype) -> torch.dtype:
