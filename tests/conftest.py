@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from old_torch import lacking
 
 import ampatch
+from ampatch.log import set_verbosity
 
 _OWNERS = {
     "torch": torch,
@@ -83,6 +84,7 @@ def torch_is_as_we_found_it():
     """After `deactivate` nothing of ours is left in torch; without it, nothing leaks either."""
     assert not ampatch.session.registry.sessions, "an earlier test left a session open"
     before = snapshot()
+    set_verbosity(1)  # an earlier test may have silenced the log
     hook = sys.excepthook
     yield
     sys.excepthook = hook  # init_process_group replaces it for good

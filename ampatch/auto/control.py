@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..casting.patches import PatchSet
 from ..environment import Asked
-from ..log import logger
+from ..log import logger, set_verbosity
 from ..opt_levels import resolve
 from ..session import Session, registry
 from . import arrays, gradient_hooks, loading, refusals
@@ -39,6 +39,7 @@ def start(asked: Asked) -> Session | None:
     """
     if not asked.enabled or asked.opt_level == "O0":
         return None
+    set_verbosity(1)
     properties = resolve(
         asked.opt_level or "O1", asked.dtype or torch.float16, loss_scale=asked.loss_scale
     )
