@@ -124,7 +124,7 @@ def _scales(curves: Sequence[Curve], style: Style) -> Picture | None:
         axes.set_ylabel("loss scale")
 
     alt = "Loss scale over the training of the first seed, a line per row. " + "; ".join(
-        f"{c.name}: {_from_to(c)} {c.x[-1]:.0f} steps, {_plural(c.row.skipped, 'skipped step')}"
+        f"{c.name}: {c.y[0]:g} to {c.y[-1]:g} in {c.x[-1]:.0f} steps, {_plural(c.row.skipped, 'skipped step')}"
         for c in curves
     )
     return Picture("loss-scale", "Loss scale over time", alt + ".", _lined(draw, len(curves)))

@@ -9,6 +9,8 @@ from ampatch.sweep.figures import status, step_ms
 from ampatch.sweep.record import Planned, Run
 from ampatch.sweep.time_left import TimeLeft
 
+OTHER_COLUMNS = 57  # of the live line: bar, steps, loss and time at their widest
+
 
 class Progress(Protocol):
     """Told by the sweep what happens.  Used as a context manager around it."""
@@ -76,13 +78,12 @@ class Live:
         from rich.console import Console
         from rich.table import Column
 
-        def text(form: str, **of_column: Any) -> Any:
-            column = Column(no_wrap=True, **of_column)
-            return progress.TextColumn(form, table_column=column, markup=False)
+        def text(form: str) -> Any:
+            return progress.TextColumn(form, table_column=Column(no_wrap=True), markup=False)
 
         self._bar = progress.Progress(
             progress.SpinnerColumn(),
-            text("{task.description}", overflow="ellipsis"),
+            text("{task.description}"),
             progress.BarColumn(bar_width=12),
             text("{task.fields[steps]}"),
             text("{task.fields[loss]}"),
@@ -105,7 +106,8 @@ class Live:
     def started(self, number: int, count: int, planned: Planned) -> None:
         self._name = f"({number}/{count}) {planned.label}"
         self._left.started(number, count)
-        self._task = self._bar.add_task(self._name, total=self._total, **self._fields(0, None))
+        shown = shortened(self._name, self._bar.console.width - OTHER_COLUMNS)
+        self._task = self._bar.add_task(shown, total=self._total, **self._fields(0, None))
 
     def reached(self, steps: int, loss: float | None) -> None:
         self._bar.update(self._task, completed=steps, **self._fields(steps, loss))
@@ -131,6 +133,13 @@ def progress_on(stream: TextIO, steps: int | None = None) -> Progress:
     if stream.isatty() and importlib.util.find_spec("rich"):
         return Live(stream, steps)
     return Lines(stream)
+
+
+def shortened(name: str, room: int) -> str:
+    """`name`, or as much of its two ends, the seed among them, as there is room for."""
+    if len(name) <= room or room < 16:
+        return name
+    return f"{name[: room - 9]}…{name[-8:]}"
 
 
 def outcome(run: Run) -> str:

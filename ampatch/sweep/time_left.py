@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+LEAST_SHARE = 0.05  # of a run: before that, its start is most of the time it took
+
 
 class TimeLeft:
     """Told when runs begin and end.  `clock` gives seconds."""
@@ -31,7 +33,7 @@ class TimeLeft:
         spent = self._clock() - self._began
         if self._ended:
             each = sum(self._ended) / len(self._ended)
-        elif share:
+        elif share is not None and share >= LEAST_SHARE:
             each = spent / share
         else:
             return None
