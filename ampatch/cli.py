@@ -1,4 +1,4 @@
-"""The command `ampatch`: sweep, run, tables, gradients, explain, doctor.
+"""The command `ampatch`: sweep, report, run, tables, gradients, explain, doctor.
 
 What a subcommand needs is imported when it runs, so that a wrong option is
 refused at once.  Exit codes: 0, or 1 when no run of a sweep went well, or the
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ampatch import sweep_command
+from ampatch import report_command, sweep_command
 from ampatch._version import __version__
 from ampatch.diagnose import command as diagnose
 from ampatch.run import command as run
@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     sweep_command.add_to(commands)
+    report_command.add_to(commands)
     run.add_parser(commands)
     _add_tables(commands)
     diagnose.add_parsers(commands)

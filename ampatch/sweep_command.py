@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -124,12 +125,22 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end a run that takes longer, and go on with the next",
     )
+    add_tensorboard(how)
+
+
+def add_tensorboard(parser: Any) -> None:
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="also write event files for TensorBoard, to DIR/tensorboard",
+    )
 
 
 def command(options: argparse.Namespace) -> int:
     from ampatch.sweep import Sweep, SweepError
     from ampatch.sweep.progress import progress_on
 
+    check_tensorboard(options)
     try:
         plan = Sweep(
             options.script,
@@ -158,23 +169,55 @@ def command(options: argparse.Namespace) -> int:
         options.parser.error(str(error))
     stopped, code = "", 0
     try:
-        plan.run(progress_on(sys.stderr))
+        plan.run(progress_on(sys.stderr, options.steps))
     except KeyboardInterrupt:
         stopped, code = "Interrupted; --resume goes on.", 130
     except OSError as error:
         stopped, code = f"{error}. With that put right, --resume goes on.", 1
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
-    return _report(plan, stopped) or code
+    return _report(plan, stopped, options.tensorboard) or code
 
 
-def _report(plan: Any, stopped: str) -> int:
-    """Print what there is; 1 if no run went well."""
+def check_tensorboard(options: argparse.Namespace) -> None:
+    """Refuse --tensorboard where it cannot be had, before anything is done."""
+    from ampatch.sweep.events import check
+
+    if options.tensorboard:
+        try:
+            check()
+        except ImportError as error:
+            options.parser.error(f"--tensorboard: {error}")
+
+
+def write_shown(directory: Path, tensorboard: bool) -> None:
+    """Make of the stored results what people look at, and say where it lies."""
+    from ampatch.sweep.events import write_events
+    from ampatch.sweep.report import write_report
+
+    lacking = write_report(directory)
+    if tensorboard:
+        write_events(directory)
+    events = ", tensorboard/" if tensorboard else ""
+    print(
+        f"Written to {directory}: report.html, plots/{events}, summary.json, .csv, .md; runs and "
+        "their logs in runs/."
+    )
+    if lacking:
+        print(lacking, file=sys.stderr)
+
+
+def _report(plan: Any, stopped: str, tensorboard: bool) -> int:
+    """Print and write what there is; 1 if no run went well."""
     from ampatch.sweep.table import write_results
 
     results = plan.results
     write_results(results, sys.stdout)
-    print(f"Written to {plan.directory}: summary.json, .csv, .md; runs and their logs in runs/.")
+    try:
+        write_shown(plan.directory, tensorboard)
+    except OSError as error:
+        print(f"The report could not be written: {error}", file=sys.stderr)
+        return 1
     if stopped:
         left = results.planned - results.done
         print(f"{stopped}\n{left} of {results.planned} runs are missing.", file=sys.stderr)

@@ -75,7 +75,7 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     assert of_o0 == "O0 float32: the baseline"
     assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (n=1 and 1)")
     assert recommended.startswith("Recommendation: ")
-    assert written.startswith("Written to ampatch-sweep/train: summary.json")
+    assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
     progress = done.stderr.splitlines()
     assert progress[0] == "[1/2] O0 seed 0: started"
     assert progress[3].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")

@@ -60,7 +60,8 @@ ALLOWED = {
     "sweep": LEAVES | {"__init__", "environment", "run", "sweep", "opt_levels"},
     "tables_command": LEAVES | {"__init__", "casting", "tables_command"},
     "sweep_command": LEAVES | {"sweep"},
-    "cli": LEAVES | {"run", "sweep_command", "diagnose", "tables_command"},
+    "report_command": {"sweep", "sweep_command"},
+    "cli": LEAVES | {"report_command", "run", "sweep_command", "diagnose", "tables_command"},
     "__main__": {"cli"},
 }
 

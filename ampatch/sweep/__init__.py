@@ -17,14 +17,14 @@ imported already; set them in the shell instead.
 of a run, `child.py`, `recorder.py` and `autocast_engine.py` the child's.
 `record.py` is what a run measured, `figures.py` and `summary.py` the figures
 made of it, `judge.py` the verdicts, `results.py` the format of it all,
-`table.py` and `files.py` how it is shown.
+`table.py` and `files.py` how it is shown; `report.py` makes pictures (`curves.py`,
+`plots.py`) and the HTML page (`page.py`) of it, `events.py` TensorBoard's files.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ampatch.sweep.directory import Directory, choose
 from ampatch.sweep.figures import OK, status
 from ampatch.sweep.files import write_files
 from ampatch.sweep.judge import LOSS, recommendation
+from ampatch.sweep.machine import versions
 from ampatch.sweep.plan import (
     DTYPES,
     LEVELS,
@@ -50,13 +51,14 @@ from ampatch.sweep.plan import (
 )
 from ampatch.sweep.progress import Progress, Silent
 from ampatch.sweep.record import Case, Planned, Run
+from ampatch.sweep.report import write_report
 from ampatch.sweep.results import SUMMARY, Results, Row, read_results, read_runs
 from ampatch.sweep.runner import Runner
 from ampatch.sweep.summary import seeds_matter, summarize
 
 __all__ = [
     "LEVELS", "DTYPES", "Case", "Planned", "Results", "Row", "Run", "Sweep", "SweepError",
-    "cases", "read_results", "read_runs", "sweep",
+    "cases", "read_results", "read_runs", "sweep", "write_report",
 ]  # fmt: skip
 
 
@@ -282,16 +284,6 @@ def sweep(
     seconds does not end the sweep; its row's `status` says so.
     """
     return Sweep(script, arguments, **options).run(progress).rows
-
-
-def versions() -> dict[str, str]:
-    """What the runs ran on."""
-    return {
-        "ampatch": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
 
 
 def _check_count(name: str, value: int | None) -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.record import Planned, Run, read_json
-from ampatch.sweep.results import RUNS, SUMMARY, Results, read_results
+from ampatch.sweep.results import EVENTS, PLOTS, REPORT, RUNS, SUMMARY, Results, read_results
 from ampatch.sweep.runner import Files
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
 _LOCK = ".lock"
-_OURS = (SUMMARY, "summary.csv", "summary.md")
+_OURS = (SUMMARY, "summary.csv", "summary.md", REPORT)
 
 
 def choose(out: str | Path | None, script: str, resume: bool, overwrite: bool) -> Path:
@@ -142,6 +142,9 @@ class Directory:
             (self.path / name).unlink(missing_ok=True)
         for ending in ("json", "log", "progress", "record", "part"):
             for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
+                path.unlink()
+        for shown in (f"{PLOTS}/*.png", f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
+            for path in self.path.glob(shown):
                 path.unlink()
 
 

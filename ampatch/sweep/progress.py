@@ -7,6 +7,9 @@ from typing import Any, Protocol, TextIO
 
 from ampatch.sweep.figures import status, step_ms
 from ampatch.sweep.record import Planned, Run
+from ampatch.sweep.time_left import TimeLeft
+
+OTHER_COLUMNS = 57  # of the live line: bar, steps, loss and time at their widest
 
 
 class Progress(Protocol):
@@ -48,12 +51,15 @@ class Lines(Silent):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._name = ""
+        self._left = TimeLeft()
 
     def started(self, number: int, count: int, planned: Planned) -> None:
         self._name = f"[{number}/{count}] {planned.label}"
-        self._say("started")
+        self._left.started(number, count)
+        self._say(", about ".join(filter(None, ("started", self._left.text()))))
 
     def ended(self, run: Run) -> None:
+        self._left.ended()
         self._say(outcome(run))
 
     def _say(self, text: str) -> None:
@@ -63,25 +69,32 @@ class Lines(Silent):
 class Live:
     """One line with a bar that moves, and a line above it for each run that ended.
 
-    How many steps a run takes is known from the first one on.
+    The line names level, dtype and seed, the step, the loss, and how long the sweep
+    will still take.  How many steps a run takes is known from the first one on.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, steps: int | None = None) -> None:
         from rich import progress
         from rich.console import Console
+        from rich.table import Column
+
+        def text(form: str) -> Any:
+            return progress.TextColumn(form, table_column=Column(no_wrap=True), markup=False)
 
         self._bar = progress.Progress(
             progress.SpinnerColumn(),
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=20),
-            progress.TextColumn("{task.completed:.0f} steps{task.fields[loss]}"),
-            progress.TimeElapsedColumn(),
+            text("{task.description}"),
+            progress.BarColumn(bar_width=12),
+            text("{task.fields[steps]}"),
+            text("{task.fields[loss]}"),
+            text("{task.fields[left]}"),
             console=Console(file=stream),
             transient=True,
         )
+        self._left = TimeLeft()
         self._task: Any = None
         self._name = ""
-        self._total: int | None = None
+        self._total = steps
 
     def __enter__(self) -> Live:
         self._bar.start()
@@ -92,24 +105,41 @@ class Live:
 
     def started(self, number: int, count: int, planned: Planned) -> None:
         self._name = f"({number}/{count}) {planned.label}"
-        self._task = self._bar.add_task(self._name, total=self._total, loss="")
+        self._left.started(number, count)
+        shown = shortened(self._name, self._bar.console.width - OTHER_COLUMNS)
+        self._task = self._bar.add_task(shown, total=self._total, **self._fields(0, None))
 
     def reached(self, steps: int, loss: float | None) -> None:
-        text = "" if loss is None else f"  loss {loss:.4f}"
-        self._bar.update(self._task, completed=steps, loss=text)
+        self._bar.update(self._task, completed=steps, **self._fields(steps, loss))
 
     def ended(self, run: Run) -> None:
+        self._left.ended()
         self._bar.remove_task(self._task)
         self._bar.console.print(f"{self._name}: {outcome(run)}", markup=False, highlight=False)
         if self._total is None and run.measured is not None:
             self._total = len(run.measured.skipped) or None
 
+    def _fields(self, steps: int, loss: float | None) -> dict[str, str]:
+        share = steps / self._total if self._total else None
+        return {
+            "steps": f"step {steps}" + (f"/{self._total}" if self._total else ""),
+            "loss": "" if loss is None else f"loss {loss:.4g}",
+            "left": self._left.text(share),
+        }
 
-def progress_on(stream: TextIO) -> Progress:
-    """The progress display that suits `stream`."""
+
+def progress_on(stream: TextIO, steps: int | None = None) -> Progress:
+    """The progress display that suits `stream`; `steps` are those of a run, where known."""
     if stream.isatty() and importlib.util.find_spec("rich"):
-        return Live(stream)
+        return Live(stream, steps)
     return Lines(stream)
+
+
+def shortened(name: str, room: int) -> str:
+    """`name`, or as much of its two ends, the seed among them, as there is room for."""
+    if len(name) <= room or room < 16:
+        return name
+    return f"{name[: room - 9]}…{name[-8:]}"
 
 
 def outcome(run: Run) -> str:

@@ -3,6 +3,8 @@
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
     DIR/summary.csv        one line per row, the columns of `table.py`'s `FLAT`
     DIR/summary.md         the table, the verdicts, the recommendation, how it was tested
+    DIR/report.html        and DIR/plots/*.png: see `report.py`
+    DIR/tensorboard/STEM/  event files, on request: see `events.py`
     DIR/runs/STEM.json     a `record.Run`, written when its process has ended
     DIR/runs/STEM.log      what the script printed
     DIR/runs/STEM.progress {"steps": 12, "loss": 0.5}, while the run goes on
@@ -30,6 +32,9 @@ from ampatch.sweep.record import FORMAT, Run, read_json
 
 SUMMARY = "summary.json"
 RUNS = "runs"
+PLOTS = "plots"
+REPORT = "report.html"
+EVENTS = "tensorboard"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""What the pictures of a sweep draw: series of several seeds made one curve per row.
+
+A long series is averaged in up to `POINTS` blocks, and then over the seeds, of
+which `low` and `high` are the least and the greatest.  Repeats of a seed are the
+same training once more; the first one is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ampatch.sweep.figures import main_losses
+from ampatch.sweep.record import Measured, Run, Series
+from ampatch.sweep.results import Row
+
+POINTS = 40
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One row's line.  `breaks` are the last points before a loss was finite no more."""
+
+    row: Row
+    x: list[float]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+    breaks: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.opt_level} {self.row.dtype}"
+
+
+@dataclass(frozen=True)
+class _Point:
+    x: float
+    y: float  # NaN where no value of the block is finite
+
+
+def loss_curves(rows: Sequence[Row], runs: Sequence[Run], by_time: bool) -> list[Curve]:
+    """The loss against optimizer steps, or against seconds since the first loss."""
+    curves = []
+    for row in rows:
+        series = [main_losses(measured) for measured in _first_repeats(row, runs)]
+        lines = [_blocks(one, by_time) for one in series if one.values]
+        if any(map(_finite, lines)):
+            curves.append(_curve(row, lines))
+    return curves
+
+
+def scale_curves(rows: Sequence[Row], runs: Sequence[Run]) -> list[Curve]:
+    """The first seed's loss scale against optimizer steps, of rows where it is not always 1."""
+    curves = []
+    for row in rows:
+        for measured in _first_repeats(row, runs)[:1]:
+            changes = _main(measured.loss_scales)
+            if set(changes.values) - {1.0}:
+                x = [*map(float, changes.steps), float(len(measured.skipped))]
+                y = [*changes.values, changes.values[-1]]
+                curves.append(Curve(row, x, y, y, y))
+    return curves
+
+
+def _first_repeats(row: Row, runs: Iterable[Run]) -> list[Measured]:
+    """What was measured per seed, in their order."""
+    ours = [run for run in runs if run.case.label == row.label and run.planned.repeat == 0]
+    ours.sort(key=lambda run: run.planned.seed)
+    return [run.measured for run in ours if run.measured is not None]
+
+
+def _main(table: dict[str, Series]) -> Series:
+    """That of the lowest `loss_id`."""
+    return main_losses(Measured(losses=table))
+
+
+def _blocks(series: Series, by_time: bool) -> list[_Point]:
+    """The means of up to `POINTS` blocks, over what is finite."""
+    if by_time:
+        xs = [second - series.seconds[0] for second in series.seconds]
+    else:
+        xs = [float(step) for step in series.steps]
+    size = math.ceil(len(series.values) / POINTS)
+    points = []
+    for start in range(0, len(xs), size):
+        values = [v for v in series.values[start : start + size] if math.isfinite(v)]
+        y = statistics.fmean(values) if values else math.nan
+        points.append(_Point(statistics.fmean(xs[start : start + size]), y))
+    return points
+
+
+def _curve(row: Row, lines: Sequence[list[_Point]]) -> Curve:
+    """The mean over the seeds that got as far, point by point."""
+    x, y, low, high = [], [], [], []
+    for points in itertools.zip_longest(*lines):
+        there = [point for point in points if point is not None]
+        values = [point.y for point in there if not math.isnan(point.y)] or [math.nan]
+        x.append(statistics.fmean(point.x for point in there))
+        y.append(statistics.fmean(values))
+        low.append(min(values))
+        high.append(max(values))
+    ends = [_finite(line)[-1] for line in lines if _finite(line) and math.isnan(line[-1].y)]
+    return Curve(row, x, y, low, high, [(point.x, point.y) for point in ends])
+
+
+def _finite(line: Iterable[_Point]) -> list[_Point]:
+    return [point for point in line if not math.isnan(point.y)]
