@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from ampatch.cli import main
-from ampatch.sweep import Case, read_results, read_runs, write_report
+from ampatch.sweep import Case, Sweep, read_results, read_runs, write_report
 from ampatch.sweep.curves import POINTS, loss_curves, scale_curves
 from ampatch.sweep.plots import COLOURS, pictures
 from ampatch.sweep.record import Series
@@ -81,7 +81,8 @@ def test_the_page_holds_everything(made, page):
         assert fact in page.text
     for run in read_runs(made[0]):
         assert f"runs/{run.planned.file_stem}.log" in page.text
-    assert "O2-loss_scale=<b>$1$</b>" in page.text  # a setting is text, never markup
+    assert page.text.count("O2-loss_scale=<b>$1$</b>") > 3  # a setting is text, never markup
+    assert not page.all("b")
 
 
 def test_the_page_needs_nothing_else(made, page):
@@ -224,6 +225,19 @@ def test_report_makes_again_what_was_lost(made, capsys):
     assert [path.read_bytes() for path in paths] == before
     assert sorted(path.stem for path in (directory / "plots").iterdir()) == sorted(NAMES)
     assert f"Recommendation: {results.recommendation}" in capsys.readouterr().out
+
+
+def test_another_sweep_takes_pictures_and_page_away(tmp_path):
+    made_sweep(tmp_path, [made_run(CASES[0])])
+    write_report(tmp_path)
+    events = tmp_path / "tensorboard" / "O0.seed0.repeat0" / "events.out.tfevents.1"
+    foreign = tmp_path / "plots" / "mine.txt"
+    events.parent.mkdir(parents=True)
+    for path in (events, foreign):
+        path.write_text("")
+    Sweep(__file__, out=tmp_path, overwrite=True).close()
+    assert not (tmp_path / "report.html").exists() and not events.exists()
+    assert list((tmp_path / "plots").iterdir()) == [foreign]
 
 
 def test_report_wants_a_sweep(tmp_path, capsys):

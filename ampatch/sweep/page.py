@@ -38,7 +38,7 @@ tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--box); }
 .right { text-align: right; }
 td:first-child { white-space: normal; min-width: 6rem; max-width: 12rem; }
-td:last-child { white-space: normal; min-width: 7rem; }
+td:last-child { white-space: normal; min-width: 9.5rem; }
 ul { padding-left: 1.1rem; }
 .failed, .worse { color: var(--bad); }
 .better { color: var(--good); }

@@ -92,7 +92,7 @@ def _losses(curves: Sequence[Curve], style: Style, by_time: bool) -> Picture | N
             for x, y in curve.breaks:
                 axes.plot(x, y, "X", ms=9, color=style.colours[curve.row.opt_level])
         if _spans_magnitudes(curves):
-            _magnitudes(axes)
+            _magnitudes(axes, base=10, subs=(1, 2, 5))
         axes.set_xlabel("time since the first loss, s" if by_time else "optimizer step")
         axes.set_ylabel("training loss")
 
@@ -118,13 +118,14 @@ def _scales(curves: Sequence[Curve], style: Style) -> Picture | None:
                 curve.x, curve.y, where="post", label=_text(curve.name), lw=width,
                 **style.line(curve.row),
             )  # fmt: skip
-        axes.set_yscale("log", base=2)
+        _magnitudes(axes, base=2)
         axes.margins(y=0.15)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("loss scale")
 
     alt = "Loss scale over the training of the first seed, a line per row. " + "; ".join(
-        f"{c.name}: {c.y[0]:g} to {c.y[-1]:g} in {c.x[-1]:.0f} steps, {_plural(c.row.skipped, 'skipped step')}"
+        f"{c.name}: {c.y[0]:g} to {c.y[-1]:g} in {c.x[-1]:.0f} steps, "
+        f"{_plural(c.row.skipped, 'skipped step')}"
         for c in curves
     )
     return Picture("loss-scale", "Loss scale over time", alt + ".", _lined(draw, len(curves)))
@@ -144,14 +145,14 @@ def _speeds(rows: Sequence[Row], style: Style) -> Picture | None:
         texts = [f"{row.speeds.median:.2f}x, {row.step_ms:.3g} ms" for row in timed]
         _bars(axes, timed, values, texts, style, reach)
         axes.axvline(1, color="#555555", lw=1, ls=":")
-        axes.set_xlabel("speed relative to O0; beside it the time per step")
+        axes.set_xlabel("speed relative to O0\n(beside the bars: time per step)")
 
     alt = "Bars of the speed relative to O0. " + "; ".join(
         f"{row.opt_level} {row.dtype}: {row.speeds.median:.2f} times O0's, "
         f"{row.speeds.low:.2f} to {row.speeds.high:.2f} over {_plural(row.speeds.n, 'round')}"
         for row in timed
     )
-    return Picture("speed", "Speed", alt + ".", _barred(draw, len(timed)))
+    return Picture("speed", "Speed", alt + ".", _barred(draw, timed))
 
 
 def _memory(rows: Sequence[Row], style: Style) -> Picture | None:
@@ -164,12 +165,12 @@ def _memory(rows: Sequence[Row], style: Style) -> Picture | None:
 
     def draw(axes: Any) -> None:
         _bars(axes, known, values, [f"{value:.0f}" for value in values], style)
-        axes.set_xlabel(f"peak memory, MiB ({kind})")
+        axes.set_xlabel(f"peak memory, MiB\n({kind})")
 
     alt = f"Bars of the peak memory ({kind}). " + "; ".join(
         f"{row.opt_level} {row.dtype}: {value:.0f} MiB" for row, value in zip(known, values)
     )
-    return Picture("memory", "Peak memory", alt + ".", _barred(draw, len(known)))
+    return Picture("memory", "Peak memory", alt + ".", _barred(draw, known))
 
 
 def _bars(
@@ -191,15 +192,19 @@ def _bars(
             text, (end, place), (5, 0), textcoords="offset points", va="center",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )  # fmt: skip
-    names = [_text(textwrap.fill(f"{row.opt_level} {row.dtype}", 24)) for row in rows]
-    axes.set_yticks(places, names)
+    axes.set_yticks(places, list(map(_wrapped, rows)))
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
     axes.set_xlim(0, max(ends) * 1.4)
 
 
-def _barred(draw: Callable[[Any], None], rows: int) -> bytes:
-    return _png(draw, height=1.1 + 0.42 * rows, legend=False)
+def _wrapped(row: Row) -> str:
+    return _text(textwrap.fill(f"{row.opt_level} {row.dtype}", 28, break_long_words=False))
+
+
+def _barred(draw: Callable[[Any], None], rows: Sequence[Row]) -> bytes:
+    lines = max(_wrapped(row).count("\n") + 1 for row in rows)
+    return _png(draw, height=1.3 + (0.22 + 0.2 * lines) * len(rows), legend=False)
 
 
 def _lined(draw: Callable[[Any], None], lines: int) -> bytes:
@@ -228,12 +233,12 @@ def _widths(curves: Sequence[Curve]) -> list[tuple[Curve, float]]:
     return [(curve, 3.4 - 2.2 * index / last) for index, curve in enumerate(curves)]
 
 
-def _magnitudes(axes: Any) -> None:
+def _magnitudes(axes: Any, base: int, subs: Sequence[float] = (1,)) -> None:
     """A logarithmic axis with plain numbers on it."""
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.set_yscale("log", base=base)
+    axes.yaxis.set_major_locator(LogLocator(base, subs=subs))
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
