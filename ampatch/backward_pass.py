@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 
 try:
@@ -67,10 +68,15 @@ def _backward(original: Callable, halves_of: HalvesOf, collect: Callable[[], Non
     return backward
 
 
+def _listed(inputs: Any) -> list[Any]:
+    """What torch takes for `inputs`: a tensor, an edge of the graph, or any iterable of these."""
+    return [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else list(inputs)
+
+
 def _with_halves(inputs: Any, halves_of: HalvesOf) -> Any:
     if inputs is None:
         return None
-    listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    listed = _listed(inputs)
     return [*listed, *(half for one in listed for half in _halves(one, halves_of))]
 
 
@@ -86,11 +92,10 @@ def _grad(original: Callable, halves_of: HalvesOf) -> Callable:
         if is_dynamo_compiling():
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        inputs = bound.arguments["inputs"]
-        listed = list(inputs) if isinstance(inputs, Sequence) else [inputs]
+        listed = bound.arguments["inputs"] = _listed(bound.arguments["inputs"])
         halves = [_halves(one, halves_of) for one in listed]
         if not any(halves):
-            return original(*args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
         allow_unused = bound.arguments.get("allow_unused")
         materialize = bound.arguments.get("materialize_grads", False)
         bound.arguments["inputs"] = [*listed, *(half for several in halves for half in several)]

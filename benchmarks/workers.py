@@ -17,14 +17,16 @@ from multiprocessing.connection import Connection
 import torch
 
 
-def _serve(connection: Connection, make: Callable, system: str, threads: int) -> None:
+def _serve(
+    connection: Connection, make: Callable, system: str, threads: int, clock: Callable[[], float]
+) -> None:
     torch.set_num_threads(threads)
     step = make(system)
     while (steps := connection.recv()) is not None:
-        begin = time.process_time()
+        begin = clock()
         for _ in range(steps):
             step()
-        connection.send((time.process_time() - begin) / steps)
+        connection.send((clock() - begin) / steps)
 
 
 def measure(
@@ -35,8 +37,9 @@ def measure(
     steps: int,
     warm_up: int,
     threads: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of CPU time per step of each system, one figure per round.
+    """Seconds per step of each system, one figure per round.
 
     `make(system)` builds, in the system's own process, the function that does one step.
     """
@@ -45,7 +48,7 @@ def measure(
     for system in systems:
         pipes[system], theirs = context.Pipe()
         processes.append(
-            context.Process(target=_serve, args=(theirs, make, system, threads), daemon=True)
+            context.Process(target=_serve, args=(theirs, make, system, threads, clock), daemon=True)
         )
         processes[-1].start()
     times: dict[str, list[float]] = {system: [] for system in systems}

@@ -148,6 +148,26 @@ def test_grad_of_parameters(model):
     assert torch.equal(one, plain_grads()[3])
 
 
+def test_grad_of_parameters_as_a_generator(model):
+    """As everybody writes it: `autograd.grad(loss, model.parameters())`."""
+    assert_equal(torch.autograd.grad(loss_of(model), model.parameters()), plain_grads())
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss_of(model), named.values(), allow_unused=True)
+    assert_equal(found, plain_grads())
+    x = X.clone().requires_grad_()
+    (found,) = torch.autograd.grad(model(x).float().sum(), (one for one in [x]))
+    assert found.shape == x.shape
+
+
+def test_an_edge_of_the_graph_for_an_input(model):
+    x = X.clone().requires_grad_()
+    edge = torch.autograd.graph.get_gradient_edge(x)
+    model(x).float().sum().backward(inputs=edge)
+    assert x.grad is not None and model[0].weight.grad is None
+    (found,) = torch.autograd.grad(model(x).float().sum(), edge)
+    assert torch.equal(found, x.grad)
+
+
 def test_grad_of_what_is_not_in_the_graph(model):
     other = nn.Parameter(torch.ones(2))
     loss_of(model).backward()

@@ -278,6 +278,42 @@ def test_shadows_go_with_their_weights():
     assert not shadows.of
 
 
+def test_weights_all_replaced_by_as_many():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x):
+            return self.body(x)
+
+    model = ampatch.initialize(Holder(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    for _ in range(3):
+        for _ in range(2):
+            loss_of(model).backward()
+        model.body = network()
+    loss_of(model).backward()
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_weights_made_anew_in_every_forward():
+    class Hyper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.weight = nn.Linear(4, 4), None
+
+        def forward(self, x):
+            self.weight = None
+            self.weight = nn.Parameter(torch.eye(4))
+            return F.linear(self.kept(x), self.weight)
+
+    model = ampatch.initialize(Hyper(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    for _ in range(4):
+        loss_of(model).backward()
+        assert model.weight.grad is not None
+    assert shadowed(model) == 3
+
+
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_no_other_level_touches_the_backward_pass(level):
     before = torch.autograd.backward, torch.autograd.grad

@@ -82,6 +82,7 @@ class Shadows:
         self._versions: list[int] = []
         self._states: list[tuple] = []
         self._pointers: list[int] = []
+        self._unlisted: list[int] = []  # weights that have come or gone since `_list`
         self._waiting = 0
 
     def begin(self) -> bool:
@@ -102,8 +103,14 @@ class Shadows:
         if key in self.of or not _may_have_shadow(weight):
             return None
         half = weight.detach().to(dtype).requires_grad_(weight.requires_grad)
-        of = self.of
-        shadow = Shadow(weakref.ref(weight, lambda _: of.pop(key, None)), half)
+        of, unlisted = self.of, self._unlisted
+
+        def gone(_: weakref.ref) -> None:
+            of.pop(key, None)
+            unlisted.append(key)
+
+        unlisted.append(key)
+        shadow = Shadow(weakref.ref(weight, gone), half)
         return of.setdefault(key, shadow)  # another thread may have been faster
 
     def collect(self) -> None:
@@ -122,6 +129,7 @@ class Shadows:
         weight = shadow.weight()
         if weight is not None:
             del self.of[id(weight)]
+            self._unlisted.append(id(weight))
             if shadow.half.grad is not None:
                 move([weight], [shadow.half])
             deliver_by_itself(shadow.weight, shadow.half)
@@ -167,11 +175,12 @@ class Shadows:
         """The weights, in the order of `_listed`; weights may die at any time."""
         while True:
             weights = [shadow.weight() for shadow in self._listed]
-            if len(self._listed) == len(self.of):
+            if not self._unlisted:
                 return weights
             self._list()
 
     def _list(self) -> None:
+        self._unlisted.clear()
         self._listed = listed = list(self.of.values())
         self._halves = [shadow.half for shadow in listed]
         self._versions = [shadow.version for shadow in listed]
