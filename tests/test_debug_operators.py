@@ -120,6 +120,16 @@ def test_in_place_operators_are_asked_for_what_they_found():
     assert report.input_is_finite
 
 
+def test_without_torchs_private_names_of_nodes(monkeypatch):
+    monkeypatch.setattr("ampatch.diagnose.operators._current_node", lambda: None)
+    monkeypatch.setattr("ampatch.diagnose.operators._next_node_number", lambda: 0)
+    report = found(lambda m, x: torch.exp(x), torch.full((2, 4), 100.0))
+    assert report.operator == "aten.exp"
+    report = found(lambda m, x: torch.sqrt(m.linear(x) * 0), torch.ones(2, 4), backward=True)
+    assert report.operator == "aten.div"
+    assert set(report.parameters) == {"linear.weight", "linear.bias"}
+
+
 def test_backward_names_the_line_of_the_forward():
     def forward(module, x):
         h = module.linear(x) * 0

@@ -33,6 +33,11 @@ MOST_NODES = 200_000  # nodes of the graph whose place in the code is remembered
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
+# Without these a finding in the backward pass lacks the place of its forward operator.
+_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
+_next_node_number = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+
+
 class Place(NamedTuple):
     """Where in the model and in the user's code a forward operator ran."""
 
@@ -114,12 +119,12 @@ class Operators(TorchDispatchMode):
 
     def _here(self) -> tuple[str, Place]:
         phase, module = self._ask()
-        node = torch._C._current_autograd_node()
+        node = _current_node()
         if node is not None and module is None:
             return "backward", self._places.get(node._sequence_nr(), Place(None, None, 0))
         place = Place(module, *_user_line())
         # The node of this operator has just been made, where it has one.
-        self._places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        self._places.setdefault(_next_node_number() - 1, place)
         if len(self._places) > MOST_NODES:
             del self._places[next(iter(self._places))]
         return phase, place

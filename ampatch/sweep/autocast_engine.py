@@ -208,7 +208,7 @@ class AutocastEngine:
     def _forget_unscaling(self, optimizer: Any) -> None:
         """GradScaler refuses a second `unscale_` before the step; have it forget the first."""
         if self._scaler.is_enabled():
-            self._scaler._per_optimizer_states.pop(id(optimizer), None)
+            getattr(self._scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
 
     def _present_scale(self, device: torch.device) -> Any:
         """The scale; nothing waits."""
