@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from models import COMPUTE_BOUND, DISPATCH_BOUND
-from systems import AUTOCAST, SYSTEMS, make_evaluation, make_step
+from systems import AUTOCAST, FP32, SYSTEMS, make_evaluation, make_step
 from workers import machine, measure, ratios
 
 TABLES = {
@@ -31,7 +31,11 @@ TABLES = {
     "evaluation": ("Evaluation under no_grad, dispatch-bound", DISPATCH_BOUND, "evaluation"),
     "compute": ("Training, compute-bound", COMPUTE_BOUND, "ordinary"),
 }
-OF_TABLE = {"hooks": [AUTOCAST, "autocast again", "O1 hooks"]}
+OF_TABLE = {
+    "hooks": [AUTOCAST, "autocast again", "O1 hooks"],
+    # torch's fused SGD leaves half weights on the CPU as they are.
+    "fused": [AUTOCAST, "autocast again", FP32, "O1", "O2"],
+}
 
 
 def make(name: str, kind: str, dtype: str, system: str) -> Callable[[], None]:

@@ -21,7 +21,7 @@ def _serve(
     connection: Connection, make: Callable, system: str, threads: int, clock: Callable[[], float]
 ) -> None:
     torch.set_num_threads(threads)
-    step = make(system)
+    step = make(system)  # should it fail, the connection closes and whoever asks gets EOFError
     while (steps := connection.recv()) is not None:
         begin = clock()
         for _ in range(steps):
@@ -51,6 +51,7 @@ def measure(
             context.Process(target=_serve, args=(theirs, make, system, threads, clock), daemon=True)
         )
         processes[-1].start()
+        theirs.close()
     times: dict[str, list[float]] = {system: [] for system in systems}
     for system in systems:
         _ask(pipes[system], warm_up)
