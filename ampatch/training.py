@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import checks
 from .errors import AmpatchError, type_name
+from .scaling.optimizer import ManagedOptimizer
 from .scaling.scale_settings import (
     checked_entry,
     from_grad_scaler,
@@ -19,7 +20,7 @@ from .scaling.scale_settings import (
     positive_number,
 )
 from .scaling.step_counts import StepCounts
-from .session import registry
+from .session import Session, registry
 
 
 def scale_loss(
@@ -53,31 +54,37 @@ def scale_loss(
         AmpatchError: `initialize` was not called, or not with these optimizers.
     """
     checks.a_loss(loss)
-    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    session = registry.latest("ampatch.scale_loss(...)")
-    managed = {}
-    for index, optimizer in enumerate(listed):
-        found = registry.session_of(optimizer)
-        if found is None:
-            where = (
-                f"optimizers[{index}]" if isinstance(optimizers, (list, tuple)) else "optimizers"
-            )
-            raise AmpatchError(
-                f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
-                "not given to ampatch.initialize. Pass the optimizer that initialize returned."
-            )
-        session = found
-        managed[id(optimizer)] = session.managed(optimizer)
-    checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
+    if isinstance(optimizers, (list, tuple)):
+        session, managed = _in_care(optimizers)
+    else:
+        session, one = _care_of(optimizers, "optimizers")
+        managed = [one]
+    if loss_id != 0 or isinstance(loss_id, bool):
+        checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
     if not session.properties.enabled:
         return contextlib.nullcontext(loss)
-    return session.scaled_backward(
-        loss,
-        list(managed.values()),
-        loss_id,
-        delay_unscale=delay_unscale,
-        delay_overflow_check=delay_overflow_check,
-    )
+    return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
+
+
+def _in_care(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
+    """The session of several optimizers, the last one's, and our side of each."""
+    session = registry.latest("ampatch.scale_loss(...)")
+    managed = {}
+    for index, optimizer in enumerate(optimizers):
+        session, managed[id(optimizer)] = _care_of(optimizer, f"optimizers[{index}]")
+    return session, list(managed.values())
+
+
+def _care_of(optimizer: Any, where: str) -> tuple[Session, ManagedOptimizer]:
+    """The session of an optimizer, and our side of it."""
+    session = registry.session_of(optimizer)
+    if session is None:
+        registry.latest("ampatch.scale_loss(...)")
+        raise AmpatchError(
+            f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
+            "not given to ampatch.initialize. Pass the optimizer that initialize returned."
+        )
+    return session, session.managed(optimizer)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

@@ -13,10 +13,12 @@ from torch.nn import Parameter
 
 from ..log import logger
 from .apex_layouts import torch_layout
+from .bare_calls import bare_step, is_bare_zero_grad
 from .closures import step_with_closure
 from .fused import skips_in_kernel
 from .gradient_flow import GradientFlow
 from .methods import Methods
+from .scale_numbers import is_set
 from .states import FoundStates, move_state
 from .step_counts import StepCounter
 from .two_step import TwoSteps, has_two_steps
@@ -153,9 +155,11 @@ class ManagedOptimizer(GradientFlow):
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        closure, args, kwargs = _closure(args, kwargs)
-        if closure is not None and self._two_steps is not None:
-            return self._two_steps.step(original, closure, args, kwargs)
+        closure = None
+        if args or kwargs:
+            closure, args, kwargs = _closure(args, kwargs)
+            if closure is not None and self._two_steps is not None:
+                return self._two_steps.step(original, closure, args, kwargs)
         self.before_step()
         if closure is not None:
             with self._casts_off():
@@ -167,13 +171,18 @@ class ManagedOptimizer(GradientFlow):
 
     def before_step(self) -> None:
         """Bring parameters, gradients and scalers up to date."""
-        self.refuse_step_in_block()
-        self.forget_found_state()
-        self._fed = self._fed or bool(self.left_scaled)  # about those more is to be said
-        self.left_scaled.report()
+        if self.in_block:
+            self.refuse_step_in_block()
+        if self._found_states.known:
+            self.forget_found_state()
+        if self.left_scaled.known:  # about those more is to be said
+            self._fed = True
+            self.left_scaled.report()
         self.adopt_new()
-        self.settle()
-        self.update_deferred()
+        if self.pending is not None or self.masters.by_half:
+            self.settle()
+        if self._deferred:
+            self.update_deferred()
 
     def after_step(self) -> None:
         """A step, noted as taken or skipped, has ended."""
@@ -183,8 +192,8 @@ class ManagedOptimizer(GradientFlow):
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The original step on the gradients there are, or none after an overflow."""
         found = self.take_found_inf()
-        in_kernel = found is not None and skips_in_kernel(self.optimizer)
-        skipped = found if in_kernel else found is not None and bool(found.item())
+        in_kernel = isinstance(found, Tensor) and skips_in_kernel(self.optimizer)
+        skipped = found if in_kernel else found is not None and is_set(found)
         if skipped is True:
             self.note_step(True)
             return None
@@ -192,10 +201,13 @@ class ManagedOptimizer(GradientFlow):
             with self._casts_off():
                 if in_kernel:
                     result = self._step_in_kernel(original, args, kwargs, found)
-                else:
+                elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
                     result = original(*args, **kwargs)
+                else:
+                    result = bare(self.optimizer)
         finally:  # should it raise half-way, the model follows what was done
-            self.masters.push()
+            if self.masters.by_half:
+                self.masters.push()
         self.note_step(skipped)
         return result
 
@@ -237,7 +249,12 @@ class ManagedOptimizer(GradientFlow):
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         self.forget_gradients()
-        return original(*args, **kwargs)
+        if args or kwargs or not is_bare_zero_grad(original):
+            return original(*args, **kwargs)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = None
+        return None
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """As the original; understands apex's layouts, and takes their masters' values over."""
