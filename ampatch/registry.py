@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from .casting.tables import Rule
 from .errors import AmpatchError
 from .log import logger
 from .schedulers import HeldSchedulers
+from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from .managed_model import ManagedModel
@@ -40,6 +42,9 @@ class Registry:
         self.state = CastState()
         self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
+        self.cared_for = Whereabouts(operator.attrgetter("optimizer"))
+        self.modelled = Whereabouts(operator.attrgetter("model"))
+        self.care_of = self.cared_for.find  # an attribute: every `scale_loss` asks
         self.schedulers = HeldSchedulers(self.managed)
         self._gradient_tools = PatchSet()
         self._backward_pass = PatchSet()
@@ -148,22 +153,19 @@ class Registry:
 
     def session_of(self, optimizer: Any) -> Session | None:
         """The session that an optimizer was given to."""
-        return _first(session for session in reversed(self.sessions) if session.knows(optimizer))
+        return _session(self.care_of(optimizer))
 
     def managed(self, optimizer: Any) -> ManagedOptimizer | None:
         """Our side of an optimizer, or None."""
-        session = self.session_of(optimizer)
-        return None if session is None else session.managed(optimizer)
+        return _ours(self.care_of(optimizer))
 
     def session_of_model(self, model: Any) -> Session | None:
         """The session that manages a model."""
-        return _first(session for session in reversed(self.sessions) if session.manages(model))
+        return _session(self.modelled.find(model))
 
     def managed_model(self, model: Any) -> ManagedModel | None:
         """Our side of a model, or None."""
-        session = self.session_of_model(model)
-        found = () if session is None else session.models()
-        return next((managed for managed in found if managed.model is model), None)
+        return _ours(self.modelled.find(model))
 
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
@@ -282,6 +284,14 @@ class Registry:
 
         logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)
         when_importable(owner, on_import)
+
+
+def _session(found: tuple[Any, Any] | None) -> Any:
+    return None if found is None else found[0]
+
+
+def _ours(found: tuple[Any, Any] | None) -> Any:
+    return None if found is None else found[1]
 
 
 def _first(found: Iterable[Any]) -> Any:

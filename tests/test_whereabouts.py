@@ -1,0 +1,170 @@
+"""Which session has which optimizer and model: found at once, and right whatever happened."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.session import registry
+from ampatch.whereabouts import Whereabouts
+
+SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}
+
+
+def pair():
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def frames(function, *args) -> int:
+    """Python functions entered by and below `function(*args)`."""
+    entered = 0
+
+    def profile(frame, event, argument):
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def entries() -> tuple[int, int]:
+    """How many optimizers and models are in somebody's care."""
+    return len(registry.cared_for), len(registry.modelled)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_looking_one_up_is_one_call_however_many_there_are(level):
+    pairs = [pair() for _ in range(30)]
+    for model, optimizer in pairs:
+        ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
+    for model, optimizer in pairs:
+        session, managed = registry.care_of(optimizer)
+        assert session is registry.session_of_model(model) and managed.optimizer is optimizer
+        assert registry.managed_model(model).model is model
+    assert len({id(registry.session_of(optimizer)) for _, optimizer in pairs}) == 30
+    assert [frames(registry.care_of, optimizer) for _, optimizer in pairs] == [1] * 30
+    assert frames(registry.care_of, object()) == 1
+
+
+def test_nobody_has_a_stranger():
+    model, optimizer = pair()
+    ampatch.initialize(*pair(), **SETTINGS)
+    assert registry.care_of(optimizer) is None
+    assert registry.session_of(optimizer) is registry.managed(optimizer) is None
+    assert registry.session_of_model(model) is registry.managed_model(model) is None
+
+
+def test_a_disabled_session_has_it_without_a_side_of_ours():
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
+    assert registry.care_of(optimizer) == (registry.sessions[0], None)
+    ampatch.deactivate()
+    assert registry.care_of(optimizer) is None and entries() == (0, 0)
+
+
+def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
+    model, optimizer = pair()
+    for enabled, level in [(True, "O1"), (False, "O1"), (True, "O2"), (True, "O0")]:
+        ampatch.initialize(model, optimizer, enabled=enabled, opt_level=level, **SETTINGS)
+        session, managed = registry.care_of(optimizer)
+        assert session is registry.sessions[-1] and (managed is not None) is enabled
+        assert (registry.session_of_model(model) is session) is enabled
+        assert entries() == (1, int(enabled)) and len(registry.sessions) == 1
+    ampatch.set_opt_level(model, "O1")
+    assert registry.session_of_model(model) is registry.session_of(optimizer) is session
+
+
+def test_part_of_a_session_leaves_it():
+    (first, one), (second, other) = pair(), pair()
+    ampatch.initialize([first, second], [one, other], **SETTINGS)
+    old = registry.session_of(one)
+    ampatch.initialize(second, other, opt_level="O2", **SETTINGS)
+    assert registry.session_of(one) is registry.session_of_model(first) is old
+    assert registry.session_of(other) is registry.session_of_model(second) is not old
+    assert old.managed(other) is old.managed_model(second) is None
+    assert [model.model for model in old.models()] == [first]
+
+
+def test_a_failed_initialize_gives_all_back(monkeypatch):
+    (first, one), (second, other), (third, new) = pair(), pair(), pair()
+    ampatch.initialize([first, second], [one, other], opt_level="O2", **SETTINGS)
+    ampatch.initialize(nn.Linear(2, 2), enabled=False, **SETTINGS)
+    session, managed = registry.care_of(one)
+
+    def fail(added):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "add", fail)
+    with pytest.raises(KeyboardInterrupt):
+        ampatch.initialize([third, second, first], [new, other], opt_level="O2", **SETTINGS)
+    assert registry.care_of(one) == (session, managed)
+    assert registry.session_of(other) is session
+    assert [registry.session_of_model(model) for model in (first, second)] == [session] * 2
+    assert registry.care_of(new) is registry.session_of_model(third) is None
+    assert entries() == (2, 2)
+
+
+def test_bystanders_come_back_too(monkeypatch):
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
+    found = registry.care_of(optimizer)
+    monkeypatch.setattr(registry, "add", lambda added: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ampatch.initialize(model, optimizer, **SETTINGS)
+    assert registry.care_of(optimizer) == found and entries() == (1, 0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_dead_are_forgotten(enabled):
+    for _ in range(3):
+        ampatch.initialize(*pair(), enabled=enabled, **SETTINGS)
+    kept, optimizer = pair()
+    ampatch.initialize(kept, optimizer, enabled=enabled, **SETTINGS)
+    gc.collect()
+    assert entries() == (1, int(enabled))
+    assert registry.session_of(optimizer) is registry.sessions[-1]
+
+
+class Thing:
+    """Something with a side of ours: `Side.thing`."""
+
+
+class Side:
+    def __init__(self, thing):
+        self.thing = thing
+
+
+def test_an_id_used_again_finds_nobody():
+    """As an object that dies in a cycle may leave its entry for a while."""
+    where = Whereabouts(lambda side: side.thing)
+    thing, session = Thing(), object()
+    side = Side(thing)
+    where.put(thing, session, side)
+    side.thing = Thing()  # the same id as far as the look-up can see, and another object
+    assert where.find(thing) is None
+    side.thing = thing
+    assert where.find(thing) == (session, side)
+
+
+def test_the_entry_of_a_new_side_outlives_the_old_side():
+    where = Whereabouts(lambda side: side.thing)
+    thing, first, second = Thing(), object(), object()
+    old, new = Side(thing), Side(thing)
+    where.put(thing, first, old)
+    where.put(thing, second, new)
+    where.remove(thing, first)  # it has passed it on
+    del old
+    gc.collect()
+    assert where.find(thing) == (second, new)
+    where.remove(thing, second)
+    assert where.find(thing) is None and len(where) == 0
