@@ -95,6 +95,15 @@ def test_part_of_a_session_leaves_it():
     assert [model.model for model in old.models()] == [first]
 
 
+def test_what_is_released_is_with_nobody():
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, **SETTINGS)
+    session = registry.session_of(optimizer)
+    session.release_model(model)
+    session.release_optimizer(optimizer)
+    assert entries() == (0, 0) and session.is_empty()
+
+
 def test_a_failed_initialize_gives_all_back(monkeypatch):
     (first, one), (second, other), (third, new) = pair(), pair(), pair()
     ampatch.initialize([first, second], [one, other], opt_level="O2", **SETTINGS)
@@ -163,8 +172,20 @@ def test_the_entry_of_a_new_side_outlives_the_old_side():
     where.put(thing, first, old)
     where.put(thing, second, new)
     where.remove(thing, first)  # it has passed it on
+    assert where.find(thing) == (second, new)
+
+
+def test_an_old_side_that_dies_late_takes_nothing_along():
+    """Another thread may be looking at the old entry while the new one is put."""
+    where = Whereabouts(lambda side: side.thing)
+    thing, second = Thing(), object()
+    old, new = Side(thing), Side(thing)
+    where.put(thing, object(), old)
+    looked_at = where._of[id(thing)]
+    where.put(thing, second, new)
     del old
     gc.collect()
+    assert looked_at[1]() is None
     assert where.find(thing) == (second, new)
     where.remove(thing, second)
     assert where.find(thing) is None and len(where) == 0
