@@ -36,8 +36,8 @@ class Members:
         """A model joins."""
         self._models.append(weakref.ref(managed))
         self._modelled.put(managed.model, self, managed)
-        in_use = [model.shadows for model in self.models() if model.shadows is not None]
-        self.shadows = [one for one in self.shadows if one.of and one not in in_use] + in_use
+        if managed.shadows is not None:
+            self.shadows.append(managed.shadows)
 
     def add_optimizer(self, managed: ManagedOptimizer) -> None:
         """An optimizer joins."""
@@ -140,6 +140,7 @@ class Members:
         self._modelled.remove(model, self)
         if managed.shadows is not None:
             managed.shadows.retire()
+            self.shadows = [one for one in self.shadows if one is not managed.shadows]
 
     def release_optimizer(self, optimizer: Any) -> None:
         """Take one optimizer out of care."""
@@ -152,9 +153,13 @@ class Members:
             self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
 
     def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
-        originals, halves = self._originals(), self._halves()
+        originals, halves = self._weights()
         for managed in self.optimizers():
             managed.adopt_parameters(originals, halves, masters)
+
+    def _weights(self) -> tuple[dict[int, Tensor], set[int]]:
+        """Of all models: FP32 values of half parameters, and who is to have masters, by ids."""
+        return self._originals(), self._halves()
 
     def _forget_originals(self) -> None:
         for managed in self.models():

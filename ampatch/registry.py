@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .scaling.optimizer import ManagedOptimizer
     from .session import Session
 
-Patches = list[tuple[Any, str, Callable[[Any], Any]]]
+Patches = Callable[[], list[tuple[Any, str, Callable[[Any], Any]]]]
 
 
 class Registry:
@@ -46,6 +46,7 @@ class Registry:
         self.modelled = Whereabouts(operator.attrgetter("model"))
         self.care_of = self.cared_for.find  # an attribute: every `scale_loss` asks
         self.schedulers = HeldSchedulers(self.managed)
+        self._closing_all = False
         self._gradient_tools = PatchSet()
         self._backward_pass = PatchSet()
         self._tracing_tools = PatchSet()
@@ -64,7 +65,8 @@ class Registry:
     def remove(self, session: Session) -> None:
         """A session closes."""
         self.sessions = [known for known in self.sessions if known is not session]
-        self.refresh()
+        if not self._closing_all:
+            self.refresh()
 
     def refresh(self) -> None:
         """Make patches and the process's policy what the open sessions need."""
@@ -109,8 +111,8 @@ class Registry:
     def _refresh_tools(self) -> None:
         _keep(
             self._gradient_tools,
-            any(True for session in self.sessions for _ in session.optimizers()),
-            [
+            any(session.optimizers() for session in self.sessions),
+            lambda: [
                 *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
                 *broadcast.replacements(self.agree_masters),
                 averaging.replacement(self.current_master_of),
@@ -119,13 +121,12 @@ class Registry:
         _keep(
             self._backward_pass,
             any(session.shadows for session in self.sessions),
-            backward_pass.replacements(self.halves_of, self.collect_shadows),
+            lambda: backward_pass.replacements(self.halves_of, self.collect_shadows),
         )
         _keep(
             self._tracing_tools,
-            self.state.process is not None
-            or any(True for session in self.sessions for _ in session.models()),
-            tracing.replacements(self.managed_model, self.state),
+            self.state.process is not None or any(session.models() for session in self.sessions),
+            lambda: tracing.replacements(self.managed_model, self.state),
         )
 
     def close_empty(self) -> None:
@@ -136,8 +137,13 @@ class Registry:
 
     def close_all(self) -> None:
         """Close every session, newest first."""
-        for session in list(reversed(self.sessions)):
-            session.close()
+        self._closing_all = True
+        try:
+            for session in list(reversed(self.sessions)):
+                session.close()
+        finally:
+            self._closing_all = False
+            self.refresh()
         self.schedulers.release()
 
     # Questions
@@ -307,7 +313,7 @@ def _keep(tools: PatchSet, needed: bool, patches: Patches) -> None:
         made: dict[int, Any] = {}
         pairs: list[tuple[Any, Any]] = []
         tools.on_undo(lambda: early_names.give_back(pairs))
-        for owner, name, make in patches:
+        for owner, name, make in patches():
             original = tools.replace(owner, name, make)
             put = made[id(original)] = vars(owner)[name]
             pairs.append((put, original))

@@ -68,8 +68,9 @@ class Session(CastingMembers):
         try:
             for model in models:
                 self._manage_model(model, self.properties)
+            weights = self._weights()
             for optimizer in optimizers:
-                self.manage_optimizer(optimizer)
+                self.manage_optimizer(optimizer, weights)
             self._forget_originals()
             for managed in self.optimizers():
                 managed.forget_found_state()
@@ -127,8 +128,13 @@ class Session(CastingMembers):
             module, dtype, registry.state, policy, properties.cast_model_type
         )
 
-    def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
-        """Take an optimizer into care: masters for its half parameters, its step and zero_grad."""
+    def manage_optimizer(
+        self, optimizer: Any, weights: tuple[dict, set] | None = None
+    ) -> ManagedOptimizer:
+        """Take an optimizer into care: masters for its half parameters, its step and zero_grad.
+
+        `weights` is what `_weights` gives, for who has many optimizers.
+        """
         managed = ManagedOptimizer(
             optimizer,
             casts_off=lambda: registry.state.under(lambda: None),
@@ -139,7 +145,7 @@ class Session(CastingMembers):
             process_group=self._process_group,
         )
         self.add_optimizer(managed)
-        managed.install(self._originals(), self._halves())
+        managed.install(*(weights or self._weights()))
         return managed
 
     def add_scalers(self, count: int) -> range:

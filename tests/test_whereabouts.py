@@ -189,3 +189,71 @@ def test_an_old_side_that_dies_late_takes_nothing_along():
     assert where.find(thing) == (second, new)
     where.remove(thing, second)
     assert where.find(thing) is None and len(where) == 0
+
+
+# What opening and closing many cost
+
+
+def opening(count: int, level: str, together: bool) -> int:
+    """Python functions entered by the last of `count` calls of `initialize`, or by one for all."""
+    pairs = [pair() for _ in range(count)]
+    models, optimizers = (list(some) for some in zip(*pairs, strict=True))
+    if together:
+        return frames(lambda: ampatch.initialize(models, optimizers, opt_level=level, **SETTINGS))
+    for model, optimizer in pairs[:-1]:
+        ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
+    return frames(lambda: ampatch.initialize(*pairs[-1], opt_level=level, **SETTINGS))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_initialize_of_many_models_costs_as_much_for_each(level):
+    found = []
+    for count in (1, 20, 40, 60):  # the first brings what is done once per process
+        found.append(opening(count, level, together=True))
+        ampatch.deactivate()
+    assert found[3] - found[2] == found[2] - found[1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_an_open_session_adds_to_the_next_initialize_is_little(level):
+    """Is it alive, does it cast, is it empty: no walk over its weights."""
+    found = []
+    for count in (1, 20, 40, 60):
+        found.append(opening(count, level, together=False))
+        ampatch.deactivate()
+    assert found[3] - found[2] == found[2] - found[1] <= 20 * 12
+
+
+def test_deactivate_looks_once_at_what_is_needed(monkeypatch):
+    looks = []
+    refresh = registry.refresh
+    pairs = [pair() for _ in range(20)]
+    for model, optimizer in pairs:
+        ampatch.initialize(model, optimizer, **SETTINGS)
+    monkeypatch.setattr(registry, "refresh", lambda: looks.append(refresh()))
+    ampatch.deactivate()
+    assert len(looks) == 1 and entries() == (0, 0)
+
+
+def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch):
+    first, second = pair(), pair()
+    for model, optimizer in (first, second):
+        ampatch.initialize(model, optimizer, **SETTINGS)
+    older, newer = registry.sessions
+    monkeypatch.setattr(type(older), "close", interrupted(type(older).close, older))
+    with pytest.raises(KeyboardInterrupt):
+        ampatch.deactivate()
+    monkeypatch.undo()
+    assert registry.sessions == [older] and registry.state.process is older.policy
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+def interrupted(close, at):
+    """`Session.close` that Ctrl-C ends for one session."""
+
+    def closing(session):
+        if session is at:
+            raise KeyboardInterrupt
+        close(session)
+
+    return closing
