@@ -13,6 +13,7 @@ from .casting.policy import Policy
 from .casting.weight_cache import CacheInfo
 from .members import Members
 from .opt_levels import HALF_TYPES, Properties
+from .whereabouts import Whereabouts
 
 
 class CastingMembers(Members):
@@ -22,9 +23,14 @@ class CastingMembers(Members):
     """
 
     def __init__(
-        self, properties: Properties, function_rules: dict[Any, str], apex_flavour: bool
+        self,
+        properties: Properties,
+        function_rules: dict[Any, str],
+        apex_flavour: bool,
+        cared_for: Whereabouts,
+        modelled: Whereabouts,
     ) -> None:
-        super().__init__()
+        super().__init__(cared_for, modelled)
         self.properties = properties
         self.function_rules = function_rules
         self.may_cast = True  # until `stop_casting`

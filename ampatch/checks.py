@@ -100,8 +100,9 @@ def optimizers_own_parameters(
         return
     for index, optimizer in enumerate(optimizers):
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        params = [masters(param) if masters(param) is not None else param for param in params]
-        if params and not any(id(param) in owned for param in params):
+        if params and not any(
+            id(param) in owned or id(masters(param)) in owned for param in params
+        ):
             raise ValueError(
                 f"ampatch.initialize(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
                 "holds none of the model's parameters. Expected an optimizer built from "

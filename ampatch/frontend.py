@@ -138,7 +138,7 @@ def initialize(
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = ([], {})
     session = Session(properties, rules=rules, process_group=process_group)
-    with Handover(registry.sessions, listed_models, listed_optimizers):
+    with Handover(registry, listed_models, listed_optimizers):
         session.open(listed_models, listed_optimizers)
     registry.close_empty()
     registry.tell("on_initialize", properties)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +12,7 @@ from .scaling.master_weights import Pair
 from .scaling.optimizer import ManagedOptimizer
 
 if TYPE_CHECKING:
+    from .registry import Registry
     from .session import Session
 
 
@@ -29,35 +29,34 @@ class _Earlier(NamedTuple):
     session: Session
     models: list[ManagedModel]
     optimizers: list[_Optimizer]
-    bystanders: list[weakref.ref]
+    bystanders: list[Any]
 
 
 class Handover:
-    """Context manager: takes members out of `sessions`; on an exception they go back.
+    """Context manager: takes members out of the sessions that have them; on an exception they go back.
 
     Back under management with the very master weights and gradients they had,
     so that training goes on as if nothing had been tried.
     """
 
-    def __init__(
-        self, sessions: list[Session], models: list[nn.Module], optimizers: list[Any]
-    ) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._optimizers = optimizers
+    def __init__(self, registry: Registry, models: list[nn.Module], optimizers: list[Any]) -> None:
+        self._models = [(registry.session_of_model(model), model) for model in models]
+        self._optimizers = [(registry.session_of(one), one) for one in optimizers]
         self._earlier: list[_Earlier] = []
 
     def __enter__(self) -> None:
-        asked = [session for session in self._sessions if self._asks(session)]
+        found = (session for session, _ in (*self._models, *self._optimizers))
+        asked = {id(session): session for session in found if session is not None}.values()
         for session in asked:
             for managed in session.optimizers():
                 managed.settle()
         self._earlier = [_remember(session) for session in asked]
         try:
-            for session in asked:
-                for model in self._models:
+            for session, model in self._models:
+                if session is not None:
                     session.release_model(model)
-                for optimizer in self._optimizers:
+            for session, optimizer in self._optimizers:
+                if session is not None:
                     session.release_optimizer(optimizer)
         except BaseException:
             self._give_back()
@@ -68,11 +67,6 @@ class Handover:
     ) -> None:
         if kind is not None:
             self._give_back()
-
-    def _asks(self, session: Session) -> bool:
-        return any(session.manages(model) for model in self._models) or any(
-            session.knows(optimizer) for optimizer in self._optimizers
-        )
 
     def _give_back(self) -> None:
         for earlier in self._earlier:
@@ -100,5 +94,5 @@ def _remember(session: Session) -> _Earlier:
             _Optimizer(managed, [(pair, pair.master.grad) for pair in managed.masters])
             for managed in session.optimizers()
         ],
-        list(session.bystanders),
+        [one for ref in session.bystanders if (one := ref()) is not None],
     )

@@ -13,16 +13,19 @@ from .casting.shadows import Shadows
 from .managed_model import ManagedModel
 from .opt_levels import HALF_TYPES
 from .scaling.optimizer import ManagedOptimizer
+from .whereabouts import Whereabouts
 
 
 class Members:
     """The models and optimizers of one session, held weakly.
 
     Models and optimizers own their managed counterparts, so that a model nobody
-    uses any more can go.
+    uses any more can go.  `cared_for` and `modelled` tell which session has which.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cared_for: Whereabouts, modelled: Whereabouts) -> None:
+        self._cared_for = cared_for
+        self._modelled = modelled
         self._was_given = False
         self._models: list[weakref.ref[ManagedModel]] = []
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
@@ -32,8 +35,31 @@ class Members:
     def add_model(self, managed: ManagedModel) -> None:
         """A model joins."""
         self._models.append(weakref.ref(managed))
-        in_use = [model.shadows for model in self.models() if model.shadows is not None]
-        self.shadows = [one for one in self.shadows if one.of and one not in in_use] + in_use
+        self._modelled.put(managed.model, self, managed)
+        if managed.shadows is not None:
+            self.shadows.append(managed.shadows)
+
+    def add_optimizer(self, managed: ManagedOptimizer) -> None:
+        """An optimizer joins."""
+        self._optimizers = [known for known in self._optimizers if known() is not None]
+        self._optimizers.append(weakref.ref(managed))
+        self._cared_for.put(managed.optimizer, self, managed)
+
+    def add_bystanders(self, optimizers: Iterable[Any]) -> None:
+        """Optimizers join that nothing is to be done for, the session being disabled."""
+        for optimizer in optimizers:
+            self.bystanders.append(weakref.ref(optimizer))
+            self._cared_for.put(optimizer, self, optimizer)
+
+    def forget_members(self) -> None:
+        """All have left."""
+        for managed in self.models():
+            self._modelled.remove(managed.model, self)
+        for optimizer in self.optimizers():
+            self._cared_for.remove(optimizer.optimizer, self)
+        for bystander in _alive(self.bystanders):
+            self._cared_for.remove(bystander, self)
+        self._models, self._optimizers, self.bystanders = [], [], []
 
     def drop_shadows(self) -> None:
         """Nobody will collect gradients from shadows any more."""
@@ -73,20 +99,13 @@ class Members:
 
     def managed(self, optimizer: Any) -> ManagedOptimizer | None:
         """Our side of an optimizer, or None if it is not in this session."""
-        for managed in self.optimizers():
-            if managed.optimizer is optimizer:
-                return managed
-        return None
+        session, managed = self._cared_for.find(optimizer) or (None, None)
+        return managed if session is self else None
 
-    def manages(self, model: nn.Module) -> bool:
-        """Whether a model is in this session's care."""
-        return any(managed.model is model for managed in self.models())
-
-    def knows(self, optimizer: Any) -> bool:
-        """Whether `initialize` was given this optimizer, enabled or not."""
-        return self.managed(optimizer) is not None or any(
-            bystander() is optimizer for bystander in self.bystanders
-        )
+    def managed_model(self, model: nn.Module) -> ManagedModel | None:
+        """Our side of a model, or None if it is not in this session."""
+        session, managed = self._modelled.find(model) or (None, None)
+        return managed if session is self else None
 
     def is_alive(self) -> bool:
         """Whether any of its models and optimizers is still in use."""
@@ -103,36 +122,44 @@ class Members:
 
     def plain_copy(self, model: nn.Module) -> nn.Module:
         """A plain FP32 copy of one of the models."""
-        return next(managed for managed in self.models() if managed.model is model).plain_copy()
+        return self.managed_model(model).plain_copy()
 
     def release_model(self, model: nn.Module) -> None:
         """Take one model out of care; its parameters go back into the optimizers."""
-        for managed in list(self.models()):
-            if managed.model is model:
-                for optimizer in self.optimizers():
-                    optimizer.settle()
-                managed.uninstall()
-                ids = {id(parameter) for parameter in model.parameters()}
-                for optimizer in self.optimizers():
-                    optimizer.release_parameters(ids)
-                    optimizer.fit_state(managed.converted())
-                self._models = [ref for ref in self._models if ref() is not managed]
-                if managed.shadows is not None:
-                    managed.shadows.retire()
+        managed = self.managed_model(model)
+        if managed is None:
+            return
+        for optimizer in self.optimizers():
+            optimizer.settle()
+        managed.uninstall()
+        ids = {id(parameter) for parameter in model.parameters()}
+        for optimizer in self.optimizers():
+            optimizer.release_parameters(ids)
+            optimizer.fit_state(managed.converted())
+        self._models = [ref for ref in self._models if ref() is not managed]
+        self._modelled.remove(model, self)
+        if managed.shadows is not None:
+            managed.shadows.retire()
+            self.shadows = [one for one in self.shadows if one is not managed.shadows]
 
     def release_optimizer(self, optimizer: Any) -> None:
         """Take one optimizer out of care."""
         self.bystanders = [ref for ref in self.bystanders if ref() is not optimizer]
         managed = self.managed(optimizer)
+        self._cared_for.remove(optimizer, self)
         if managed is not None:
             managed.settle()
             managed.uninstall()
             self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
 
     def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
-        originals, halves = self._originals(), self._halves()
+        originals, halves = self._weights()
         for managed in self.optimizers():
             managed.adopt_parameters(originals, halves, masters)
+
+    def _weights(self) -> tuple[dict[int, Tensor], set[int]]:
+        """Of all models: FP32 values of half parameters, and who is to have masters, by ids."""
+        return self._originals(), self._halves()
 
     def _forget_originals(self) -> None:
         for managed in self.models():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,14 @@ from .casting.tables import Rule
 from .errors import AmpatchError
 from .log import logger
 from .schedulers import HeldSchedulers
+from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from .managed_model import ManagedModel
     from .scaling.optimizer import ManagedOptimizer
     from .session import Session
 
-Patches = list[tuple[Any, str, Callable[[Any], Any]]]
+Patches = Callable[[], list[tuple[Any, str, Callable[[Any], Any]]]]
 
 
 class Registry:
@@ -40,7 +42,11 @@ class Registry:
         self.state = CastState()
         self.installation = Installation(self.state, ask_state)
         self.sessions: list[Session] = []
+        self.cared_for = Whereabouts(operator.attrgetter("optimizer"))
+        self.modelled = Whereabouts(operator.attrgetter("model"))
+        self.care_of = self.cared_for.find  # an attribute: every `scale_loss` asks
         self.schedulers = HeldSchedulers(self.managed)
+        self._closing_all = False
         self._gradient_tools = PatchSet()
         self._backward_pass = PatchSet()
         self._tracing_tools = PatchSet()
@@ -60,7 +66,8 @@ class Registry:
     def remove(self, session: Session) -> None:
         """A session closes."""
         self.sessions = [known for known in self.sessions if known is not session]
-        self.refresh()
+        if not self._closing_all:
+            self.refresh()
 
     def refresh(self) -> None:
         """Make patches and the process's policy what the open sessions need."""
@@ -105,8 +112,8 @@ class Registry:
     def _refresh_tools(self) -> None:
         _keep(
             self._gradient_tools,
-            any(True for session in self.sessions for _ in session.optimizers()),
-            [
+            any(session.optimizers() for session in self.sessions),
+            lambda: [
                 *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
                 *broadcast.replacements(self.agree_masters),
                 averaging.replacement(self.current_master_of),
@@ -115,13 +122,12 @@ class Registry:
         _keep(
             self._backward_pass,
             any(session.shadows for session in self.sessions),
-            backward_pass.replacements(self.halves_of, self.collect_shadows),
+            lambda: backward_pass.replacements(self.halves_of, self.collect_shadows),
         )
         _keep(
             self._tracing_tools,
-            self.state.process is not None
-            or any(True for session in self.sessions for _ in session.models()),
-            tracing.replacements(self.managed_model, self.state),
+            self.state.process is not None or any(session.models() for session in self.sessions),
+            lambda: tracing.replacements(self.managed_model, self.state),
         )
 
     def close_empty(self) -> None:
@@ -132,8 +138,13 @@ class Registry:
 
     def close_all(self) -> None:
         """Close every session, newest first."""
-        for session in list(reversed(self.sessions)):
-            session.close()
+        self._closing_all = True
+        try:
+            for session in list(reversed(self.sessions)):
+                session.close()
+        finally:
+            self._closing_all = False
+            self.refresh()
         self.schedulers.release()
 
     # Questions
@@ -149,22 +160,19 @@ class Registry:
 
     def session_of(self, optimizer: Any) -> Session | None:
         """The session that an optimizer was given to."""
-        return _first(session for session in reversed(self.sessions) if session.knows(optimizer))
+        return _session(self.care_of(optimizer))
 
     def managed(self, optimizer: Any) -> ManagedOptimizer | None:
         """Our side of an optimizer, or None."""
-        session = self.session_of(optimizer)
-        return None if session is None else session.managed(optimizer)
+        return _ours(self.care_of(optimizer))
 
     def session_of_model(self, model: Any) -> Session | None:
         """The session that manages a model."""
-        return _first(session for session in reversed(self.sessions) if session.manages(model))
+        return _session(self.modelled.find(model))
 
     def managed_model(self, model: Any) -> ManagedModel | None:
         """Our side of a model, or None."""
-        session = self.session_of_model(model)
-        found = () if session is None else session.models()
-        return next((managed for managed in found if managed.model is model), None)
+        return _ours(self.modelled.find(model))
 
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
@@ -291,6 +299,14 @@ class Registry:
         when_importable(owner, on_import)
 
 
+def _session(found: tuple[Any, Any] | None) -> Any:
+    return None if found is None else found[0]
+
+
+def _ours(found: tuple[Any, Any] | None) -> Any:
+    return None if found is None else found[1]
+
+
 def _first(found: Iterable[Any]) -> Any:
     """The first that is not None, or None."""
     return next((one for one in found if one is not None), None)
@@ -304,7 +320,7 @@ def _keep(tools: PatchSet, needed: bool, patches: Patches) -> None:
         made: dict[int, Any] = {}
         pairs: list[tuple[Any, Any]] = []
         tools.on_undo(lambda: early_names.give_back(pairs))
-        for owner, name, make in patches:
+        for owner, name, make in patches():
             original = tools.replace(owner, name, make)
             put = made[id(original)] = vars(owner)[name]
             pairs.append((put, original))

@@ -8,7 +8,6 @@ the open sessions and what they share.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any
 
 import torch
@@ -45,7 +44,9 @@ class Session(CastingMembers):
         apex_flavour: bool = False,
     ) -> None:
         self._module_rules, function_rules = rules
-        super().__init__(properties, function_rules, apex_flavour)
+        super().__init__(
+            properties, function_rules, apex_flavour, registry.cared_for, registry.modelled
+        )
         self._process_group = process_group
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.is_open = False
@@ -60,15 +61,16 @@ class Session(CastingMembers):
         if not models:
             self._policy.devices = None  # no model says where it is at home: cast everywhere
         if not self.properties.enabled:
-            self.bystanders = [weakref.ref(optimizer) for optimizer in optimizers]
+            self.add_bystanders(optimizers)
             self.is_open = True
             registry.add(self)
             return
         try:
             for model in models:
                 self._manage_model(model, self.properties)
+            weights = self._weights()
             for optimizer in optimizers:
-                self.manage_optimizer(optimizer)
+                self.manage_optimizer(optimizer, weights)
             self._forget_originals()
             for managed in self.optimizers():
                 managed.forget_found_state()
@@ -92,7 +94,7 @@ class Session(CastingMembers):
             optimizer.uninstall()
             optimizer.fit_state(changed)
             optimizer.restore_found_state()
-        self._models, self._optimizers, self.bystanders = [], [], []
+        self.forget_members()
         self.drop_shadows()
         self.is_open = False
         registry.remove(self)
@@ -126,8 +128,13 @@ class Session(CastingMembers):
             module, dtype, registry.state, policy, properties.cast_model_type
         )
 
-    def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
-        """Take an optimizer into care: masters for its half parameters, its step and zero_grad."""
+    def manage_optimizer(
+        self, optimizer: Any, weights: tuple[dict, set] | None = None
+    ) -> ManagedOptimizer:
+        """Take an optimizer into care: masters for its half parameters, its step and zero_grad.
+
+        `weights` is what `_weights` gives, for who has many optimizers.
+        """
         managed = ManagedOptimizer(
             optimizer,
             casts_off=lambda: registry.state.under(lambda: None),
@@ -137,9 +144,8 @@ class Session(CastingMembers):
             master_of=self.master_of,
             process_group=self._process_group,
         )
-        self._optimizers = [known for known in self._optimizers if known() is not None]
-        self._optimizers.append(weakref.ref(managed))
-        managed.install(self._originals(), self._halves())
+        self.add_optimizer(managed)
+        managed.install(*(weights or self._weights()))
         return managed
 
     def add_scalers(self, count: int) -> range:
@@ -238,7 +244,7 @@ class Session(CastingMembers):
                 f"models given to initialize together share {self.properties.dtype}. Choose a "
                 "level in that type, or call initialize for this model and its optimizer alone."
             )
-        with Handover([self], [model], []):
+        with Handover(registry, [model], []):
             self._cast_to(properties.dtype)
             self._manage_model(model, properties)
             self._adopt_parameters({})
@@ -264,18 +270,18 @@ class Session(CastingMembers):
         self,
         models: list[ManagedModel],
         optimizers: list[ManagedOptimizer],
-        bystanders: list[weakref.ref],
+        bystanders: list[Any],
         masters: dict[int, Parameter],
     ) -> None:
         """Manage again what was released; `masters` by ids of half parameters are used again."""
         self._cast_to(self.properties.dtype)
-        still = list(self.models())
-        self.bystanders = bystanders
         for managed in models:
-            if not any(known.model is managed.model for known in still):
+            if self.managed_model(managed.model) is None:
                 self._manage_model(managed.model, managed.properties)
-        self._optimizers = [weakref.ref(managed) for managed in optimizers]
+        self._optimizers, self.bystanders = [], []
+        self.add_bystanders(bystanders)
         for managed in optimizers:
+            self.add_optimizer(managed)
             managed.reinstall()
         self._adopt_parameters(masters)
         self._forget_originals()

@@ -22,9 +22,10 @@ ALLOWED = {
     "environment": {"opt_levels", "scaling"},
     "hooks": set(),
     "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
-    "members": {"casting", "managed_model", "opt_levels", "scaling"},
-    "casting_members": {"casting", "members", "opt_levels"},
-    "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
+    "whereabouts": {"members"},  # for type checking only
+    "members": {"casting", "managed_model", "opt_levels", "scaling", "whereabouts"},
+    "casting_members": {"casting", "members", "opt_levels", "whereabouts"},
+    "handover": {"managed_model", "scaling"} | {"registry", "session"},  # for type checking only
     "models": set(),
     "gradients": set(),
     "averaging": set(),
@@ -37,6 +38,7 @@ ALLOWED = {
     "tracing": LEAVES | {"casting", "managed_model", "models"},
     "registry": LEAVES
     | {"averaging", "backward_pass", "broadcast", "casting", "gradients", "schedulers", "tracing"}
+    | {"whereabouts"}
     | {"managed_model", "scaling", "session"},  # for type checking only
     "schedulers": {"casting"},
     "session": LEAVES
