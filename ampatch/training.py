@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def scale_loss(
     if isinstance(optimizers, (list, tuple)):
         session, managed = _in_care(optimizers)
     else:
-        session, one = _care_of(optimizers, "optimizers")
+        session, one = registry.care_of(optimizers) or _not_given(optimizers, "optimizers")
         managed = [one]
     if loss_id != 0 or isinstance(loss_id, bool):
         checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
@@ -71,20 +71,18 @@ def _in_care(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]
     session = registry.latest("ampatch.scale_loss(...)")
     managed = {}
     for index, optimizer in enumerate(optimizers):
-        session, managed[id(optimizer)] = _care_of(optimizer, f"optimizers[{index}]")
+        found = registry.care_of(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
+        session, managed[id(optimizer)] = found
     return session, list(managed.values())
 
 
-def _care_of(optimizer: Any, where: str) -> tuple[Session, ManagedOptimizer]:
-    """The session of an optimizer, and our side of it."""
-    session = registry.session_of(optimizer)
-    if session is None:
-        registry.latest("ampatch.scale_loss(...)")
-        raise AmpatchError(
-            f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
-            "not given to ampatch.initialize. Pass the optimizer that initialize returned."
-        )
-    return session, session.managed(optimizer)
+def _not_given(optimizer: Any, where: str) -> NoReturn:
+    """Raise `AmpatchError` for an optimizer in nobody's care."""
+    registry.latest("ampatch.scale_loss(...)")
+    raise AmpatchError(
+        f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
+        "not given to ampatch.initialize. Pass the optimizer that initialize returned."
+    )
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

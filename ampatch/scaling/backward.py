@@ -63,13 +63,12 @@ class ScaledBackward:
             if optimizer.in_block:
                 optimizer.refuse_nesting()
         try:
-            held = [optimizer.gather(self._scaler) for optimizer in self._optimizers]
-            scaled, self._scale = self._scaler.scale(self._loss)
-            self._pending = None
+            held, self._pending = [], None
             for optimizer in self._optimizers:
-                if optimizer.pending is not None:
-                    self._pending = optimizer.pending
-                    break
+                held.append(optimizer.gather(self._scaler))
+            for optimizer in self._optimizers:
+                self._pending = self._pending or optimizer.pending
+            scaled, self._scale = self._scaler.scale(self._loss)
             for optimizer, params in zip(self._optimizers, held, strict=True):
                 optimizer.make_room(params, self._waiting, self._sharing)
             return scaled
@@ -104,8 +103,9 @@ class ScaledBackward:
             for optimizer in self._optimizers:
                 optimizer.leave_scaled(self._waiting(), self._sharing)
             return
-        found = [
-            optimizer.after_backward(self._scaler, self._scale, self._sharing)
-            for optimizer in self._optimizers
-        ]
-        tell(self._scaler, found, self._optimizers, at_step=self._delay_check)
+        flags = []
+        for optimizer in self._optimizers:
+            found = optimizer.after_backward(self._scaler, self._scale, self._sharing)
+            if found is not None:
+                flags.append(found)
+        tell(self._scaler, flags, self._optimizers, at_step=self._delay_check)

@@ -121,7 +121,9 @@ class ManagedOptimizer(GradientFlow):
     def adopt_new(self) -> None:
         """Make masters for half parameters that were added, or unfrozen, since."""
         if not _HALF_TYPES.isdisjoint(map(_dtype_of, self.parameters())):
-            self.adopt_parameters({}, self._halves(), {})
+            halves = self._halves()
+            if halves:
+                self.adopt_parameters({}, halves, {})
 
     def release_parameters(self, halves: set[int]) -> None:
         """Put parameters (ids of the model's) back in the place of their masters."""

@@ -47,12 +47,12 @@ class Pending:
         waiting = [optimizer for optimizer in self._optimizers if optimizer.pending is self]
         sharing = sharing_among(waiting)
         found = [optimizer.unscale_pending(self._scaler, sharing) for optimizer in waiting]
-        tell(self._scaler, found, waiting)
+        tell(self._scaler, [flag for flag in found if flag is not None], waiting)
 
 
 def tell(
     scaler: Scaler,
-    found: Sequence[Flag | None],
+    flags: list[Flag],
     optimizers: Sequence[GradientFlow],
     *,
     at_step: bool = False,
@@ -62,7 +62,6 @@ def tell(
     Where several processes train it is always at the step: in DDP's `no_sync`
     one rank alone may see an inf, at the step all of them have.
     """
-    flags = [flag for flag in found if flag is not None]
     if at_step or world_size() > 1:
         scaler.defer(flags)
         for optimizer in optimizers:
