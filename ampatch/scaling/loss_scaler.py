@@ -153,7 +153,7 @@ class DynamicScaler:
         if self._numbers.device != loss.device:
             self._numbers = numbers_on(loss.device, *self._numbers.read())
         factor = self.snapshot()
-        return loss.float() * factor, factor
+        return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
     def snapshot(self) -> Any:
         """The present scale, for `scale_grads_` and `unscale_`.  Nothing waits."""

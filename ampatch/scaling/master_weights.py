@@ -143,7 +143,10 @@ class MasterWeights:
 
     def has_grads(self) -> bool:
         """Whether a backward pass has left gradients in half weights."""
-        return any(pair.half.grad is not None for pair in self.by_half.values())
+        for half in self._lists()[0]:
+            if half.grad is not None:
+                return True
+        return False
 
     def take_grads(self) -> tuple[list[Tensor], list[Tensor]]:
         """Move the gradients out of the half weights: masters, and their FP32 gradients.
@@ -170,8 +173,8 @@ class MasterWeights:
 
     def drop_grads(self) -> None:
         """Forget the gradients in the half weights."""
-        for pair in self.by_half.values():
-            pair.half.grad = None
+        for half in self._lists()[0]:
+            half.grad = None
 
     def push(self) -> None:
         """Round the masters into the half weights."""
