@@ -57,13 +57,18 @@ def count(
     torch.manual_seed(0)
     try:
         step = make_step(DISPATCH_BOUND[name](), system, optimizer, dtype)
-        for _ in range(WARM_UP):
-            step()
-        with _Counter() as counter:
-            step()
-        return Counts(counter.operators, counter.casts, counter.syncs)
+        return count_step(step)
     finally:
         amp.deactivate()
+
+
+def count_step(step: Callable[[], None]) -> Counts:
+    """The counts of one call, after some calls to warm up."""
+    for _ in range(WARM_UP):
+        step()
+    with _Counter() as counter:
+        step()
+    return Counts(counter.operators, counter.casts, counter.syncs)
 
 
 def report(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -85,3 +86,28 @@ def machine() -> str:
     today = datetime.date.today().isoformat()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return f"{today}, {device}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def alone(function: Callable, *args: Any) -> Any:
+    """The result of a function that runs in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,)) as pool:
+        return pool.apply(function, args)
+
+
+def seconds(function: Callable[[], Any], calls: int = 1) -> float:
+    """CPU time of one call."""
+    begin = time.process_time()
+    for _ in range(calls):
+        function()
+    return (time.process_time() - begin) / calls
+
+
+def best(function: Callable[[], Any], calls: int = 20, rounds: int = 5) -> float:
+    """CPU time of one call, the least of several rounds."""
+    return min(seconds(function, calls) for _ in range(rounds))
+
+
+def table(head: list[str], rows: list[list[Any]]) -> str:
+    """In Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]) + "\n"
