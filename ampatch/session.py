@@ -142,6 +142,7 @@ class Session(CastingMembers):
             after_step=self._after_step,
             halves=self._halves,
             master_of=self.master_of,
+            whole=registry.whole_grads,
             process_group=self._process_group,
         )
         self.add_optimizer(managed)

@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "ampatch"
 
-LEAVES = {"errors", "foreach", "log", "_version"}
+LEAVES = {"errors", "flat_grads", "foreach", "log", "_version"}
 ALLOWED = {
     "errors": set(),
+    "flat_grads": set(),
     "foreach": set(),
     "log": set(),
     "_version": set(),

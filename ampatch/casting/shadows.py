@@ -14,6 +14,7 @@ half in a shadow.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import foreach
+from ..flat_grads import FlatGrads
 from .shadow_grads import deliver_by_itself, hooks_of, is_watched, move
 
 try:
@@ -45,6 +47,9 @@ SUPPORTED = all(
 )
 """Whether this torch lets us see hooks and versions.  Without, weights are cast in the graph."""
 
+_half_of = operator.attrgetter("half")
+_grad_of = operator.attrgetter("half.grad")
+_weight_of = operator.attrgetter("weight")
 _version_of = operator.attrgetter("_version")
 _state_of = operator.attrgetter(
     "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "shape"
@@ -84,6 +89,7 @@ class Shadows:
         self._pointers: list[int] = []
         self._unlisted: list[int] = []  # weights that have come or gone since `_list`
         self._waiting = 0
+        self.flats: FlatGrads | None = FlatGrads()  # None: there are larger weights too
 
     def begin(self) -> bool:
         """An outermost forward starts: whether shadows may be used in it.  They are up to date."""
@@ -101,6 +107,8 @@ class Shadows:
         """Make the shadow of a weight.  None: this weight is to be cast in the graph."""
         key = id(weight)
         if key in self.of or not _may_have_shadow(weight):
+            if weight.numel() > LARGEST:
+                self.flats = None
             return None
         half = weight.detach().to(dtype).requires_grad_(weight.requires_grad)
         of, unlisted = self.of, self._unlisted
@@ -116,9 +124,12 @@ class Shadows:
     def collect(self) -> None:
         """A backward pass has ended: take the gradients in the shadows to the weights."""
         self._waiting = 0
-        found = [shadow for shadow in list(self.of.values()) if shadow.half.grad is not None]
+        found = list(self.of.values())
+        if any(map(operator.is_, map(_grad_of, found), itertools.repeat(None))):
+            found = [shadow for shadow in found if shadow.half.grad is not None]
         if found:
-            move([shadow.weight() for shadow in found], [shadow.half for shadow in found])
+            weights = list(map(weakref.ref.__call__, map(_weight_of, found)))
+            move(weights, list(map(_half_of, found)), self.flats)
 
     def retire(self) -> None:
         """Nobody will collect any more: graphs that still hold shadows deliver by themselves."""

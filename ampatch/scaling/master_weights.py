@@ -7,6 +7,7 @@ path for "no master weights".
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,8 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import foreach
+from ..flat_grads import FlatGrads
 from .ranks import world_size
 
+_grad_of = operator.attrgetter("half.grad")
+_master_of = operator.attrgetter("master")
 _is_sparse = operator.attrgetter("is_sparse")
 _version_of = operator.attrgetter("_version")
 _SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
@@ -39,6 +43,7 @@ class MasterWeights:
         self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
         self._listed: tuple[list[Tensor], list[Tensor]] | None = None
         self._parts: list[list[Pair]] = []
+        self._flats = FlatGrads()
         self._loaded: dict[int, int] = {}  # versions of half weights whose masters are known good
         self._settled = True
 
@@ -158,18 +163,26 @@ class MasterWeights:
         if not self._parts:
             self._parts = _in_parts(list(self.by_half.values()))
         for part in self._parts:
-            pairs = [pair for pair in part if pair.half.grad is not None]
-            grads = [pair.half.grad for pair in pairs]
+            grads = list(map(_grad_of, part))
+            if any(map(operator.is_, grads, itertools.repeat(None))):
+                part = [pair for pair in part if pair.half.grad is not None]
+                grads = list(map(_grad_of, part))
+            here = list(map(_master_of, part))
             if any(map(_is_sparse, grads)):
                 taken += [grad.float() for grad in grads]
             elif grads:
-                copies = [torch.empty_like(pair.master) for pair in pairs]
+                flat = len(self._parts) == 1
+                copies = self._flats.take(here) if flat else list(map(torch.empty_like, here))
                 foreach.copy_(copies, grads)
                 taken += copies
-            for pair in pairs:
+            for pair in part:
                 pair.half.grad = None
-                masters.append(pair.master)
+            masters += here
         return masters, taken
+
+    def whole(self, grads: list[Tensor]) -> list[Tensor]:
+        """`grads` to be written into: those of all masters as one tensor, where they are one."""
+        return self._flats.whole(grads)
 
     def drop_grads(self) -> None:
         """Forget the gradients in the half weights."""

@@ -33,7 +33,8 @@ class ManagedOptimizer(GradientFlow):
     `casts_off` and `casts_on` make the context managers that `step` and its
     closure run in; `after_step(self)` is told of every step, skipped or not.
     `halves` gives the ids of the parameters that are to have masters now,
-    `master_of` the master that another optimizer has made for one of them.  The
+    `master_of` the master that another optimizer has made for one of them.  `whole`
+    gives gradients that are to be written into, those that lie together as one.  The
     ranks of `process_group` share their overflow flag.
     """
 
@@ -46,9 +47,10 @@ class ManagedOptimizer(GradientFlow):
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
         master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
+        whole: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads,
         process_group: Any = None,
     ) -> None:
-        super().__init__(optimizer, process_group)
+        super().__init__(optimizer, process_group, whole)
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self.counter = StepCounter()
         self._told_unfed = False
