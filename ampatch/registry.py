@@ -203,16 +203,6 @@ class Registry:
             for shadows in session.shadows:
                 shadows.collect()
 
-    def whole_grads(self, grads: list[Tensor]) -> list[Tensor]:
-        """`grads`, for who is about to write into all of them: a model's as one tensor, where
-        they are one.
-        """
-        for session in self.sessions:
-            for shadows in session.shadows:
-                if shadows.flats is not None:
-                    grads = shadows.flats.whole(grads)
-        return grads
-
     def halves_of(self, weight: Tensor) -> list[Tensor]:
         """The shadows of a weight, in any session."""
         found = [

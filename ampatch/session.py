@@ -142,7 +142,7 @@ class Session(CastingMembers):
             after_step=self._after_step,
             halves=self._halves,
             master_of=self.master_of,
-            whole=registry.whole_grads,
+            whole=self.whole_grads,
             process_group=self._process_group,
         )
         self.add_optimizer(managed)
@@ -182,8 +182,8 @@ class Session(CastingMembers):
         for optimizer in managed:
             optimizer.adopt_new()
         outsiders: list[ManagedOptimizer] = []
-        everyone = self.optimizers()
-        if len(everyone) > len(managed):
+        if len(self._optimizers) > len(managed):
+            everyone = self.optimizers()
             managed = with_sharers(managed, everyone)
             if not self.scales_by_itself:
                 outsiders = [other for other in everyone if other not in managed]

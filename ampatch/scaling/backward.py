@@ -10,7 +10,7 @@ from .left_scaled import Seen
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
 from .pending import Pending, tell
-from .sharing import sharing_among
+from .sharing import NOTHING_SHARED, sharing_among
 
 
 class ScaledBackward:
@@ -49,7 +49,7 @@ class ScaledBackward:
     ) -> None:
         self._loss = loss
         self._optimizers = optimizers
-        self._sharing = sharing_among(optimizers)
+        self._sharing = NOTHING_SHARED if len(optimizers) == 1 else sharing_among(optimizers)
         self._outsiders: Sequence[tuple[ManagedOptimizer, Seen]] = ()
         if outsiders and not scaler.is_one:
             self._outsiders = [(other, other.left_scaled.seen()) for other in outsiders]

@@ -249,7 +249,7 @@ class GradientFlow:
     ) -> Flag | None:
         """Unscale, and look for overflow on behalf of all `concerned`; returns found_inf."""
         if not scaler.is_one:  # else nothing is written
-            grads = self._whole(self.masters.whole(grads))
+            grads = self._whole(self.masters.whole(grads) if self.masters.by_half else grads)
         found = scaler.unscale_(grads, scale)
         if found is None or not (grads or self._process_group):
             return None  # without gradients there is nothing to learn for the scale

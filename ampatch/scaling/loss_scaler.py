@@ -152,7 +152,8 @@ class DynamicScaler:
         """
         if self._numbers.device != loss.device:
             self._numbers = numbers_on(loss.device, *self._numbers.read())
-        factor = self.snapshot()
+        factor = self._numbers.snapshot()
+        self._recent.append(factor)
         return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
     def snapshot(self) -> Any:

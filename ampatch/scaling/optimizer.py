@@ -196,8 +196,11 @@ class ManagedOptimizer(GradientFlow):
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The original step on the gradients there are, or none after an overflow."""
         found = self.take_found_inf()
-        in_kernel = isinstance(found, Tensor) and skips_in_kernel(self.optimizer)
-        skipped = found if in_kernel else found is not None and is_set(found)
+        in_kernel = False
+        skipped: bool | Tensor = False  # without a flag nothing was checked
+        if found is not None:
+            in_kernel = isinstance(found, Tensor) and skips_in_kernel(self.optimizer)
+            skipped = found if in_kernel else is_set(found)
         if skipped is True:
             self.note_step(True)
             return None

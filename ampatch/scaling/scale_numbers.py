@@ -104,7 +104,7 @@ class HostNumbers:
 
     def update(self, found: Flag, rule: ScaleSettings) -> None:
         """The rule of `kernels.update_scale_`, and the limits."""
-        if is_set(found):
+        if found is not False and is_set(found):
             self.scale, self.unskipped = _float32(self.scale * rule.backoff_factor), 0
             self.clamp(rule)
         elif self.unskipped + 1 != rule.growth_interval:

@@ -81,8 +81,6 @@ NOTHING_SHARED = Sharing()
 
 def sharing_among(optimizers: Sequence[GradientFlow]) -> Sharing:
     """`Sharing(optimizers)`; the same object wherever nothing is shared."""
-    if len(optimizers) == 1:
-        return NOTHING_SHARED
     sharing = Sharing(optimizers)
     return sharing if sharing.is_any else NOTHING_SHARED
 
