@@ -11,11 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "ampatch"
 
-LEAVES = {"errors", "foreach", "log", "_version"}
+LEAVES = {"errors", "foreach", "log", "surroundings", "_version"}
 ALLOWED = {
     "errors": set(),
     "foreach": set(),
     "log": set(),
+    "surroundings": set(),
     "_version": set(),
     "opt_levels": LEAVES,
     "checks": LEAVES | {"opt_levels"},
