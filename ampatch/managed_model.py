@@ -150,15 +150,19 @@ class ManagedModel:
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         state, policy, dtype = self._state, self.policy, self.in_dtype
-        if state.thread.frames or policy is not state.process:
-            state.enter_model(policy, self)
+        # Where it would change nothing and cover nothing, no push: `pop` finds none of ours then.
+        if (state.thread.frames or policy is not state.process) and not state.under_user_control():
+            state.push(policy, self)
         if policy is not None and not is_dynamo_compiling():
             policy.cache.open(self, self.shadows)
             if policy.devices is not None:
                 self._note_device()
         if dtype is None:
             return None
-        args = tuple([cast_tensors(value, dtype) for value in args])
+        if len(args) == 1:
+            args = (cast_tensors(args[0], dtype),)
+        else:
+            args = cast_tensors(args, dtype)
         return args, (cast_tensors(kwargs, dtype) if kwargs else kwargs)
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:

@@ -210,7 +210,12 @@ def replacement(
             cast_args = []
             for arg in args:
                 kind = type(arg)
-                if not (kind in _SCALARS or (kind in _TENSORS and arg.dtype is to)):
+                if kind is tuple:  # of numbers, mostly: a shape, a stride
+                    for item in arg:
+                        if type(item) not in _SCALARS:
+                            arg = cast(arg, to, policy)
+                            break
+                elif not (kind in _SCALARS or (kind in _TENSORS and arg.dtype is to)):
                     arg = cast(arg, to, policy)
                 cast_args.append(arg)
             cast_kwargs = {}

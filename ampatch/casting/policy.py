@@ -103,7 +103,11 @@ class CastState:
 
     def table_policy(self) -> Policy | None:
         """`current()` if it follows the tables; None: rows cast nothing here and now."""
-        policy = self.current()
+        policy = self.process
+        if self.overridden:  # as `current()`, without the price of a call
+            own = self.thread.policy
+            if own is not FOLLOW:
+                policy = own
         return policy if policy is not None and policy.follows_tables else None
 
     def push(self, policy: Policy | None, owner: Any = None) -> None:
@@ -133,18 +137,6 @@ class CastState:
                 self._count(-1)
         elif isinstance(owner, Under):
             self._take_out(owner)
-
-    def enter_model(self, policy: Policy | None, owner: Any) -> None:
-        """Push for a managed model's forward, where it changes something or something is above.
-
-        Inside a `with` block of the user's nothing is pushed: it holds in models too.
-        `pop` ends it either way.
-        """
-        frames = self.thread.frames
-        if policy is self.process and not frames:
-            return
-        if not self.under_user_control():
-            self.push(policy, owner)
 
     def suspend(self) -> bool:
         """Casts off in this thread until `resume` gets what this returns.

@@ -95,7 +95,14 @@ class Shadows:
             if self._waiting == MOST_WAITING:
                 return False
             self._waiting += 1
-        if not _alone():
+        # Ranks have hooks where we cannot see them; a `TorchFunctionMode` would see more calls
+        # than the model makes.
+        if (
+            not SUPPORTED
+            or are_ranks()
+            or _function_modes() > 0
+            or getattr(forward_ad, "_current_level", 0) >= 0
+        ):
             return False
         if self.of:
             self._refresh()
@@ -145,7 +152,9 @@ class Shadows:
 
     def _refresh(self) -> None:
         """Copy all weights, none of which has changed in kind; a new pointer shows when used."""
-        weights = self._weights()
+        weights = list(map(_alive, self._refs))
+        if self._unlisted:
+            weights = self._weights()
         versions = list(map(_version_of, weights))
         if self._in_doubt or list(map(_state_of, weights)) != self._states:
             self._catch_up(weights)
@@ -217,15 +226,4 @@ def _may_have_shadow(weight: Tensor) -> bool:
         and not weight.is_inference()
         and not torch.is_inference_mode_enabled()
         and not is_watched(weight)
-    )
-
-
-def _alone() -> bool:
-    """No ranks to talk to (their hooks sit where we cannot see them), no forward-mode AD, no
-    `TorchFunctionMode`, which would see more calls than the model makes."""
-    return (
-        SUPPORTED
-        and not are_ranks()
-        and _function_modes() == 0
-        and getattr(forward_ad, "_current_level", 0) < 0
     )
