@@ -33,7 +33,7 @@ HELD = {
     "dlpack": lambda grad: torch.from_dlpack(grad),
     "another's gradient": lambda grad: Leaf(grad),
     "a graph": lambda grad: Graph(grad),
-    "shared memory": lambda grad: grad.share_memory_().detach(),
+    "shared memory": lambda grad: Shared(grad),
 }
 
 
@@ -48,6 +48,14 @@ class Offset:
         dtype, start, size = self.place
         every = torch.tensor([], dtype=dtype).set_(self.storage)
         return every[start : start + size].tolist()
+
+
+class Shared(Offset):
+    """Reads a gradient in memory that it shares with another process, as that one would."""
+
+    def __init__(self, grad):
+        super().__init__(grad)
+        self.storage = torch.UntypedStorage._new_shared_fd_cpu(*self.storage._share_fd_cpu_())
 
 
 class Leaf:
@@ -184,6 +192,7 @@ def test_a_history_of_gradients_keeps_every_step(training):
     for number in range(7):
         training.step(number)
         history.append(training.grads())
+        assert all(len(flats._buffers) <= 2 for flats in flats_of(training))
     training.optimizer.zero_grad()
     for number, held in enumerate(history):
         for found, expected in zip(held, training.expected(number), strict=True):
@@ -205,8 +214,7 @@ def test_a_gradient_held_once_and_let_go_does_no_harm(training):
 
 
 CHANGED = {
-    "other data": lambda grad: setattr(grad, "data", torch.ones_like(grad)),
-    "other shape": lambda grad: grad.resize_(2),
+    "shape": lambda grad: grad.resize_(2),
     "transposed": lambda grad: grad.t_() if grad.dim() == 2 else None,
     "requires_grad": lambda grad: grad.requires_grad_(),
 }
@@ -215,17 +223,37 @@ CHANGED = {
 @pytest.mark.parametrize("number", [1, 4], ids=["one", "all"])
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_gradient_that_was_made_something_else(training, name, number):
-    grads = training.grads()[:number]
-    aliases = [grad.data for grad in grads]  # so that as many hold the memory as before
-    values = [alias.tolist() for alias in aliases]
-    for grad in grads:
-        CHANGED[name](grad)
-    del grad, grads
+    for index in range(number):
+        CHANGED[name](training.grads()[index])
     for step in (5, 6, 7):
         training.step(step)
         training.check(step)
         assert not any(grad.requires_grad for grad in training.grads())
-    assert [alias.tolist() for alias in aliases] == values
+
+
+def test_a_gradient_that_was_given_other_data(training):
+    """As many hold the buffer as before: one slice has left it, and an alias is kept."""
+    alias = training.grads()[0].data
+    value = alias.tolist()
+    given = torch.full_like(alias, 3.0)
+    training.grads()[0].data = given
+    for step in (5, 6, 7):
+        training.step(step)
+        training.check(step)
+    assert alias.tolist() == value
+    assert given.eq(3).all()
+
+
+def test_two_lists_are_never_of_the_same_tensors():
+    weights = list(network().parameters())
+    made = flat_grads.FlatGrads()
+    lists = [made.take(weights) for _ in range(5)]
+    assert len({id(grad) for grads in lists for grad in grads}) == 5 * len(weights)
+    assert len({grad.data_ptr() for grads in lists for grad in grads}) == 5 * len(weights)
+    assert len({grad.untyped_storage().data_ptr() for grad in lists[0]}) == len(weights)
+    lists.clear()
+    lists = [made.take(weights) for _ in range(2)]
+    assert not set(map(id, lists[0])) & set(map(id, lists[1]))
 
 
 def test_only_the_shape_of_a_gradient_tells_that_it_is_another():
@@ -384,6 +412,7 @@ def test_a_hook_after_ordinary_passes():
     for number in (7, 8, 9):
         training.step(number)
         training.check(number)
+    assert training.is_flat
 
 
 def test_made_in_inference_mode(training):
@@ -483,6 +512,21 @@ def test_a_step_allocates_no_gradients_and_unscales_one_tensor(training):
     assert "aten.empty_like.default" not in seen.names
     assert seen.names.count("aten._foreach_copy_.default") == 2
     training.check(5)
+
+
+def test_adding_up_allocates_no_gradients_either(training):
+    def steps():
+        training.optimizer.zero_grad()
+        training.backward(5)
+        training.backward(6)
+
+    for _ in range(3):
+        steps()
+    with Unscaled() as seen:
+        steps()
+    assert seen.sizes == [1, 1]
+    assert "aten.empty_like.default" not in seen.names
+    training.check(5, 6)
 
 
 def test_taking_gradients_costs_so_many_frames():
