@@ -106,8 +106,7 @@ class _Buffer:
         """
         slices = self.slices
         if (
-            len(weights) != len(slices)
-            or not all(map(operator.is_, map(_target, self._weights), weights))
+            not all(map(operator.is_, map(_target, self._weights), weights))
             or list(map(_data_ptr, weights)) != self._weight_pointers
             or self._count() != self._counts
             or list(map(_data_ptr, slices)) != self._pointers

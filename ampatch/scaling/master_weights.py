@@ -171,8 +171,7 @@ class MasterWeights:
             if any(map(_is_sparse, grads)):
                 taken += [grad.float() for grad in grads]
             elif grads:
-                flat = len(self._parts) == 1
-                copies = self._flats.take(here) if flat else list(map(torch.empty_like, here))
+                copies = self._flats.take(here)
                 foreach.copy_(copies, grads)
                 taken += copies
             for pair in part:
