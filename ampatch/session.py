@@ -137,6 +137,8 @@ class Session(CastingMembers):
         """
         managed = ManagedOptimizer(
             optimizer,
+            suspend_casts=registry.state.suspend,
+            resume_casts=registry.state.resume,
             casts_off=lambda: registry.state.under(lambda: None),
             casts_on=lambda: registry.state.under(registry.outside_step),
             after_step=self._after_step,

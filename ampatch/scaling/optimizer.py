@@ -31,7 +31,8 @@ class ManagedOptimizer(GradientFlow):
     """An optimizer whose step looks for overflow and moves half weights along.
 
     `casts_off` and `casts_on` make the context managers that `step` and its
-    closure run in; `after_step(self)` is told of every step, skipped or not.
+    closure run in, and `resume_casts(suspend_casts())` does what the first does in fewer calls;
+    `after_step(self)` is told of every step, skipped or not.
     `halves` gives the ids of the parameters that are to have masters now,
     `master_of` the master that another optimizer has made for one of them.  `whole`
     gives gradients that are to be written into, those that lie together as one.  The
@@ -42,6 +43,8 @@ class ManagedOptimizer(GradientFlow):
         self,
         optimizer: Any,
         *,
+        suspend_casts: Callable[[], Any],
+        resume_casts: Callable[[Any], None],
         casts_off: Callable[[], AbstractContextManager],
         casts_on: Callable[[], AbstractContextManager],
         after_step: Callable[[ManagedOptimizer], None],
@@ -55,6 +58,8 @@ class ManagedOptimizer(GradientFlow):
         self.counter = StepCounter()
         self._told_unfed = False
         self.was_fed = True  # a `scale_loss` block came since the step before the last
+        self._suspend_casts = suspend_casts
+        self._resume_casts = resume_casts
         self._casts_off = casts_off
         self._casts_on = casts_on
         self._after_step = after_step
@@ -204,15 +209,16 @@ class ManagedOptimizer(GradientFlow):
         if skipped is True:
             self.note_step(True)
             return None
+        suspended = self._suspend_casts()
         try:
-            with self._casts_off():
-                if in_kernel:
-                    result = self._step_in_kernel(original, args, kwargs, found)
-                elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
-                    result = original(*args, **kwargs)
-                else:
-                    result = bare(self.optimizer)
+            if in_kernel:
+                result = self._step_in_kernel(original, args, kwargs, found)
+            elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
+                result = original(*args, **kwargs)
+            else:
+                result = bare(self.optimizer)
         finally:  # should it raise half-way, the model follows what was done
+            self._resume_casts(suspended)
             if self.masters.by_half:
                 self.masters.push()
         self.note_step(skipped)
