@@ -22,7 +22,7 @@ ALLOWED = {
     "checks": LEAVES | {"opt_levels"},
     "environment": {"opt_levels", "scaling"},
     "hooks": set(),
-    "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
+    "frames": {"casting", "hooks", "managed_model", "models", "overrides", "surroundings"},
     "members": {"casting", "managed_model", "opt_levels", "scaling"},
     "casting_members": {"casting", "members", "opt_levels"},
     "handover": {"managed_model", "scaling", "session"},  # the last for type checking only
