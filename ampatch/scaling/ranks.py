@@ -8,13 +8,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from ..surroundings import are_ranks
+
 
 def world_size() -> int:
     """How many processes train together; 1 without `torch.distributed`."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
+    return torch.distributed.get_world_size() if are_ranks() else 1
 
 
 def share_flag(flag: Tensor, group: Any) -> None:
