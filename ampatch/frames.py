@@ -16,7 +16,7 @@ from typing import Any
 
 import wrapt
 
-from . import hooks, managed_model, models, overrides
+from . import hooks, managed_model, models, overrides, surroundings
 from .casting import policy, shadow_grads, shadows, under, weight_cache
 
 _OURS = (
@@ -27,6 +27,7 @@ _OURS = (
     policy,
     shadow_grads,
     shadows,
+    surroundings,
     under,
     weight_cache,
 )

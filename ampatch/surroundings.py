@@ -32,7 +32,7 @@ try:
     from torch.distributed import distributed_c10d as _c10d
     from torch.distributed.distributed_c10d import _World
 except ImportError:  # built without, or kept elsewhere
-    _c10d = _World = None
+    _c10d, _World = None, object
 
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
@@ -51,9 +51,8 @@ def is_recording() -> bool:
 
 def are_ranks() -> bool:
     """Whether `torch.distributed` has its default process group."""
-    if _World is not None and type(_c10d._world) is _World:  # tests of torch's put in another
-        world = _c10d._world
-        if hasattr(world, "_default_pg"):
-            return world._default_pg is not None
+    world = getattr(_c10d, "_world", None)
+    if type(world) is _World and hasattr(world, "_default_pg"):  # torch's tests put in others
+        return world._default_pg is not None
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()

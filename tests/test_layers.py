@@ -23,7 +23,7 @@ ALLOWED = {
     "checks": LEAVES | {"opt_levels"},
     "environment": {"opt_levels", "scaling"},
     "hooks": set(),
-    "frames": {"casting", "hooks", "managed_model", "models", "overrides"},
+    "frames": {"casting", "hooks", "managed_model", "models", "overrides", "surroundings"},
     "whereabouts": {"members"},  # for type checking only
     "members": {"casting", "managed_model", "opt_levels", "scaling", "whereabouts"},
     "casting_members": {"casting", "members", "opt_levels", "whereabouts"},
