@@ -36,7 +36,8 @@ _ALIGNED = 16  # FP32 elements in 64 bytes
 _DEVICES = ("cpu", "cuda")
 
 _data_ptr = Tensor.data_ptr
-_look_of = operator.attrgetter("shape", "requires_grad")
+_stride = Tensor.stride
+_requires_grad = operator.attrgetter("requires_grad")
 _storage_count = getattr(torch._C, "_storage_Use_Count", None)
 _increment_version = getattr(torch._C, "_increment_version", None)
 try:
@@ -95,7 +96,7 @@ class _Buffer:
         ]
         self._storage = flat.untyped_storage()
         self._pointers = list(map(_data_ptr, self.slices))
-        self._looks = list(map(_look_of, self.slices))
+        self._strides = list(map(_stride, self.slices))
         self._counts = self._count()
         self._asked: list[int] = []
         self._rest: list[int] | None = None
@@ -110,7 +111,8 @@ class _Buffer:
             or list(map(_data_ptr, weights)) != self._weight_pointers
             or self._count() != self._counts
             or list(map(_data_ptr, slices)) != self._pointers
-            or list(map(_look_of, slices)) != self._looks
+            or list(map(_stride, slices)) != self._strides
+            or any(map(_requires_grad, slices))
         ):
             return None
         if self._flat.device.type in RENEWED:

@@ -214,7 +214,7 @@ def test_a_gradient_held_once_and_let_go_does_no_harm(training):
 
 
 CHANGED = {
-    "shape": lambda grad: grad.resize_(2),
+    "shape": lambda grad: grad.unsqueeze_(0),
     "transposed": lambda grad: grad.t_() if grad.dim() == 2 else None,
     "requires_grad": lambda grad: grad.requires_grad_(),
 }
@@ -256,7 +256,7 @@ def test_two_lists_are_never_of_the_same_tensors():
     assert not set(map(id, lists[0])) & set(map(id, lists[1]))
 
 
-def test_only_the_shape_of_a_gradient_tells_that_it_is_another():
+def test_only_the_strides_of_a_gradient_tell_that_it_is_another():
     weights = list(network().parameters())
     made = flat_grads.FlatGrads()
     for _ in range(2):
