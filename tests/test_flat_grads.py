@@ -37,6 +37,12 @@ HELD = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _few_weights_suffice(monkeypatch):
+    """The models here are smaller than those for which it pays."""
+    monkeypatch.setattr(flat_grads, "FEWEST", 2)
+
+
 class Offset:
     """Reads a gradient from its storage, holding nothing else."""
 
@@ -362,6 +368,14 @@ def test_where_it_does_not_pay_nothing_is_kept(shapes):
         assert not {grad.untyped_storage().nbytes() for grad in grads} - {
             4 * weight.numel() for weight in weights
         }
+
+
+def test_a_model_of_few_weights_keeps_nothing(monkeypatch):
+    monkeypatch.undo()
+    assert not Training("O1").warm().is_flat
+    torch.manual_seed(0)
+    deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
+    assert Training("O1", deep).warm().is_flat
 
 
 def test_a_model_that_has_a_larger_weight_keeps_nothing():
