@@ -159,7 +159,6 @@ class _Buffer:
         """Whether every slice is among `grads`, as a rule at the same places each time."""
         mine, asked = set(map(id, self.slices)), list(map(id, grads))
         if _increment_version is None or not mine.issubset(asked):
-            self._mine = []
             return False
         self._mine = [key in mine for key in asked]
         self._found = [key for key in asked if key in mine]

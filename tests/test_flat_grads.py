@@ -660,6 +660,38 @@ def test_two_optimizers_for_one_model(level):
             optimizer.zero_grad()
 
 
+def test_whole_is_only_what_has_every_slice():
+    weights = list(network().parameters())
+    made = flat_grads.FlatGrads()
+    made.take(weights)
+    grads, other = made.take(weights), torch.zeros(3)
+    given = [
+        [],
+        grads[1:],
+        grads,
+        [other, *grads[::-1]],
+        [*grads, other],
+        grads[:3],
+        [other, *grads[1:]],
+        [other, *grads[1:]],
+        [*grads, other, other],
+    ]
+    sizes = [[one is other for one in made.whole(some)] for some in given]
+    assert sizes == [
+        [],
+        [False] * 3,
+        [False],
+        [False, True],
+        [False, True],
+        [False] * 3,
+        [True, False, False, False],
+        [True, False, False, False],
+        [False, True, True],
+    ]
+    assert made.whole(grads)[0].numel() == 32 + 16 + 32 + 16
+    assert all(a is b for a, b in zip(made.whole(grads[:2]), grads, strict=False))
+
+
 def test_an_overflow_leaves_nothing_in_the_gaps(training):
     for _ in range(2):
         training.optimizer.zero_grad()
