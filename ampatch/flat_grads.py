@@ -9,6 +9,7 @@ cannot be asked, each pass has new tensors.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import weakref
@@ -17,6 +18,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+FEWEST = 16
+"""Weights.  For fewer, counting who holds their gradients costs what it saves."""
 
 LARGEST = 2**14
 """Elements of a weight.  The gradient of a larger one costs bandwidth, not calls, and beside
@@ -36,7 +40,8 @@ _ALIGNED = 16  # FP32 elements in 64 bytes
 _DEVICES = ("cpu", "cuda")
 
 _data_ptr = Tensor.data_ptr
-_look_of = operator.attrgetter("shape", "requires_grad")
+_stride = Tensor.stride
+_requires_grad = operator.attrgetter("requires_grad")
 _storage_count = getattr(torch._C, "_storage_Use_Count", None)
 _increment_version = getattr(torch._C, "_increment_version", None)
 try:
@@ -51,6 +56,7 @@ class FlatGrads:
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []  # two: where gradients add up, old ones wait beside new
         self._missed: list[int] = []
+        self._is_fit = False
 
     def take(self, weights: list[Tensor]) -> list[Tensor]:
         """A tensor like each weight, for values to be written into; nobody else has it.
@@ -58,19 +64,22 @@ class FlatGrads:
         Weights that come together for the first time have tensors of their own:
         it may be the last time too.
         """
+        if len(weights) < FEWEST:
+            return list(map(torch.empty_like, weights))
         for buffer in self._buffers:
             slices = buffer.hand_out(weights)
             if slices is not None:
                 return slices
         asked = list(map(id, weights))
-        if asked != self._missed or not _may_be_flat(weights):
-            self._missed = asked
-            return list(map(torch.empty_like, weights))
-        self._missed = []
-        with torch.inference_mode(False):  # inference tensors could not be written elsewhere
-            buffer = _Buffer(weights)
-        self._buffers = [buffer, *self._buffers[:1]]
-        return list(buffer.slices)
+        if asked != self._missed:
+            self._missed, self._is_fit = asked, _may_be_flat(weights)
+        elif self._is_fit:
+            self._missed = []
+            with torch.inference_mode(False):  # inference tensors could not be written elsewhere
+                buffer = _Buffer(weights)
+            self._buffers = [buffer, *self._buffers[:1]]
+            return list(buffer.slices)
+        return list(map(torch.empty_like, weights))
 
     def whole(self, grads: list[Tensor]) -> list[Tensor]:
         """`grads`, for who is about to write into all of them: slices that make up a whole
@@ -95,10 +104,10 @@ class _Buffer:
         ]
         self._storage = flat.untyped_storage()
         self._pointers = list(map(_data_ptr, self.slices))
-        self._looks = list(map(_look_of, self.slices))
+        self._strides = list(map(_stride, self.slices))
         self._counts = self._count()
-        self._asked: list[int] = []
-        self._rest: list[int] | None = None
+        self._mine: list[bool] = []  # which of the gradients last given are slices,
+        self._found: list[int] = []  # and the ids of these
 
     def hand_out(self, weights: list[Tensor]) -> list[Tensor] | None:
         """The slices, or None: these are other weights, or they have moved; somebody holds a
@@ -110,7 +119,8 @@ class _Buffer:
             or list(map(_data_ptr, weights)) != self._weight_pointers
             or self._count() != self._counts
             or list(map(_data_ptr, slices)) != self._pointers
-            or list(map(_look_of, slices)) != self._looks
+            or list(map(_stride, slices)) != self._strides
+            or any(map(_requires_grad, slices))
         ):
             return None
         if self._flat.device.type in RENEWED:
@@ -135,27 +145,30 @@ class _Buffer:
 
     def in_place_of_slices(self, grads: list[Tensor]) -> list[Tensor]:
         """`FlatGrads.whole`, for this one."""
-        asked = list(map(id, grads))
-        if asked != self._asked:
-            self._asked, self._rest = asked, self._not_mine(asked)
-        if self._rest is None or list(map(_data_ptr, self.slices)) != self._pointers:
+        if len(grads) < len(self.slices):
+            return grads
+        found = list(map(id, itertools.compress(grads, self._mine)))
+        if (len(grads) != len(self._mine) or found != self._found) and not self._find(grads):
+            return grads
+        if list(map(_data_ptr, self.slices)) != self._pointers:
             return grads
         _increment_version(self.slices)
-        return [self._flat, *[grads[place] for place in self._rest]]
+        return [self._flat, *itertools.compress(grads, map(operator.not_, self._mine))]
 
-    def _not_mine(self, asked: list[int]) -> list[int] | None:
-        """Places of the gradients that are no slices; None: not every slice is asked for."""
-        mine = set(map(id, self.slices))
+    def _find(self, grads: list[Tensor]) -> bool:
+        """Whether every slice is among `grads`, as a rule at the same places each time."""
+        mine, asked = set(map(id, self.slices)), list(map(id, grads))
         if _increment_version is None or not mine.issubset(asked):
-            return None
-        return [place for place, key in enumerate(asked) if key not in mine]
+            return False
+        self._mine = [key in mine for key in asked]
+        self._found = [key for key in asked if key in mine]
+        return True
 
 
 def _may_be_flat(weights: list[Tensor]) -> bool:
     """Whether a buffer pays for these weights, and who holds it can be counted."""
     return (
         _CAN_COUNT
-        and len(weights) > 1
         and all(map(_is_small, weights))
         and sum(map(Tensor.numel, weights)) <= MOST
         and len({weight.device for weight in weights}) == 1

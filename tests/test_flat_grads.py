@@ -37,6 +37,12 @@ HELD = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _few_weights_suffice(monkeypatch):
+    """The models here are smaller than those for which it pays."""
+    monkeypatch.setattr(flat_grads, "FEWEST", 2)
+
+
 class Offset:
     """Reads a gradient from its storage, holding nothing else."""
 
@@ -214,7 +220,7 @@ def test_a_gradient_held_once_and_let_go_does_no_harm(training):
 
 
 CHANGED = {
-    "shape": lambda grad: grad.resize_(2),
+    "shape": lambda grad: grad.unsqueeze_(0),
     "transposed": lambda grad: grad.t_() if grad.dim() == 2 else None,
     "requires_grad": lambda grad: grad.requires_grad_(),
 }
@@ -256,7 +262,7 @@ def test_two_lists_are_never_of_the_same_tensors():
     assert not set(map(id, lists[0])) & set(map(id, lists[1]))
 
 
-def test_only_the_shape_of_a_gradient_tells_that_it_is_another():
+def test_only_the_strides_of_a_gradient_tell_that_it_is_another():
     weights = list(network().parameters())
     made = flat_grads.FlatGrads()
     for _ in range(2):
@@ -362,6 +368,14 @@ def test_where_it_does_not_pay_nothing_is_kept(shapes):
         assert not {grad.untyped_storage().nbytes() for grad in grads} - {
             4 * weight.numel() for weight in weights
         }
+
+
+def test_a_model_of_few_weights_keeps_nothing(monkeypatch):
+    monkeypatch.undo()
+    assert not Training("O1").warm().is_flat
+    torch.manual_seed(0)
+    deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
+    assert Training("O1", deep).warm().is_flat
 
 
 def test_a_model_that_has_a_larger_weight_keeps_nothing():
@@ -644,6 +658,38 @@ def test_two_optimizers_for_one_model(level):
                 )
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+
+def test_whole_is_only_what_has_every_slice():
+    weights = list(network().parameters())
+    made = flat_grads.FlatGrads()
+    made.take(weights)
+    grads, other = made.take(weights), torch.zeros(3)
+    given = [
+        [],
+        grads[1:],
+        grads,
+        [other, *grads[::-1]],
+        [*grads, other],
+        grads[:3],
+        [other, *grads[1:]],
+        [other, *grads[1:]],
+        [*grads, other, other],
+    ]
+    sizes = [[one is other for one in made.whole(some)] for some in given]
+    assert sizes == [
+        [],
+        [False] * 3,
+        [False],
+        [False, True],
+        [False, True],
+        [False] * 3,
+        [True, False, False, False],
+        [True, False, False, False],
+        [False, True, True],
+    ]
+    assert made.whole(grads)[0].numel() == 32 + 16 + 32 + 16
+    assert all(a is b for a, b in zip(made.whole(grads[:2]), grads, strict=False))
 
 
 def test_an_overflow_leaves_nothing_in_the_gaps(training):

@@ -162,6 +162,8 @@ gone = [
     *((torch, name) for name in dir(torch) if name.startswith("_foreach_")),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_len_torch_function_stack"),
+    (torch._C, "_storage_Use_Count"),
+    (torch._C, "_increment_version"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
     (torch, "_amp_update_scale_"),
     (torch.nn.modules.batchnorm, "_BatchNorm"),

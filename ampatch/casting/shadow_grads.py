@@ -24,14 +24,11 @@ _NONE = itertools.repeat(None)
 _ORDINARY = (True, None, None)
 
 
-def move(weights: list[Tensor], halves: list[Tensor], flats: FlatGrads | None = None) -> None:
-    """Take the gradients out of shadows, all of which have one, into the weights' `.grad`.
+def move(weights: list[Tensor], grads: list[Tensor], flats: FlatGrads | None = None) -> None:
+    """Take half gradients, those of shadows, into the weights' `.grad`.
 
     `flats` has the tensors that weights without a gradient are given.
     """
-    grads = list(map(_grad_of, halves))
-    for half in halves:
-        half.grad = None
     earlier = list(map(_grad_of, weights))
     is_first = not any(map(operator.is_not, earlier, _NONE))
     states = list(map(_state_of, weights))

@@ -47,7 +47,6 @@ SUPPORTED = all(
 )
 """Whether this torch lets us see hooks and versions.  Without, weights are cast in the graph."""
 
-_half_of = operator.attrgetter("half")
 _grad_of = operator.attrgetter("half.grad")
 _weight_of = operator.attrgetter("weight")
 _version_of = operator.attrgetter("_version")
@@ -139,11 +138,14 @@ class Shadows:
         """A backward pass has ended: take the gradients in the shadows to the weights."""
         self._waiting = 0
         found = list(self.of.values())
-        if any(map(operator.is_, map(_grad_of, found), itertools.repeat(None))):
+        grads = list(map(_grad_of, found))
+        if any(map(operator.is_, grads, itertools.repeat(None))):
             found = [shadow for shadow in found if shadow.half.grad is not None]
+            grads = list(map(_grad_of, found))
         if found:
-            weights = list(map(weakref.ref.__call__, map(_weight_of, found)))
-            move(weights, list(map(_half_of, found)), self.flats)
+            for shadow in found:
+                shadow.half.grad = None
+            move(list(map(weakref.ref.__call__, map(_weight_of, found))), grads, self.flats)
 
     def retire(self) -> None:
         """Nobody will collect any more: graphs that still hold shadows deliver by themselves."""
@@ -155,8 +157,9 @@ class Shadows:
         if weight is not None:
             del self.of[id(weight)]
             self._unlisted.append(id(weight))
-            if shadow.half.grad is not None:
-                move([weight], [shadow.half])
+            grad, shadow.half.grad = shadow.half.grad, None
+            if grad is not None:
+                move([weight], [grad])
             deliver_by_itself(shadow.weight, shadow.half)
 
     # Bringing up to date
