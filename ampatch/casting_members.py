@@ -83,7 +83,7 @@ class CastingMembers(Members):
 
     def override_function(self, original: Any, dtype: torch.dtype) -> None:
         """Have one function cast to `dtype` whatever the tables say."""
-        self._policy.special[original] = dtype
+        self._policy.override(original, dtype)
 
     def cache_info(self) -> CacheInfo:
         """Counts of the weight cache."""

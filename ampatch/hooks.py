@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 
-class Hook:
+class Hook(functools.partial):
     """A hook of ours.  In a copy or a pickle it is nothing: copies are plain."""
-
-    def __init__(self, call: Callable, module: nn.Module | None = None) -> None:
-        self._call = call
-        self._module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._module is not None:
-            return self._call(self._module, *args, **kwargs)
-        return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Callable:
         return plain_hook

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .casting.policy import CastState, Policy
 from .casting.shadows import Shadows
@@ -148,29 +149,34 @@ class ManagedModel:
     # Around a forward
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if not self._state.under_user_control():
-            self._state.push(self.policy, self)
-        if self.policy is not None and not torch.compiler.is_compiling():
-            self.policy.cache.open(self, self.shadows)
-            self._note_device()
-        if self.in_dtype is None:
+        state, policy, dtype = self._state, self.policy, self.in_dtype
+        # Where it would change nothing and cover nothing, no push: `pop` finds none of ours then.
+        if (state.thread.frames or policy is not state.process) and not state.under_user_control():
+            state.push(policy, self)
+        if policy is not None and not is_dynamo_compiling():
+            policy.cache.open(self, self.shadows)
+            if policy.devices is not None:
+                self._note_device()
+        if dtype is None:
             return None
-        return cast_tensors(args, self.in_dtype), cast_tensors(kwargs, self.in_dtype)
+        if len(args) == 1:
+            args = (cast_tensors(args[0], dtype),)
+        else:
+            args = cast_tensors(args, dtype)
+        return args, (cast_tensors(kwargs, dtype) if kwargs else kwargs)
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        self._state.pop(self)
-        if self.policy is not None and not torch.compiler.is_compiling():
+        if self._state.thread.frames:
+            self._state.pop(self)
+        if self.policy is not None and not is_dynamo_compiling():
             self.policy.cache.close(self)
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
     def _note_device(self) -> None:
         """The model may have moved since: cast where it lives now."""
-        devices = self.policy.devices
-        if devices is None:
-            return
         parameter = next(self.model.parameters(), None)
         if parameter is not None:
-            devices.add(parameter.device.type)
+            self.policy.devices.add(parameter.device.type)
 
     # Checkpoints and copies hold FP32
 

@@ -67,6 +67,15 @@ class Members:
             shadows.retire()
         self.shadows = []
 
+    def whole_grads(self, grads: list[Tensor]) -> list[Tensor]:
+        """`grads`, for who is about to write into all of them: a model's as one tensor, where
+        they are one.
+        """
+        for shadows in self.shadows:
+            if shadows.flats is not None:
+                grads = shadows.flats.whole(grads)
+        return grads
+
     def models(self) -> list[ManagedModel]:
         """The managed models that are still there."""
         return _alive(self._models)

@@ -102,6 +102,9 @@ def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """`value` with each floating tensor in it converted to `dtype`."""
+    if type(value) is Tensor:
+        found = value.dtype
+        return value.to(dtype) if found is not dtype and found.is_floating_point else value
     return map_tensors(value, caster(dtype))
 
 

@@ -51,6 +51,7 @@ class Registry:
         self._backward_pass = PatchSet()
         self._tracing_tools = PatchSet()
         self._observers: list[Any] = []
+        self.is_observed = False
         self._user_functions: list[tuple[Any, str, Rule]] = []
         self._table_edits: list[tuple[str, str, Rule | None]] = []
 
@@ -232,7 +233,13 @@ class Registry:
     def observe(self, observer: Any) -> Callable[[], None]:
         """Tell `observer` of what happens; returns what takes it out again."""
         self._observers.append(observer)
-        return lambda: self._observers.remove(observer) if observer in self._observers else None
+        self.is_observed = True
+        return lambda: self._stop_telling(observer)
+
+    def _stop_telling(self, observer: Any) -> None:
+        if observer in self._observers:
+            self._observers.remove(observer)
+        self.is_observed = bool(self._observers)
 
     def tell(self, event: str, *values: Any) -> None:
         """Call the observers' method `event`, where they have one."""

@@ -137,11 +137,14 @@ class Session(CastingMembers):
         """
         managed = ManagedOptimizer(
             optimizer,
+            suspend_casts=registry.state.suspend,
+            resume_casts=registry.state.resume,
             casts_off=lambda: registry.state.under(lambda: None),
             casts_on=lambda: registry.state.under(registry.outside_step),
             after_step=self._after_step,
             halves=self._halves,
             master_of=self.master_of,
+            whole=self.whole_grads,
             process_group=self._process_group,
         )
         self.add_optimizer(managed)
@@ -173,41 +176,45 @@ class Session(CastingMembers):
         loss: Tensor,
         managed: list[ManagedOptimizer],
         loss_id: int,
-        *,
-        delay_unscale: bool,
-        delay_overflow_check: bool,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
     ) -> ScaledBackward:
         """The context manager behind `scale_loss`."""
         registry.state.drop_interrupted()
         for optimizer in managed:
             optimizer.adopt_new()
-        managed = with_sharers(managed, list(self.optimizers()))
-        registry.tell("on_loss", loss, loss_id)
-        registry.tell("on_scale", self.scalers[loss_id].peek(), loss_id)
+        outsiders: list[ManagedOptimizer] = []
+        if len(self._optimizers) > len(managed):
+            everyone = self.optimizers()
+            managed = with_sharers(managed, everyone)
+            if not self.scales_by_itself:
+                outsiders = [other for other in everyone if other not in managed]
+        if registry.is_observed:
+            registry.tell("on_loss", loss, loss_id)
+            registry.tell("on_scale", self.scalers[loss_id].peek(), loss_id)
         return ScaledBackward(
             loss,
             managed,
             self.scalers[loss_id],
-            delay_unscale=delay_unscale,
-            delay_overflow_check=delay_overflow_check,
-            outsiders=[] if self.scales_by_itself else self._others(managed),
-            done=self._drop_cache,
+            delay_unscale,
+            delay_overflow_check,
+            outsiders,
+            self._policy.cache.close,
         )
-
-    def _others(self, managed: list[ManagedOptimizer]) -> list[ManagedOptimizer]:
-        return [other for other in self.optimizers() if other not in managed]
 
     def _drop_cache(self) -> None:
         self._policy.cache.close()
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
-        self._drop_cache()
+        self._policy.cache.close()
         registry.state.drop_interrupted()
         if managed.counter.stuck(self.properties.max_consecutive_skips):
             self._report_skips(managed)
-        if not self.scales_by_itself and any(scaler.is_dynamic for scaler in self.scalers):
-            managed.report_unfed()
-        registry.tell("on_step", managed.optimizer, managed.skipped)
+        if not (managed.was_fed or self.scales_by_itself):
+            if any(scaler.is_dynamic for scaler in self.scalers):
+                managed.report_unfed()
+        if registry.is_observed:
+            registry.tell("on_step", managed.optimizer, managed.skipped)
 
     def _report_skips(self, managed: ManagedOptimizer) -> None:
         names = {

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from . import checks
 from .errors import AmpatchError, type_name
+from .scaling.optimizer import ManagedOptimizer
 from .scaling.scale_settings import (
     checked_entry,
     from_grad_scaler,
@@ -19,7 +20,7 @@ from .scaling.scale_settings import (
     positive_number,
 )
 from .scaling.step_counts import StepCounts
-from .session import registry
+from .session import Session, registry
 
 
 def scale_loss(
@@ -53,30 +54,34 @@ def scale_loss(
         AmpatchError: `initialize` was not called, or not with these optimizers.
     """
     checks.a_loss(loss)
-    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    session = registry.latest("ampatch.scale_loss(...)")
-    managed = {}
-    for index, optimizer in enumerate(listed):
-        found = registry.session_of(optimizer)
-        if found is None:
-            where = (
-                f"optimizers[{index}]" if isinstance(optimizers, (list, tuple)) else "optimizers"
-            )
-            raise AmpatchError(
-                f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
-                "not given to ampatch.initialize. Pass the optimizer that initialize returned."
-            )
-        session = found
-        managed[id(optimizer)] = session.managed(optimizer)
-    checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
+    if isinstance(optimizers, (list, tuple)):
+        session, managed = _in_care(optimizers)
+    else:
+        session, one = registry.care_of(optimizers) or _not_given(optimizers, "optimizers")
+        managed = [one]
+    if loss_id != 0 or isinstance(loss_id, bool):
+        checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
     if not session.properties.enabled:
         return contextlib.nullcontext(loss)
-    return session.scaled_backward(
-        loss,
-        list(managed.values()),
-        loss_id,
-        delay_unscale=delay_unscale,
-        delay_overflow_check=delay_overflow_check,
+    return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
+
+
+def _in_care(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
+    """The session of several optimizers, the last one's, and our side of each."""
+    session = registry.latest("ampatch.scale_loss(...)")
+    managed = {}
+    for index, optimizer in enumerate(optimizers):
+        found = registry.care_of(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
+        session, managed[id(optimizer)] = found
+    return session, list(managed.values())
+
+
+def _not_given(optimizer: Any, where: str) -> NoReturn:
+    """Raise `AmpatchError` for an optimizer in nobody's care."""
+    registry.latest("ampatch.scale_loss(...)")
+    raise AmpatchError(
+        f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
+        "not given to ampatch.initialize. Pass the optimizer that initialize returned."
     )
 
 

@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from old_torch import lacking
 
 import ampatch
+from ampatch.scaling import scale_numbers
 from ampatch.log import set_verbosity
 
 _OWNERS = {
@@ -124,3 +125,11 @@ def ranks(tmp_path_factory):
     ranks = Ranks(str(tmp_path_factory.mktemp("ranks")))
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(params=["host", "device"])
+def scale_lives_on(request, monkeypatch):
+    """Loss scales as numbers of the host, and as tensors, as with losses on an accelerator."""
+    if request.param == "device":
+        monkeypatch.setattr(scale_numbers, "is_owned_by_host", lambda device: False)
+    return request.param

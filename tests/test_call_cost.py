@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +19,20 @@ X = torch.ones(2, 2)
 UNLISTED = [torch.relu, torch.add, torch.Tensor.add, torch.nn.functional.relu, torch.cat]
 
 
-def calls(function: Callable, *args) -> list[tuple[str, str]]:
-    """`(kind, name)` of every Python and C function called by and below `function(*args)`."""
+OURS = str(Path(ampatch.__file__).parent)
+
+
+def calls(function: Callable, *args, ours: bool = False) -> list[tuple[str, str]]:
+    """`(kind, name)` of every Python and C function called by and below `function(*args)`.
+
+    `ours` leaves out the C functions, and the Python functions that are not of this package.
+    """
     found = []
 
     def profile(frame, event, argument):
-        if event == "call":
+        if event == "call" and (not ours or frame.f_code.co_filename.startswith(OURS)):
             found.append((event, frame.f_code.co_name))
-        elif event == "c_call":
+        elif event == "c_call" and not (ours and argument.__name__ != "setprofile"):
             found.append((event, argument.__name__))
 
     with torch.no_grad():
@@ -115,3 +122,80 @@ def test_a_call_that_casts_adds_one_operator_per_cast():
     cast = torch.ops.aten._to_copy.default
     assert operators(torch.mm, X, X) == [cast, cast, torch.ops.aten.mm.default]
     assert operators(torch.mm, X.to(H), X.to(H)) == [torch.ops.aten.mm.default]
+
+
+def python_calls(function: Callable, *args, ours: bool = False) -> list[str]:
+    return [name for kind, name in calls(function, *args, ours=ours) if kind == "call"]
+
+
+class Measured(nn.Module):
+    """A layer around `function(x, weight, bias, ...)` that notes the Python calls it makes."""
+
+    def __init__(self, weight: torch.Tensor, *rest):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(torch.ones(len(weight)))
+        self.rest, self.seen = rest, []
+
+    def forward(self, function, x):
+        arguments = (x, self.weight, self.bias, *self.rest)
+        self.seen.append(python_calls(function, *arguments))
+        return function(*arguments)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d"])
+@pytest.mark.parametrize("dtype", [torch.float32, H])
+def test_a_layer_s_call_is_two_python_calls(name, dtype):
+    """One is ours, the other torch's: whether Dynamo traces."""
+    dims = 0 if name == "linear" else int(name[4])
+    rest = ((1,) * dims, (0,) * dims, (1,) * dims, 1) if dims else ()
+    model = Measured(torch.ones(2, 2, *(1,) * dims), *rest)
+    ampatch.initialize(model, dtype=H, verbosity=0)
+    x = torch.ones(3, 2, *(2,) * dims, dtype=dtype)
+    for _ in range(2):  # the first makes the shadows
+        model(lambda *args: getattr(torch.nn.functional, name)(*args), x)
+    assert model.seen[1] == ["<lambda>", "patched", "is_dynamo_compiling"]
+
+
+def test_any_other_call_is_one_python_call_and_one_per_cast():
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
+    half = X.to(H)
+    assert python_calls(torch.mm, half, half) == ["patched"]
+    assert python_calls(torch.mm, half, X) == ["patched", "cast"]
+    assert python_calls(torch.layer_norm, half, (2,)) == ["patched", "cast"]
+    assert python_calls(torch.layer_norm, X, (2,), None, None, 1e-5) == ["patched"]
+
+
+FORWARDS = {
+    "O1": ["_enter", "open", "is_recording", "begin", "are_ranks", "_refresh"]
+    + ["patched", "_leave", "close"],
+    "O0": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
+    "O2": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
+    "O3": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
+}
+
+
+@pytest.mark.parametrize("level", FORWARDS)
+def test_a_managed_forward_adds_so_many_python_calls(level):
+    model = ampatch.initialize(nn.Linear(2, 2), opt_level=level, dtype=H, verbosity=0)
+    for _ in range(2):  # the first makes shadows, the second lists them
+        model(X)
+    assert python_calls(model, X, ours=True) == FORWARDS[level]
+
+
+def test_switching_casts_off_for_a_step_is_two_python_calls():
+    def suspended():
+        state.resume(state.suspend())
+
+    state = ampatch.session.registry.state
+    assert python_calls(suspended, ours=True) == ["suspend", "resume"]
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
+    assert python_calls(suspended, ours=True) == ["suspend", "resume"]
+
+
+def test_a_transformer_layer_asks_for_its_fused_path_without_a_walk_over_its_weights():
+    model = nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0, batch_first=True)
+    ampatch.initialize(model, dtype=H, verbosity=0)
+    x = torch.ones(2, 3, 4)
+    model(x)
+    seen = python_calls(model, x)
+    assert seen.count("_left_alone") == 2 and "named_parameters" not in seen

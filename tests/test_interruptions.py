@@ -21,7 +21,7 @@ from small_training import (
 from torch import nn
 
 import ampatch
-from ampatch.scaling import gradient_flow, loss_scaler
+from ampatch.scaling import gradient_flow, scale_numbers
 
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
 
@@ -79,7 +79,8 @@ def seeded_again(model):
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("strikes", ["alike", "check_and_unscale_", "update_scale_"])
+@pytest.mark.parametrize("strikes", ["alike", "check_and_unscale_", "update"])
+@pytest.mark.usefixtures("scale_lives_on")
 def test_ctrl_c_while_unscaling_leaves_no_gradient(level, error, strikes, monkeypatch):
     """Of some unscaled and some scaled gradients nobody could make a step."""
     model, optimizer = start(level)
@@ -92,7 +93,11 @@ def test_ctrl_c_while_unscaling_leaves_no_gradient(level, error, strikes, monkey
     with monkeypatch.context() as patch, pytest.raises(error):
         with ampatch.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
-            patch.setattr(loss_scaler, strikes, strike)
+            if strikes == "update":
+                patch.setattr(scale_numbers.HostNumbers, strikes, strike)
+                patch.setattr(scale_numbers.DeviceNumbers, strikes, strike)
+            else:
+                patch.setattr(scale_numbers, strikes, strike)
     assert grads(optimizer) == [None] * 4 == [param.grad for param in model.parameters()]
     before = everything(model, optimizer)
     optimizer.step()
@@ -109,17 +114,17 @@ def test_ctrl_c_on_the_way_in_takes_nothing_away(error, strikes_second, monkeypa
     for model, optimizer in zip(models, pair, strict=True):
         backward(model, optimizer, data())
     before = [[grad.clone() for grad in grads(optimizer)] for optimizer in pair]
-    original = gradient_flow.GradientFlow.check_spent
+    original = gradient_flow.GradientFlow.gather
     struck = pair[1] if strikes_second else pair[0]
 
-    def strike(flow):
+    def strike(flow, scaler):
         if flow.optimizer is struck:
             raise error
-        original(flow)
+        return original(flow, scaler)
 
     loss = models[0](data()[0]).sum() + models[1](data()[0]).sum()
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(gradient_flow.GradientFlow, "check_spent", strike)
+        patch.setattr(gradient_flow.GradientFlow, "gather", strike)
         with ampatch.scale_loss(loss, pair):
             raise AssertionError("entered")
     assert [same(grads(one), then) for one, then in zip(pair, before, strict=True)] == [True, True]
@@ -157,6 +162,8 @@ def test_ctrl_c_in_the_step_leaves_model_and_masters_agreeing(error):
     assert masters[0].mean() < -0.5
 
 
+@pytest.mark.parametrize("scale_lives_on", ["device"], indirect=True)
+@pytest.mark.usefixtures("scale_lives_on")
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_that_raised_may_be_tried_again_and_still_skips(level, error, monkeypatch):

@@ -11,11 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "ampatch"
 
-LEAVES = {"errors", "foreach", "log", "_version"}
+LEAVES = {"errors", "flat_grads", "foreach", "log", "surroundings", "_version"}
 ALLOWED = {
     "errors": set(),
+    "flat_grads": set(),
     "foreach": set(),
     "log": set(),
+    "surroundings": set(),
     "_version": set(),
     "opt_levels": LEAVES,
     "checks": LEAVES | {"opt_levels"},

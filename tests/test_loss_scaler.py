@@ -12,8 +12,12 @@ import torch
 from torch import nn
 
 import ampatch
-from ampatch.scaling import kernels, loss_scaler
+from ampatch.scaling import kernels, scale_numbers
 from ampatch.scaling.loss_scaler import DynamicScaler, StaticScaler
+from ampatch.scaling.scale_numbers import DeviceNumbers, HostNumbers
+from ampatch.scaling.scale_settings import ScaleSettings
+
+pytestmark = pytest.mark.usefixtures("scale_lives_on")
 
 
 def rule(scale, clean, bad, *, interval, growth, backoff, floor, cap):
@@ -138,16 +142,47 @@ def test_no_scale_that_is_not_positive_and_finite(value):
 # State
 
 
-def test_state_is_tensors_of_fixed_identity():
-    """On the device, and where a CUDA graph may find it again."""
+def test_on_a_device_the_state_is_tensors_of_fixed_identity(scale_lives_on):
+    """Where a CUDA graph may find it again."""
     scaler = DynamicScaler()
-    tensors = scaler._scale, scaler._unskipped
+    if scale_lives_on == "host":
+        scaler.scale(torch.ones((), device="meta"))
+        assert scaler.peek().device.type == "meta"  # with the losses
+        return
+    tensors = scaler._numbers.scale, scaler._numbers.unskipped
     scaler.update(flags(1))
     scaler.set(8.0)
     scaler.load_state_dict({"loss_scale": 4.0, "unskipped": 3})
-    assert scaler._scale is tensors[0] and scaler._unskipped is tensors[1]
+    assert scaler._numbers.scale is tensors[0] and scaler._numbers.unskipped is tensors[1]
     scaler.scale(torch.ones((), device="meta"))
-    assert scaler._scale.device.type == scaler._unskipped.device.type == "meta"
+    assert scaler._numbers.scale.device.type == scaler._numbers.unskipped.device.type == "meta"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_host_and_device_agree_to_the_bit(seed):
+    chance = random.Random(seed)
+    rule = ScaleSettings(
+        growth_interval=chance.choice([1, 2, 3]),
+        growth_factor=chance.choice([1.0000001, 1.1, 2.0, 1e30, 3.7e37]),
+        backoff_factor=chance.choice([0.9999999, 0.3, 0.5, 1e-30]),
+        min_loss_scale=chance.choice([0.1, 2.0**-126]),
+        max_loss_scale=chance.choice([1e9 / 3, 2.0**126]),
+    )
+    host = HostNumbers(1e3 / 7, 0, torch.device("cpu"))
+    device = DeviceNumbers(1e3 / 7, 0, torch.device("cpu"))
+    for _ in range(200):
+        values = torch.randn(5) * 10.0 ** chance.randint(-30, 30)
+        if chance.random() < 0.3:
+            values[2] = chance.choice([math.inf, -math.inf, math.nan])
+        ours, theirs = [values.clone(), values[:2].clone()], [values.clone(), values[:2].clone()]
+        found = host.unscale_(ours, host.snapshot())
+        found_there = device.unscale_(theirs, device.snapshot())
+        assert found == bool(found_there)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        host.update(found, rule)
+        device.update(found_there, rule)
+        assert host.read() == device.read()
 
 
 def test_state_dict_is_apexs_and_comes_back():
@@ -170,7 +205,7 @@ def test_a_snapshot_outlives_later_changes():
     scaler = DynamicScaler(init_scale=8.0)
     (_, scale), grads = scaler.scale(torch.ones(())), [torch.tensor([16.0])]
     scaler.set(1024.0)
-    assert not scaler.unscale_(grads, scale).item() and grads[0].item() == 2.0
+    assert not scaler.unscale_(grads, scale) and grads[0].item() == 2.0
 
 
 # A torch without the private kernels
@@ -196,8 +231,8 @@ def test_fallbacks_do_what_the_kernels_do(without_kernels, monkeypatch):
     for first, second in itertools.pairwise(values):
         results = []
         for scaler, module in zip(scalers, (kernels, without_kernels), strict=True):
-            monkeypatch.setattr(loss_scaler, "update_scale_", module.update_scale_)
-            monkeypatch.setattr(loss_scaler, "check_and_unscale_", module.check_and_unscale_)
+            monkeypatch.setattr(scale_numbers, "update_scale_", module.update_scale_)
+            monkeypatch.setattr(scale_numbers, "check_and_unscale_", module.check_and_unscale_)
             grads = [torch.tensor([first, 7.0]), torch.tensor([second])]
             found = scaler.unscale_(grads, scaler.scale(torch.ones(()))[1])
             scaler.update([found])

@@ -9,6 +9,8 @@ from small_training import BAD, backward, close, data, everything, float_grads, 
 
 import ampatch
 
+pytestmark = pytest.mark.usefixtures("scale_lives_on")
+
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("through", ["grad", "loss"])

@@ -22,6 +22,8 @@ from torch import nn
 
 import ampatch
 
+pytestmark = pytest.mark.usefixtures("scale_lives_on")
+
 
 @pytest.mark.parametrize("scale", [None, 1.0, 1024.0])
 def test_gradients_are_the_float_runs(opt_level, half, scale):

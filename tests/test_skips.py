@@ -12,6 +12,8 @@ from torch import nn
 
 import ampatch
 
+pytestmark = pytest.mark.usefixtures("scale_lives_on")
+
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "SGD fused": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),

@@ -12,6 +12,8 @@ from small_training import backward, data, everything, same, seeded, start
 
 import ampatch
 
+pytestmark = pytest.mark.usefixtures("scale_lives_on")
+
 
 class Answers(torch.optim.SGD):
     """An optimizer whose step has arguments and an answer of its own."""

@@ -3,7 +3,8 @@
 Every rule is a choice of dtype.  `replacement(original, rule, state)` returns
 a plain function (torch.compile sees through plain functions; it silently
 unwraps wrapt's proxies) that asks for the policy in force, casts the arguments
-and calls the original.
+and calls the original.  Each Python call costs as much as a small kernel: what
+an argument mostly is, is settled without one.
 
 Never cast: `out=` calls, float64, complex, integer and bool tensors, tensors
 on devices the policy does not cover.  Lists, tuples and namedtuples are cast
@@ -25,7 +26,9 @@ from .foreign import Recorded, is_internal, proxy_of
 from .policy import FOLLOW, CastState, Policy
 from .tables import Rule
 
+_CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_TENSORS = frozenset((Tensor, Parameter))
 _SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
 
 
@@ -38,9 +41,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
     kind = type(value)
     if kind is Tensor or kind is Parameter:
         dtype = value.dtype
-        if dtype is to or not (
-            dtype is torch.float32 or dtype is torch.float16 or dtype is torch.bfloat16
-        ):
+        if dtype is to or dtype not in _CASTABLE:
             return value
         if policy.devices is not None and value.device.type not in policy.devices:
             return value
@@ -60,8 +61,12 @@ def _must_stay_float(value: Tensor, to: torch.dtype) -> bool:
 
 def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
-        inside = [cast(item, to, policy) for item in value]
-        if all(new is old for new, old in zip(inside, value, strict=True)):
+        inside, changed = [], False
+        for item in value:
+            new = item if type(item) in _SCALARS else cast(item, to, policy)
+            changed = changed or new is not item
+            inside.append(new)
+        if not changed:
             return value
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     if isinstance(value, Tensor):
@@ -97,7 +102,7 @@ def call_in(
 
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
-    return value.dtype in (torch.float32, torch.float16, torch.bfloat16) and (
+    return value.dtype in _CASTABLE and (
         policy.devices is None or value.device.type in policy.devices
     )
 
@@ -170,8 +175,14 @@ CHOOSERS: dict[Rule, Callable[[tuple, dict, Policy], torch.dtype | None]] = {
 APEX_CHOOSERS = {Rule.FLOAT: _apex_float}
 
 
-def replacement(original: Callable, choose: Callable, state: CastState) -> Callable:
-    """A plain function that stands in for `original` and casts to what `choose` says."""
+def replacement(
+    original: Callable, choose: Callable, state: CastState, installed: Callable | None = None
+) -> Callable:
+    """A plain function that stands in for `original` and casts to what `choose` says.
+
+    `installed` is what torch has in its place, if that is not the function itself.
+    """
+    is_half, is_float = choose is _half, choose is _float
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.process
@@ -186,21 +197,37 @@ def replacement(original: Callable, choose: Callable, state: CastState) -> Calla
         ):
             return original(*args, **kwargs)
         if policy.special:
-            return overridden(original, choose, patched, args, kwargs, policy, state)
-        to = choose(args, kwargs, policy)
-        if to is None:
-            return original(*args, **kwargs)
+            return overridden(original, choose, recorded, args, kwargs, policy, state)
+        if is_half:
+            to = policy.half_to
+        elif is_float:
+            to = policy.float_to
+        else:
+            to = choose(args, kwargs, policy)
+            if to is None:
+                return original(*args, **kwargs)
         try:
-            cast_args = [cast(arg, to, policy) for arg in args]
-            cast_kwargs = kwargs
-            if kwargs:
-                cast_kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+            cast_args = []
+            for arg in args:
+                kind = type(arg)
+                if kind is tuple:  # of numbers, mostly: a shape, a stride
+                    for item in arg:
+                        if type(item) not in _SCALARS:
+                            arg = cast(arg, to, policy)
+                            break
+                elif not (kind in _SCALARS or (kind in _TENSORS and arg.dtype is to)):
+                    arg = cast(arg, to, policy)
+                cast_args.append(arg)
+            cast_kwargs = {}
+            for name, arg in kwargs.items():
+                cast_kwargs[name] = arg if type(arg) in _SCALARS else cast(arg, to, policy)
         except Recorded as proxy:
-            return proxy.record(patched, args, kwargs)
+            return proxy.record(recorded, args, kwargs)
         except NoHalfKernel:
             cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
-        return original(*cast_args, **cast_kwargs)
+        return original(*cast_args, **cast_kwargs) if cast_kwargs else original(*cast_args)
 
+    recorded = patched if installed is None else installed
     return patched
 
 

@@ -7,7 +7,7 @@ list of `(where, name, make)` for `install.py` to put in.
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -94,23 +94,28 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
         policy = state.table_policy()
         if is_dynamo_compiling():
             return policy is None and getattr(torch.backends.mha, "_is_fastpath_enabled", True)
-        return original() and (policy is None or _left_alone(inspect.currentframe(), policy))
+        return original() and (policy is None or _left_alone(sys._getframe(1), policy))
 
     return get_fastpath_enabled
 
 
-def _left_alone(here: FrameType | None, policy: Policy) -> bool:
-    """Whether the module that called the function of frame `here` is none of the policy's."""
-    asking = here.f_back.f_locals if here is not None and here.f_back is not None else {}
-    module = asking.get("self")
-    inputs = [value for value in asking.values() if isinstance(value, Tensor)]
+def _left_alone(asking: FrameType, policy: Policy) -> bool:
+    """Whether the module whose method runs in the frame `asking` is none of the policy's."""
+    found = asking.f_locals
+    module, inputs = found.get("self"), []
     if not isinstance(module, nn.Module):
         return False
-    if any(tensor.is_nested for tensor in inputs):
-        return True
-    if policy.gate is None:
-        return not any(castable(tensor, policy) for tensor in (*inputs, *module.parameters()))
-    return not policy.gate((*inputs, *module.parameters()), {})
+    for value in found.values():
+        if value is not None and type(value) is not bool and isinstance(value, Tensor):
+            if value.is_nested:
+                return True
+            inputs.append(value)
+    if policy.gate is not None:
+        return not policy.gate((*inputs, *module.parameters()), {})
+    for tensor in inputs:  # one of them nearly always answers: parameters take long to find
+        if castable(tensor, policy):
+            return False
+    return not any(castable(parameter, policy) for parameter in module.parameters())
 
 
 def _checkpoint(original: Callable, state: CastState) -> Callable:

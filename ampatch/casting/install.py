@@ -18,7 +18,7 @@ import torch.nn.functional
 import wrapt
 
 from ..log import logger
-from . import composites, early_names, user_functions
+from . import composites, early_names, user_functions, weighted
 from .casts import APEX_CHOOSERS, CHOOSERS, banned, refuse, replacement
 from .patches import PatchSet
 from .policy import CastState
@@ -182,6 +182,8 @@ class Installation:
             if row.rule is Rule.REFUSE_IN_PLACE:
                 return lambda original: composites.refused(original, message, self._state)
             return lambda original: banned(original, choose, self._state)
+        if row.rule is Rule.HALF and name in weighted.NAMES:
+            return lambda original: weighted.weighted(original, self._state)
         choosers = APEX_CHOOSERS if row in APEX else CHOOSERS
         return self._maker(choosers[row.rule])
 

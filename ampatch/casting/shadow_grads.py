@@ -6,6 +6,7 @@ gradient, what is there already is added to, and a frozen weight gets nothing.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 
@@ -13,38 +14,48 @@ import torch
 from torch import Tensor
 
 from .. import foreach
+from ..flat_grads import FlatGrads
 
 hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_backward_hooks = operator.attrgetter("_backward_hooks")
-_late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+_state_of = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_grad_of = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")
+_NONE = itertools.repeat(None)
+_ORDINARY = (True, None, None)
 
 
-def move(weights: list[Tensor], halves: list[Tensor]) -> None:
-    """Take the gradients out of shadows, all of which have one, into the weights' `.grad`."""
-    grads = [half.grad for half in halves]
+def move(weights: list[Tensor], halves: list[Tensor], flats: FlatGrads | None = None) -> None:
+    """Take the gradients out of shadows, all of which have one, into the weights' `.grad`.
+
+    `flats` has the tensors that weights without a gradient are given.
+    """
+    grads = list(map(_grad_of, halves))
     for half in halves:
         half.grad = None
-    earlier = [weight.grad for weight in weights]
-    is_first = all(grad is None for grad in earlier)
+    earlier = list(map(_grad_of, weights))
+    is_first = not any(map(operator.is_not, earlier, _NONE))
+    states = list(map(_state_of, weights))
     if (
-        not all(map(_requires_grad, weights))
-        or any(map(_backward_hooks, weights))
-        or any(map(_late_hooks, weights))
+        (states.count(_ORDINARY) != len(states) and not all(map(_is_ordinary, states)))
         or any(map(_requires_grad, grads))
-        or not (is_first or all(grad is not None for grad in earlier))
+        or not (is_first or not any(map(operator.is_, earlier, _NONE)))
     ):
         for weight, grad in zip(weights, grads, strict=True):
             deliver(weight, grad)
-        return
-    with torch.no_grad():
-        if is_first:
-            earlier = list(map(torch.empty_like, weights))
-            foreach.copy_(earlier, grads)
-            for weight, grad in zip(weights, earlier, strict=True):
-                weight.grad = grad
-        else:
+    elif is_first:
+        own = list(map(torch.empty_like, weights)) if flats is None else flats.take(weights)
+        foreach.copy_(own, grads)
+        for weight, grad in zip(weights, own, strict=True):
+            weight.grad = grad
+    else:
+        with torch.no_grad():
             foreach.add_(earlier, grads)
+
+
+def _is_ordinary(state: tuple[bool, dict | None, dict | None]) -> bool:
+    """Whether a weight wants a gradient and has no hooks, or none any more."""
+    requires_grad, *hooks = state
+    return requires_grad and not any(hooks)
 
 
 def deliver(weight: Tensor, half_grad: Tensor) -> None:

@@ -14,15 +14,17 @@ half in a shadow.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import foreach
+from ..flat_grads import FlatGrads
+from ..surroundings import are_ranks, set_grad_enabled
 from .shadow_grads import deliver_by_itself, hooks_of, is_watched, move
 
 try:
@@ -45,7 +47,11 @@ SUPPORTED = all(
 )
 """Whether this torch lets us see hooks and versions.  Without, weights are cast in the graph."""
 
+_half_of = operator.attrgetter("half")
+_grad_of = operator.attrgetter("half.grad")
+_weight_of = operator.attrgetter("weight")
 _version_of = operator.attrgetter("_version")
+_alive = weakref.ref.__call__
 _state_of = operator.attrgetter(
     "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "shape"
 )
@@ -58,11 +64,12 @@ class Shadow:
     graphs that hold the shadow of a weight that nobody changed stay valid.
     """
 
-    __slots__ = ("half", "pointer", "raw", "state", "version", "weight")
+    __slots__ = ("dtype", "half", "pointer", "raw", "state", "version", "weight")
 
     def __init__(self, weight: weakref.ref[Tensor], half: Tensor) -> None:
         self.weight = weight
         self.half = half
+        self.dtype = half.dtype
         self.raw = half.data
         self.note(weight())
 
@@ -78,12 +85,15 @@ class Shadows:
     def __init__(self) -> None:
         self.of: dict[int, Shadow] = {}
         self._listed: list[Shadow] = []  # `of` once more, with what is read in bulk beside it
+        self._refs: list[weakref.ref[Tensor]] = []
         self._halves: list[Tensor] = []
+        self._raws: list[Tensor] = []
         self._versions: list[int] = []
         self._states: list[tuple] = []
-        self._pointers: list[int] = []
         self._unlisted: list[int] = []  # weights that have come or gone since `_list`
+        self._in_doubt = False  # a weight was not what its shadow said when it was used
         self._waiting = 0
+        self.flats: FlatGrads | None = FlatGrads()  # None: there are larger weights too
 
     def begin(self) -> bool:
         """An outermost forward starts: whether shadows may be used in it.  They are up to date."""
@@ -91,7 +101,14 @@ class Shadows:
             if self._waiting == MOST_WAITING:
                 return False
             self._waiting += 1
-        if not _alone():
+        # Ranks have hooks where we cannot see them; a `TorchFunctionMode` would see more calls
+        # than the model makes.
+        if (
+            not SUPPORTED
+            or are_ranks()
+            or _function_modes() > 0
+            or getattr(forward_ad, "_current_level", 0) >= 0
+        ):
             return False
         if self.of:
             self._refresh()
@@ -100,7 +117,12 @@ class Shadows:
     def add(self, weight: Tensor, dtype: torch.dtype) -> Shadow | None:
         """Make the shadow of a weight.  None: this weight is to be cast in the graph."""
         key = id(weight)
-        if key in self.of or not _may_have_shadow(weight):
+        if key in self.of:
+            self._in_doubt = True
+            return None
+        if not _may_have_shadow(weight):
+            if weight.numel() > LARGEST:
+                self.flats = None
             return None
         half = weight.detach().to(dtype).requires_grad_(weight.requires_grad)
         of, unlisted = self.of, self._unlisted
@@ -116,9 +138,12 @@ class Shadows:
     def collect(self) -> None:
         """A backward pass has ended: take the gradients in the shadows to the weights."""
         self._waiting = 0
-        found = [shadow for shadow in list(self.of.values()) if shadow.half.grad is not None]
+        found = list(self.of.values())
+        if any(map(operator.is_, map(_grad_of, found), itertools.repeat(None))):
+            found = [shadow for shadow in found if shadow.half.grad is not None]
         if found:
-            move([shadow.weight() for shadow in found], [shadow.half for shadow in found])
+            weights = list(map(weakref.ref.__call__, map(_weight_of, found)))
+            move(weights, list(map(_half_of, found)), self.flats)
 
     def retire(self) -> None:
         """Nobody will collect any more: graphs that still hold shadows deliver by themselves."""
@@ -137,25 +162,30 @@ class Shadows:
     # Bringing up to date
 
     def _refresh(self) -> None:
-        weights = self._weights()
+        """Copy all weights, none of which has changed in kind; a new pointer shows when used."""
+        weights = list(map(_alive, self._refs))
+        if self._unlisted:
+            weights = self._weights()
         versions = list(map(_version_of, weights))
-        pointers = list(map(Tensor.data_ptr, weights))
-        states = list(map(_state_of, weights))
-        if states != self._states or pointers != self._pointers:
+        if self._in_doubt or list(map(_state_of, weights)) != self._states:
             self._catch_up(weights)
             return
         if versions == self._versions:  # yet `.data` writes and fused optimizers leave no trace
-            targets = [shadow.raw for shadow in self._listed]
+            targets = self._raws
         elif any(map(operator.eq, versions, self._versions)):
             self._catch_up(weights)
             return
         else:
             targets = self._halves
             self._versions = versions
-            for shadow, version in zip(self._listed, versions, strict=True):
+            for shadow, version in zip(self._listed, versions):
                 shadow.version = version
-        with torch.no_grad():
+        found = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
             foreach.copy_(targets, weights)
+        finally:
+            set_grad_enabled(found)
 
     def _catch_up(self, weights: list[Tensor]) -> None:
         """Weight by weight: some have changed, been moved, frozen or got hooks."""
@@ -174,17 +204,19 @@ class Shadows:
     def _weights(self) -> list[Tensor]:
         """The weights, in the order of `_listed`; weights may die at any time."""
         while True:
-            weights = [shadow.weight() for shadow in self._listed]
+            weights = list(map(_alive, self._refs))
             if not self._unlisted:
                 return weights
             self._list()
 
     def _list(self) -> None:
         self._unlisted.clear()
+        self._in_doubt = False
         self._listed = listed = list(self.of.values())
+        self._refs = [shadow.weight for shadow in listed]
         self._halves = [shadow.half for shadow in listed]
+        self._raws = [shadow.raw for shadow in listed]
         self._versions = [shadow.version for shadow in listed]
-        self._pointers = [shadow.pointer for shadow in listed]
         self._states = [shadow.state for shadow in listed]
 
 
@@ -206,14 +238,3 @@ def _may_have_shadow(weight: Tensor) -> bool:
         and not torch.is_inference_mode_enabled()
         and not is_watched(weight)
     )
-
-
-def _alone() -> bool:
-    """No ranks to talk to (their hooks sit where we cannot see them), no forward-mode AD, no
-    `TorchFunctionMode`, which would see more calls than the model makes."""
-    distributed = torch.distributed
-    if not SUPPORTED or (distributed.is_available() and distributed.is_initialized()):
-        return False
-    if _function_modes() > 0:
-        return False
-    return getattr(forward_ad, "_current_level", 0) < 0

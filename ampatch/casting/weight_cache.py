@@ -17,15 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..surroundings import is_recording
 from .shadows import Shadow, Shadows
-
-try:
-    from torch._C._functorch import peek_interpreter_stack
-except ImportError:
-
-    def peek_interpreter_stack() -> object:
-        """Without a way to ask, assume a transform is running: nothing is kept."""
-        return True
 
 
 class _Copy(NamedTuple):
@@ -57,8 +50,8 @@ class WeightCache:
     """Casts of leaf weights; open only while a managed model's forward runs, in its thread."""
 
     def __init__(self) -> None:
-        self._held = _Held()
-        self._info = CacheInfo()
+        self.held = _Held()
+        self.hits = self.misses = 0
 
     def open(self, opener: object, shadows: Shadows | None = None) -> None:
         """Start a forward of `opener`: nothing is used as an earlier one left it.
@@ -67,19 +60,20 @@ class WeightCache:
         An opener that finds itself was interrupted (Ctrl-C skips hooks) or calls
         itself; both are safe with an empty cache.
         """
-        held = self._held
+        held = self.held
         if held.is_open and held.opener is not opener:
             return
         held.copies.clear()
         held.opener = opener
-        held.is_open = not _recording()
-        usable = shadows is not None and held.is_open and shadows.begin()
-        held.shadows = shadows if usable else None
-        held.shadow_of = shadows.of if usable else {}
+        held.is_open = is_open = not is_recording()
+        if shadows is not None and is_open and shadows.begin():
+            held.shadows, held.shadow_of = shadows, shadows.of
+        else:
+            held.shadows, held.shadow_of = None, {}
 
     def close(self, opener: object = None) -> None:
         """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed."""
-        held = self._held
+        held = self.held
         if opener is None or opener is held.opener:
             held.is_open = False
             held.opener = held.shadows = None
@@ -88,26 +82,26 @@ class WeightCache:
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
-        return dataclasses.replace(self._info, entries=len(self._held.copies))
+        return CacheInfo(self.hits, self.misses, len(self.held.copies))
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one."""
-        held = self._held
+        held = self.held
         shadow = held.shadow_of.get(id(weight))
         if (
             shadow is not None
             and shadow.version == weight._version
             and shadow.pointer == weight.data_ptr()
-            and shadow.half.dtype is dtype
+            and shadow.dtype is dtype
         ):
-            self._info.hits += 1
+            self.hits += 1
             return shadow.half
         if not held.is_open:
             return weight.to(dtype)
-        if held.shadows is not None and dtype is not torch.float32 and not _recording():
+        if held.shadows is not None and dtype is not torch.float32 and not is_recording():
             shadow = held.shadows.add(weight, dtype)
             if shadow is not None:
-                self._info.misses += 1
+                self.misses += 1
                 return shadow.half
         # A cast made under no_grad has no graph, one made under inference_mode
         # may not be saved for backward: the mode is part of the key.
@@ -123,19 +117,10 @@ class WeightCache:
             and copy.version == weight._version
             and copy.pointer == weight.data_ptr()
         ):
-            self._info.hits += 1
+            self.hits += 1
             return copy.half
         half = weight.to(dtype)
-        self._info.misses += 1
-        if not weight.is_inference() and not _recording():
+        self.misses += 1
+        if not weight.is_inference() and not is_recording():
             held.copies[key] = _Copy(weight, weight._version, weight.data_ptr(), half)
         return half
-
-
-def _recording() -> bool:
-    """Whether operations are being traced or transformed, so that a kept tensor would leak."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or peek_interpreter_stack() is not None
-    )

@@ -116,6 +116,7 @@ class CastWatch:
                 "room for one (sys.setprofile). End that one, or another ampatch.report, first."
             )
         self._is_on = True
+        registry.state.watch(+1)
         threading.setprofile(self._event)
         sys.setprofile(self._event)
 
@@ -123,6 +124,7 @@ class CastWatch:
         if not self._is_on:
             return
         self._is_on = False
+        registry.state.watch(-1)
         threading.setprofile(None)
         if sys.getprofile() == self._event:  # else this is not the thread that started it
             sys.setprofile(None)

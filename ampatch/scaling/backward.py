@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from .left_scaled import Seen
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
 from .pending import Pending, tell
-from .sharing import Sharing
+from .sharing import NOTHING_SHARED, sharing_among
 
 
 class ScaledBackward:
@@ -41,18 +42,17 @@ class ScaledBackward:
         loss: Tensor,
         optimizers: Sequence[ManagedOptimizer],
         scaler: Scaler,
-        *,
         delay_unscale: bool,
         delay_overflow_check: bool,
-        outsiders: Sequence[ManagedOptimizer] = (),
+        outsiders: Sequence[ManagedOptimizer],
         done: Callable[[], None],
     ) -> None:
         self._loss = loss
         self._optimizers = optimizers
-        self._sharing = Sharing(optimizers)
-        self._outsiders = (
-            [] if scaler.is_one else [(other, other.left_scaled.seen()) for other in outsiders]
-        )
+        self._sharing = NOTHING_SHARED if len(optimizers) == 1 else sharing_among(optimizers)
+        self._outsiders: Sequence[tuple[ManagedOptimizer, Seen]] = ()
+        if outsiders and not scaler.is_one:
+            self._outsiders = [(other, other.left_scaled.seen()) for other in outsiders]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
@@ -60,24 +60,28 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         for optimizer in self._optimizers:
-            optimizer.refuse_nesting()
+            if optimizer.in_block:
+                optimizer.refuse_nesting()
         try:
-            return self._enter()
+            held, self._pending = [], None
+            for optimizer in self._optimizers:
+                held.append(optimizer.gather(self._scaler))
+            for optimizer in self._optimizers:
+                self._pending = self._pending or optimizer.pending
+            scaled, self._scale = self._scaler.scale(self._loss)
+            for optimizer, params in zip(self._optimizers, held, strict=True):
+                optimizer.make_room(params, self._waiting, self._sharing)
+            return scaled
         except BaseException:
             for optimizer in self._optimizers:
                 optimizer.abandon_backward(self._sharing)
             raise
 
-    def _enter(self) -> Tensor:
-        for optimizer in self._optimizers:
-            optimizer.finish_other(self._scaler)
-        held = [optimizer.gather() for optimizer in self._optimizers]
-        scaled, self._scale = self._scaler.scale(self._loss)
-        known = [optimizer.pending for optimizer in self._optimizers if optimizer.pending]
-        self._pending = known[0] if known else Pending(self._scaler, self._scale)
-        for optimizer, params in zip(self._optimizers, held, strict=True):
-            optimizer.make_room(params, self._pending, self._sharing)
-        return scaled
+    def _waiting(self) -> Pending:
+        """What gradients that stay scaled join: what is pending already, or something new."""
+        if self._pending is None:
+            self._pending = Pending(self._scaler, self._scale)
+        return self._pending
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._done()
@@ -97,10 +101,11 @@ class ScaledBackward:
     def _finish(self) -> None:
         if self._delay_unscale:
             for optimizer in self._optimizers:
-                optimizer.leave_scaled(self._pending, self._sharing)
+                optimizer.leave_scaled(self._waiting(), self._sharing)
             return
-        found = [
-            optimizer.after_backward(self._scaler, self._scale, self._sharing)
-            for optimizer in self._optimizers
-        ]
-        tell(self._scaler, found, self._optimizers, at_step=self._delay_check)
+        flags = []
+        for optimizer in self._optimizers:
+            found = optimizer.after_backward(self._scaler, self._scale, self._sharing)
+            if found is not None:
+                flags.append(found)
+        tell(self._scaler, flags, self._optimizers, at_step=self._delay_check)

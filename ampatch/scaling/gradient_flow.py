@@ -9,7 +9,8 @@ finishes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from .master_weights import MasterWeights
 from .overflow import Overflow, Unscaled
 from .pending import Pending
 from .ranks import share_flag, world_size
-from .sharing import Sharing
+from .scale_numbers import Flag, is_set
+from .sharing import NOTHING_SHARED, Sharing
+
+_grad_of = operator.attrgetter("grad")
 
 
 class GradientFlow:
@@ -32,21 +36,33 @@ class GradientFlow:
     The ranks of `process_group` share their overflow flag.
     """
 
-    def __init__(self, optimizer: Any, process_group: Any = None) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        process_group: Any = None,
+        whole: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads,
+    ) -> None:
         self.optimizer = optimizer
         self.masters = MasterWeights()
         self.pending: Pending | None = None
         self._process_group = process_group
+        self._whole = whole
         self._overflow = Overflow()
         self.left_scaled = LeftScaled(optimizer, self._leaves)
         self._fed = False  # a block was entered since the last step
         self._deferred: list[Scaler] = []  # their update waits for the step
-        self._in_block = False
+        self.in_block = False
         self._aside: list[tuple[Tensor, Tensor]] = []
 
-    def parameters(self) -> list[Tensor]:
-        """The tensors the optimizer updates: masters, or the parameters themselves."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+    def parameters(self) -> Sequence[Tensor]:
+        """The tensors the optimizer updates: masters, or the parameters themselves.
+
+        Of a single group it is the list itself: for reading.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) == 1:
+            return groups[0]["params"]
+        return [param for group in groups for param in group["params"]]
 
     def settle(self) -> None:
         """Bring all up to date: half weights written from outside, gradients left anywhere."""
@@ -56,47 +72,54 @@ class GradientFlow:
 
     def refuse_nesting(self) -> None:
         """Raise `AmpatchError` inside another `scale_loss` block for the same optimizer."""
-        if self._in_block:
+        if self.in_block:
             raise AmpatchError(
                 f"ampatch.scale_loss(..., <{type(self.optimizer).__name__}>): this optimizer is "
                 "already in an enclosing scale_loss block. Leave that block first; the gradients "
                 "of several blocks add up until the step."
             )
 
-    def finish_other(self, scaler: Scaler) -> None:
-        """Unscale what is pending, unless `scaler`, as it is now, may add to it."""
-        if self.pending is not None and not self.pending.is_scaled_by(scaler):
-            self.pending.finish()
-
     def refuse_step_in_block(self) -> None:
         """Raise `AmpatchError` inside a `scale_loss` block: gradients are not unscaled yet."""
-        if self._in_block:
+        if self.in_block:
             raise AmpatchError(
                 f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block of this "
                 "optimizer: its gradients are still scaled. Call step() after the block."
             )
 
-    def gather(self) -> list[Tensor]:
-        """Before a backward pass: complete the gradients; returns whose there are."""
-        self.left_scaled.report()
-        self._fed = True
-        self.masters.settle()
-        self.take_unscaled()
-        self.check_spent()
-        return self._held()
+    def gather(self, scaler: Scaler) -> list[Tensor]:
+        """Before a backward pass of `scaler`'s: complete the gradients; returns whose there are.
 
-    def make_room(self, held: list[Tensor], pending: Pending, sharing: Sharing) -> None:
+        What is pending is unscaled, unless `scaler`, as it is now, may add to it.
+        """
+        if self.pending is not None and not self.pending.is_scaled_by(scaler):
+            self.pending.finish()
+        if self.left_scaled.known:
+            self.left_scaled.report()
+        self._fed = True
+        if self.masters.by_half:
+            self.masters.settle()
+            self.take_unscaled()
+        if self._overflow.spent is not None:
+            self.check_spent()
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def make_room(
+        self, held: list[Tensor], pending: Callable[[], Pending], sharing: Sharing
+    ) -> None:
         """Set the gradients that `gather` found aside, or scale them as those that come."""
+        if not held:
+            self._aside = []
+            self.in_block = True
+            self.pending = self._overflow.found = self._overflow.spent = None
+            return
         owned = sharing.owned(self, held)
-        alone = not held or world_size() == 1
+        alone = world_size() == 1
         own = [param for param in owned if alone and self.masters.half_of(param) is None]
         self._aside = [(param, param.grad) for param in own]
-        self._in_block = True  # from here on there is something to put back
-        if not held:
-            self.pending = None
-            self._overflow.forget()
-        elif not alone:
-            self._put_back_scaled(owned, pending)
+        self.in_block = True  # from here on there is something to put back
+        if not alone:
+            self._put_back_scaled(owned, pending())
         for param in own:  # what backward adds must be told from what was there
             param.grad = None
 
@@ -110,30 +133,50 @@ class GradientFlow:
             if half is not None:
                 half.grad, param.grad = param.grad.to(half.dtype), None
 
-    def after_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Tensor | None:
+    def after_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
-        self._in_block = False
-        masters, fresh = self.masters.take_grads()
+        self.in_block = False
+        taken = self.masters.take_grads() if self.masters.by_half else None
         if self.pending is not None:
             self.pending = None
-            _add(masters, fresh)
+            if taken is not None:
+                _add(*taken)
             self._add_aside()
             return self._unscale_all(scaler, scale, sharing)
-        own = self._held()
-        if len(self.masters):
-            own = [param for param in own if self.masters.half_of(param) is None]
-        grads = [*[param.grad for param in own], *fresh]
-        found = sharing.unscale(self, scaler, [*own, *masters], grads, scale)
-        _add(masters, fresh)
-        self._add_aside()
+        if taken is None:
+            found = self._unscale_all(scaler, scale, sharing)
+        else:
+            found = self._unscale_taken(*taken, scaler, scale, sharing)
+        if self._aside:
+            self._add_aside()
+        return found
+
+    def _unscale_taken(
+        self,
+        masters: list[Tensor],
+        grads: list[Tensor],
+        scaler: Scaler,
+        scale: Any,
+        sharing: Sharing,
+    ) -> Flag | None:
+        """Unscale what came out of half weights, and gradients of parameters without a master."""
+        own: list[Tensor] = []
+        if len(masters) < len(self.parameters()):
+            own = [param for param in self._held() if self.masters.half_of(param) is None]
+        all_grads = [*map(_grad_of, own), *grads]
+        found = sharing.unscale(self, scaler, [*own, *masters], all_grads, scale)
+        _add(masters, grads)
         return found
 
     def _held(self) -> list[Tensor]:
         return [param for param in self.parameters() if param.grad is not None]
 
-    def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Tensor | None:
+    def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
+        if sharing is NOTHING_SHARED:
+            grads = [grad for grad in map(_grad_of, self.parameters()) if grad is not None]
+            return self.check(scaler, grads, scale, (self,))
         params = self._held()
-        return sharing.unscale(self, scaler, params, [param.grad for param in params], scale)
+        return sharing.unscale(self, scaler, params, list(map(_grad_of, params)), scale)
 
     def defer_update(self, scaler: Scaler) -> None:
         """The next step is when `scaler` is to react to the flags it has."""
@@ -148,7 +191,7 @@ class GradientFlow:
 
     def leave_scaled(self, pending: Pending, sharing: Sharing) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
-        self._in_block = False
+        self.in_block = False
         taken = self.masters.take_grads()
         if self.pending is None:
             masters = sharing.owned(self, [pair.master for pair in self.masters])
@@ -169,9 +212,9 @@ class GradientFlow:
         With several ranks the earlier gradients are where backward added to
         them; they stay, and what the failed pass added stays with them.
         """
-        if not self._in_block:
+        if not self.in_block:
             return
-        self._in_block = False
+        self.in_block = False
         taken = self.masters.take_grads()
         if world_size() > 1 and self.pending is not None:
             _add(*taken)
@@ -185,7 +228,7 @@ class GradientFlow:
 
     def drop_gradients(self) -> None:
         """Have no gradients, those set aside among them, rather than some that are half done."""
-        self._in_block = False
+        self.in_block = False
         self._aside = []
         self.forget_gradients()
         for param in self.parameters():
@@ -196,56 +239,61 @@ class GradientFlow:
         if self.pending is not None:
             self.pending.finish()
 
-    def unscale_pending(self, scaler: Scaler, sharing: Sharing) -> Tensor | None:
+    def unscale_pending(self, scaler: Scaler, sharing: Sharing) -> Flag | None:
         """This optimizer's part of `Pending.finish`; returns found_inf."""
         scale, self.pending = self.pending.scale, None
         return self._unscale_all(scaler, scale, sharing)
 
     def check(
-        self, scaler: Scaler, grads: list[Tensor], scale: Any, concerned: list[GradientFlow]
-    ) -> Tensor | None:
+        self, scaler: Scaler, grads: list[Tensor], scale: Any, concerned: Sequence[GradientFlow]
+    ) -> Flag | None:
         """Unscale, and look for overflow on behalf of all `concerned`; returns found_inf."""
+        if not scaler.is_one:  # else nothing is written
+            grads = self._whole(self.masters.whole(grads) if self.masters.by_half else grads)
         found = scaler.unscale_(grads, scale)
         if found is None or not (grads or self._process_group):
             return None  # without gradients there is nothing to learn for the scale
         if self._process_group is not None:
-            share_flag(found, self._process_group)
+            found = share_flag(found, self._process_group, grads)
+        by = Unscaled(scaler, scale)
         for flow in concerned:
-            flow._overflow.note(found, Unscaled(scaler, scale))
+            flow._overflow.note(found, by)
         return found
 
     def note_outsider(self, before: Seen) -> None:
         """A block that this optimizer was not given to has ended; `before` is what was `seen`."""
-        if not self._in_block:
+        if not self.in_block:
             self.left_scaled.note(before)
 
-    def _leaves(self) -> Iterator[Tensor]:
+    def _leaves(self) -> Sequence[Tensor]:
         """Where autograd leaves gradients: the half parameters of masters, or the parameters."""
-        for param in self.parameters():
-            half = self.masters.half_of(param)
-            yield param if half is None else half
+        params = self.parameters()
+        if not self.masters.by_half:
+            return params
+        halves = map(self.masters.half_of, params)
+        return [param if half is None else half for param, half in zip(params, halves, strict=True)]
 
     def forget_gradients(self) -> None:
         """All gradients were zeroed: nothing is pending, no overflow is remembered."""
-        self.pending = None
-        self._overflow.forget()
-        self.left_scaled.forget()
+        self.pending = self._overflow.found = self._overflow.spent = None
+        self.left_scaled.known = False
         self._aside = []
-        self.masters.drop_grads()
+        if self.masters.by_half:
+            self.masters.drop_grads()
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
         self._aside = [(param, grad) for param, grad in self._aside if id(param) not in zeroed]
-        if (self._overflow or self.left_scaled) and all(
+        if (self._overflow or self.left_scaled.known) and all(
             param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
             for param in self.parameters()
         ):
             self._overflow.forget()
-            self.left_scaled.forget()
+            self.left_scaled.known = False
 
     def take_unscaled(self) -> None:
         """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
-        if self.masters.has_grads() and not self._in_block:
+        if self.masters.has_grads() and not self.in_block:
             self.finish_pending()
             _add(*self.masters.take_grads())
 
@@ -253,7 +301,7 @@ class GradientFlow:
         """Somebody is about to use gradients of these tensors (ids): leave none scaled or half."""
         leaves = zip(self.parameters(), self._leaves(), strict=True)
         if any(id(param) in wanted or id(leaf) in wanted for param, leaf in leaves):
-            if self._in_block:
+            if self.in_block:
                 logger.error(
                     "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
                     "still scaled. Clip them after the block.",
@@ -265,7 +313,10 @@ class GradientFlow:
 
     def has_gradients(self) -> bool:
         """Whether there is anything to step on."""
-        return any(param.grad is not None for param in self.parameters())
+        for param in self.parameters():
+            if param.grad is not None:
+                return True
+        return False
 
     def _add_aside(self) -> None:
         for param, grad in self._aside:
@@ -275,11 +326,12 @@ class GradientFlow:
     def take_overflow(self) -> bool:
         """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
         found = self.take_found_inf()
-        return found is not None and bool(found.item())
+        return found is not None and is_set(found)
 
-    def take_found_inf(self) -> Tensor | None:
+    def take_found_inf(self) -> Flag | None:
         """The overflow flag of the gradients there are; None: nothing was checked."""
-        self.check_spent()
+        if self._overflow.spent is not None:
+            self.check_spent()
         found = self._overflow.take()
         return found if self.has_gradients() else None  # setting them to None takes it away too
 
@@ -287,7 +339,8 @@ class GradientFlow:
         """Look again at gradients that a step has used and nobody zeroed: inf may be left there."""
         spent = self._overflow.take_spent()
         if spent is not None and self.pending is None and self.has_gradients():
-            self._unscale_all(spent.scaler, torch.ones_like(spent.scale), Sharing())
+            as_they_are = spent.scale / spent.scale  # 1, where the scale lives
+            self._unscale_all(spent.scaler, as_they_are, NOTHING_SHARED)
 
 
 def _add(masters: list[Tensor], grads: list[Tensor]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import foreach
 from ..log import logger
 from .grads import alike
-from .kernels import check_and_unscale_, update_scale_
+from .scale_numbers import Flag, either, numbers_on
 from .scale_settings import LARGEST, SETTINGS, SMALLEST, ScaleSettings, checked_entry
 
 _REMEMBERED = 128  # blocks whose scale can still be told
@@ -62,10 +62,10 @@ class StaticScaler:
         self.scale_grads_(grads, 1.0 / scale)
         return None
 
-    def defer(self, found_infs: list[Tensor]) -> None:
+    def defer(self, found_infs: list[Flag]) -> None:
         """Nothing moves a static scale."""
 
-    def update(self, found_infs: list[Tensor]) -> None:
+    def update(self, found_infs: list[Flag]) -> None:
         """Nothing moves a static scale."""
 
     def get(self) -> float:
@@ -120,10 +120,10 @@ def _setting(name: str) -> property:
 class DynamicScaler:
     """A loss scale that grows while all is well and backs off on overflow.
 
-    The scale (FP32, 0-dim) and the count of clean steps (int32, 0-dim) live on
-    the device of the losses, and nothing here waits for it; `get` does.
-    `generation` changes with every update, so that gradients can be told to
-    have been scaled by the present value or by an earlier one.
+    The scale and the count of clean steps live where the losses do
+    (`scale_numbers`), and nothing here waits for a device; `get`, `history` and
+    `state_dict` do.  `generation` changes with every update, so that gradients
+    can be told to have been scaled by the present value or by an earlier one.
     """
 
     is_dynamic = True
@@ -140,86 +140,64 @@ class DynamicScaler:
         self.settings = ScaleSettings(**settings)
         self.generation = 0
         start = self.settings.bounded(self.settings.init_scale)
-        self._scale = torch.tensor(start, dtype=torch.float32)
-        self._unskipped = torch.tensor(0, dtype=torch.int32)
+        self._numbers = numbers_on(torch.device("cpu"), start)
         self._changed: dict[str, Any] = {}  # settings that are no longer what they began as
-        self._deferred: list[Tensor] = []
-        self._recent: collections.deque[Tensor] = collections.deque(maxlen=_REMEMBERED)
+        self._deferred: Flag | None = None
+        self._recent: collections.deque[Any] = collections.deque(maxlen=_REMEMBERED)
 
-    def scale(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
         """`loss` in FP32 times the scale, and that scale, which no update changes.
 
         The scaler moves to the device of the loss.  Nothing waits.
         """
-        if self._scale.device != loss.device:
-            self._scale = self._scale.to(loss.device)
-            self._unskipped = self._unskipped.to(loss.device)
-        factor = self.snapshot()
-        return loss.float() * factor, factor
+        if self._numbers.device != loss.device:
+            self._numbers = numbers_on(loss.device, *self._numbers.read())
+        factor = self._numbers.snapshot()
+        self._recent.append(factor)
+        return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
-    def snapshot(self) -> Tensor:
-        """The present scale, for `scale_grads_` and `unscale_`.  On the device; nothing waits."""
-        factor = self._scale.clone()
+    def snapshot(self) -> Any:
+        """The present scale, for `scale_grads_` and `unscale_`.  Nothing waits."""
+        factor = self._numbers.snapshot()
         self._recent.append(factor)
         return factor
 
-    def scale_grads_(self, grads: list[Tensor], scale: Tensor) -> None:
+    def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:
         """Multiply FP32 gradients by `scale`, in place."""
         for device, group in alike(grads):
-            foreach.mul_(group, scale.to(device))
+            foreach.mul_(group, scale.to(device) if isinstance(scale, Tensor) else scale)
 
-    def unscale_(self, grads: list[Tensor], scale: Tensor) -> Tensor | None:
-        """Divide FP32 gradients by `scale`, in place.
+    def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
+        """Divide FP32 gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
+        return self._numbers.unscale_(grads, scale)
 
-        Returns a 0-dim FP32 tensor on the device of `scale`: 1.0 where one of
-        the gradients held an inf or NaN, else 0.0.
-        """
-        found = torch.zeros_like(scale)
-        inverse = scale.reciprocal()
-        for device, group in alike(grads):
-            found_here = found if device == found.device else found.to(device)
-            check_and_unscale_(group, found_here, inverse.to(device))
-            if found_here is not found:
-                found = torch.maximum(found, found_here.to(found.device))
-        return found
-
-    def defer(self, found_infs: list[Tensor]) -> None:
+    def defer(self, found_infs: list[Flag]) -> None:
         """Keep these flags for the next `update`."""
-        known = [*self._deferred, *found_infs]
-        self._deferred = [self._any(known)] if known else []
+        for found in found_infs:
+            self._deferred = found if self._deferred is None else either(self._deferred, found)
 
-    def update(self, found_infs: list[Tensor]) -> None:
+    def update(self, found_infs: list[Flag]) -> None:
         """Back off if one of the flags is set; else count a clean step, and grow in time."""
-        found_infs = [*self._deferred, *found_infs]
-        self._deferred.clear()
-        if not found_infs:
-            return
-        rule = self.settings
-        update_scale_(
-            self._scale,
-            self._unskipped,
-            self._any(found_infs),
-            rule.growth_factor,
-            rule.backoff_factor,
-            rule.growth_interval,
-        )
-        self._moved()
-
-    def _any(self, found_infs: list[Tensor]) -> Tensor:
-        here = [found.to(self._scale.device) for found in found_infs]
-        return here[0] if len(here) == 1 else torch.stack(here).amax()
+        if self._deferred is not None or len(found_infs) != 1:
+            self.defer(found_infs)
+            found, self._deferred = self._deferred, None
+        else:
+            found = found_infs[0]
+        if found is not None:
+            self._numbers.update(found, self.settings)
+            self.generation += 1
 
     def get(self) -> float:
         """The scale.  Waits for the device."""
-        return self._scale.item()
+        return self._numbers.read()[0]
 
-    def peek(self) -> Tensor:
-        """The tensor that holds the scale, for who reads or copies it at once; nothing waits."""
-        return self._scale
+    def peek(self) -> Any:
+        """The scale, or the tensor that holds it, for who reads or copies it at once."""
+        return self._numbers.scale
 
     def set(self, value: float) -> None:
         """Another scale from now on, within the floor and the cap."""
-        self._scale.fill_(self.settings.bounded(value))
+        self._numbers.fill(self.settings.bounded(value))
         self._moved()
 
     def change(self, what: str, given: dict[str, Any]) -> None:
@@ -230,20 +208,21 @@ class DynamicScaler:
         self.settings = self.settings.changed(what, given)
         self._changed.update(given)
         if "init_scale" in given:
-            self._scale.fill_(self.settings.bounded(self.settings.init_scale))
-            self._unskipped.zero_()
-        self._unskipped.clamp_(max=self._last_count())
+            self._numbers.fill(self.settings.bounded(self.settings.init_scale))
+            self._numbers.fill_count(0)
+        elif "growth_interval" in given:
+            self._numbers.fill_count(min(self._numbers.read()[1], self._last_count()))
         self._moved()
 
     def history(self) -> list[float]:
         """The scales of the last blocks and the present one, each change once.  Waits."""
-        scales = [scale.item() for scale in [*self._recent, self._scale]]
+        scales = [float(scale) for scale in [*self._recent, self._numbers.scale]]
         return [scale for scale, _ in itertools.groupby(scales)]
 
     def state_dict(self) -> dict[str, Any]:
         """apex's format, and the settings that were changed on the way.  Waits for the device."""
-        found = {"loss_scale": self.get(), "unskipped": int(self._unskipped.item())}
-        return {**found, **self._changed}
+        scale, unskipped = self._numbers.read()
+        return {"loss_scale": scale, "unskipped": unskipped, **self._changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale, count and settings of a `state_dict`, apex's too.
@@ -262,11 +241,11 @@ class DynamicScaler:
         rules = {name: entry[name] for name in SETTINGS if name in entry}
         self.settings = self.settings.changed("loss scaler", rules)
         self._changed.update(rules)
-        self._unskipped.fill_(min(entry["unskipped"], self._last_count()))
+        self._numbers.fill_count(min(entry["unskipped"], self._last_count()))
         self.set(entry["loss_scale"])
 
     def _moved(self) -> None:
-        self._scale.clamp_(self.settings.min_loss_scale, self.settings.max_loss_scale)
+        self._numbers.clamp(self.settings)
         self.generation += 1
 
     def _last_count(self) -> int:

@@ -7,6 +7,7 @@ path for "no master weights".
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,9 +17,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import foreach
+from ..flat_grads import FlatGrads
 from .ranks import world_size
 
+_grad_of = operator.attrgetter("half.grad")
+_master_of = operator.attrgetter("master")
 _is_sparse = operator.attrgetter("is_sparse")
+_version_of = operator.attrgetter("_version")
 _SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
 
 
@@ -30,21 +35,23 @@ class Pair(NamedTuple):
 
 
 class MasterWeights:
-    """The pairs of one optimizer."""
+    """The pairs of one optimizer; `by_half` has them by the half parameter's id, for reading."""
 
     def __init__(self) -> None:
-        self._by_half: dict[int, Pair] = {}
+        self.by_half: dict[int, Pair] = {}
         self._by_master: dict[int, Pair] = {}
         self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
+        self._listed: tuple[list[Tensor], list[Tensor]] | None = None
         self._parts: list[list[Pair]] = []
+        self._flats = FlatGrads()
         self._loaded: dict[int, int] = {}  # versions of half weights whose masters are known good
         self._settled = True
 
     def __len__(self) -> int:
-        return len(self._by_half)
+        return len(self.by_half)
 
     def __iter__(self) -> Iterator[Pair]:
-        return iter(list(self._by_half.values()))
+        return iter(list(self.by_half.values()))
 
     def add(
         self, half: Tensor, original: Tensor | None, master: Parameter | None = None
@@ -58,26 +65,28 @@ class MasterWeights:
             values = half.detach().float() if original is None else original
             master = Parameter(values, requires_grad=half.requires_grad)
         pair = Pair(half, master)
-        self._by_half[id(half)] = self._by_master[id(master)] = pair
+        self.by_half[id(half)] = self._by_master[id(master)] = pair
         self._parts.clear()
+        self._listed = None
         self._versions[id(half)] = half._version
         self._settled = False
         return master
 
     def remove(self, half: Tensor) -> None:
         """Forget a pair; the tensors stay as they are."""
-        pair = self._by_half.pop(id(half))
+        pair = self.by_half.pop(id(half))
         self._parts.clear()
+        self._listed = None
         del self._by_master[id(pair.master)], self._versions[id(half)]
 
     def of(self, half: Tensor) -> Parameter | None:
         """The master of a half parameter, or None."""
-        pair = self._by_half.get(id(half))
+        pair = self.by_half.get(id(half))
         return None if pair is None else pair.master
 
     def current(self, half: Tensor) -> Parameter | None:
         """The master of a half parameter, what was written into the half taken over; or None."""
-        pair = self._by_half.get(id(half))
+        pair = self.by_half.get(id(half))
         if pair is None:
             return None
         if not self._settled or half._version != self._versions[id(half)]:
@@ -87,12 +96,12 @@ class MasterWeights:
     def load(self, half: Tensor, values: Tensor) -> None:
         """Take a master's values from a checkpoint, which is about to be copied into `half` too."""
         with torch.no_grad():
-            self._by_half[id(half)].master.copy_(values)
+            self.by_half[id(half)].master.copy_(values)
         self._loaded[id(half)] = half._version + 1
 
     def agree(self, half: Tensor, send: Callable[[Tensor], None]) -> None:
         """Ranks have made `half` equal; `send` makes its master equal too, one rank's for all."""
-        pair = self._by_half[id(half)]
+        pair = self.by_half[id(half)]
         self._adopt([pair])
         send(pair.master.detach())
         self._loaded[id(half)] = half._version
@@ -124,7 +133,7 @@ class MasterWeights:
             self._adopt(loaded)
         elif not self._settled:
             self._adopt(list(self))
-        elif self._versions_now() != self._versions:
+        elif list(map(_version_of, self._lists()[0])) != list(self._versions.values()):
             self._adopt([p for p in self if p.half._version != self._versions[id(p.half)]])
         self._settled = True
         self._loaded.clear()
@@ -139,7 +148,10 @@ class MasterWeights:
 
     def has_grads(self) -> bool:
         """Whether a backward pass has left gradients in half weights."""
-        return any(pair.half.grad is not None for pair in self._by_half.values())
+        for half in self._lists()[0]:
+            if half.grad is not None:
+                return True
+        return False
 
     def take_grads(self) -> tuple[list[Tensor], list[Tensor]]:
         """Move the gradients out of the half weights: masters, and their FP32 gradients.
@@ -149,37 +161,48 @@ class MasterWeights:
         masters: list[Tensor] = []
         taken: list[Tensor] = []
         if not self._parts:
-            self._parts = _in_parts(list(self._by_half.values()))
+            self._parts = _in_parts(list(self.by_half.values()))
         for part in self._parts:
-            pairs = [pair for pair in part if pair.half.grad is not None]
-            grads = [pair.half.grad for pair in pairs]
+            grads = list(map(_grad_of, part))
+            if any(map(operator.is_, grads, itertools.repeat(None))):
+                part = [pair for pair in part if pair.half.grad is not None]
+                grads = list(map(_grad_of, part))
+            here = list(map(_master_of, part))
             if any(map(_is_sparse, grads)):
                 taken += [grad.float() for grad in grads]
             elif grads:
-                copies = [torch.empty_like(pair.master) for pair in pairs]
+                copies = self._flats.take(here)
                 foreach.copy_(copies, grads)
                 taken += copies
-            for pair in pairs:
+            for pair in part:
                 pair.half.grad = None
-                masters.append(pair.master)
+            masters += here
         return masters, taken
+
+    def whole(self, grads: list[Tensor]) -> list[Tensor]:
+        """`grads` to be written into: those of all masters as one tensor, where they are one."""
+        return self._flats.whole(grads)
 
     def drop_grads(self) -> None:
         """Forget the gradients in the half weights."""
-        for pair in self._by_half.values():
-            pair.half.grad = None
+        for half in self._lists()[0]:
+            half.grad = None
 
     def push(self) -> None:
         """Round the masters into the half weights."""
-        pairs = self._by_half.values()
-        if not pairs:
+        if not self.by_half:
             return
+        halves, masters = self._lists()
         with torch.no_grad():
-            foreach.copy_([p.half for p in pairs], [p.master for p in pairs])
-        self._versions = self._versions_now()
+            foreach.copy_(halves, masters)
+        self._versions = dict(zip(self.by_half, map(_version_of, halves), strict=True))
 
-    def _versions_now(self) -> dict[int, int]:
-        return {key: pair.half._version for key, pair in self._by_half.items()}
+    def _lists(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Halves and masters, in the order of `by_half`."""
+        if self._listed is None:
+            pairs = self.by_half.values()
+            self._listed = [pair.half for pair in pairs], [pair.master for pair in pairs]
+        return self._listed
 
 
 def _in_parts(pairs: list[Pair]) -> list[list[Pair]]:

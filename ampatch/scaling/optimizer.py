@@ -13,10 +13,12 @@ from torch.nn import Parameter
 
 from ..log import logger
 from .apex_layouts import torch_layout
+from .bare_calls import bare_step, is_bare_zero_grad
 from .closures import step_with_closure
 from .fused import skips_in_kernel
 from .gradient_flow import GradientFlow
 from .methods import Methods
+from .scale_numbers import is_set
 from .states import FoundStates, move_state
 from .step_counts import StepCounter
 from .two_step import TwoSteps, has_two_steps
@@ -29,9 +31,11 @@ class ManagedOptimizer(GradientFlow):
     """An optimizer whose step looks for overflow and moves half weights along.
 
     `casts_off` and `casts_on` make the context managers that `step` and its
-    closure run in; `after_step(self)` is told of every step, skipped or not.
+    closure run in, and `resume_casts(suspend_casts())` does what the first does in fewer calls;
+    `after_step(self)` is told of every step, skipped or not.
     `halves` gives the ids of the parameters that are to have masters now,
-    `master_of` the master that another optimizer has made for one of them.  The
+    `master_of` the master that another optimizer has made for one of them.  `whole`
+    gives gradients that are to be written into, those that lie together as one.  The
     ranks of `process_group` share their overflow flag.
     """
 
@@ -39,18 +43,23 @@ class ManagedOptimizer(GradientFlow):
         self,
         optimizer: Any,
         *,
+        suspend_casts: Callable[[], Any],
+        resume_casts: Callable[[Any], None],
         casts_off: Callable[[], AbstractContextManager],
         casts_on: Callable[[], AbstractContextManager],
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
         master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
+        whole: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads,
         process_group: Any = None,
     ) -> None:
-        super().__init__(optimizer, process_group)
+        super().__init__(optimizer, process_group, whole)
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self.counter = StepCounter()
         self._told_unfed = False
         self.was_fed = True  # a `scale_loss` block came since the step before the last
+        self._suspend_casts = suspend_casts
+        self._resume_casts = resume_casts
         self._casts_off = casts_off
         self._casts_on = casts_on
         self._after_step = after_step
@@ -119,7 +128,9 @@ class ManagedOptimizer(GradientFlow):
     def adopt_new(self) -> None:
         """Make masters for half parameters that were added, or unfrozen, since."""
         if not _HALF_TYPES.isdisjoint(map(_dtype_of, self.parameters())):
-            self.adopt_parameters({}, self._halves(), {})
+            halves = self._halves()
+            if halves:
+                self.adopt_parameters({}, halves, {})
 
     def release_parameters(self, halves: set[int]) -> None:
         """Put parameters (ids of the model's) back in the place of their masters."""
@@ -153,9 +164,11 @@ class ManagedOptimizer(GradientFlow):
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        closure, args, kwargs = _closure(args, kwargs)
-        if closure is not None and self._two_steps is not None:
-            return self._two_steps.step(original, closure, args, kwargs)
+        closure = None
+        if args or kwargs:
+            closure, args, kwargs = _closure(args, kwargs)
+            if closure is not None and self._two_steps is not None:
+                return self._two_steps.step(original, closure, args, kwargs)
         self.before_step()
         if closure is not None:
             with self._casts_off():
@@ -167,13 +180,18 @@ class ManagedOptimizer(GradientFlow):
 
     def before_step(self) -> None:
         """Bring parameters, gradients and scalers up to date."""
-        self.refuse_step_in_block()
-        self.forget_found_state()
-        self._fed = self._fed or bool(self.left_scaled)  # about those more is to be said
-        self.left_scaled.report()
+        if self.in_block:
+            self.refuse_step_in_block()
+        if self._found_states.known:
+            self.forget_found_state()
+        if self.left_scaled.known:  # about those more is to be said
+            self._fed = True
+            self.left_scaled.report()
         self.adopt_new()
-        self.settle()
-        self.update_deferred()
+        if self.pending is not None or self.masters.by_half:
+            self.settle()
+        if self._deferred:
+            self.update_deferred()
 
     def after_step(self) -> None:
         """A step, noted as taken or skipped, has ended."""
@@ -183,19 +201,26 @@ class ManagedOptimizer(GradientFlow):
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The original step on the gradients there are, or none after an overflow."""
         found = self.take_found_inf()
-        in_kernel = found is not None and skips_in_kernel(self.optimizer)
-        skipped = found if in_kernel else found is not None and bool(found.item())
+        in_kernel = False
+        skipped: bool | Tensor = False  # without a flag nothing was checked
+        if found is not None:
+            in_kernel = isinstance(found, Tensor) and skips_in_kernel(self.optimizer)
+            skipped = found if in_kernel else is_set(found)
         if skipped is True:
             self.note_step(True)
             return None
+        suspended = self._suspend_casts()
         try:
-            with self._casts_off():
-                if in_kernel:
-                    result = self._step_in_kernel(original, args, kwargs, found)
-                else:
-                    result = original(*args, **kwargs)
+            if in_kernel:
+                result = self._step_in_kernel(original, args, kwargs, found)
+            elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
+                result = original(*args, **kwargs)
+            else:
+                result = bare(self.optimizer)
         finally:  # should it raise half-way, the model follows what was done
-            self.masters.push()
+            self._resume_casts(suspended)
+            if self.masters.by_half:
+                self.masters.push()
         self.note_step(skipped)
         return result
 
@@ -237,7 +262,12 @@ class ManagedOptimizer(GradientFlow):
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         self.forget_gradients()
-        return original(*args, **kwargs)
+        if args or kwargs or not is_bare_zero_grad(original):
+            return original(*args, **kwargs)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = None
+        return None
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """As the original; understands apex's layouts, and takes their masters' values over."""

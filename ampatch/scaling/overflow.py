@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from .loss_scaler import Scaler
+from .scale_numbers import Flag, either
 
 
 class Unscaled(NamedTuple):
@@ -18,34 +16,38 @@ class Unscaled(NamedTuple):
 
 
 class Overflow:
-    """Flags of the gradients gathered since the last step, and of those a step has used."""
+    """Flags of the gradients gathered since the last step, and of those a step has used.
+
+    `found` and `spent` are None where there is nothing to remember.
+    """
+
+    __slots__ = ("_last", "found", "spent")
 
     def __init__(self) -> None:
-        self._found: Tensor | None = None
+        self.found: Flag | None = None
+        self.spent: Unscaled | None = None  # who unscaled gradients that nobody zeroed since a step
         self._last: Unscaled | None = None
-        self._spent: Unscaled | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is remembered; no overflow need be."""
-        return self._found is not None or self._spent is not None
+        return self.found is not None or self.spent is not None
 
-    def note(self, found: Tensor, by: Unscaled) -> None:
-        """Remember a flag: 0-dim, not 0 for an overflow."""
-        known = self._found
-        self._found = found if known is None else torch.maximum(known, found.to(known.device))
+    def note(self, found: Flag, by: Unscaled) -> None:
+        """Remember a flag."""
+        self.found = found if self.found is None else either(self.found, found)
         self._last = by
 
-    def take(self) -> Tensor | None:
+    def take(self) -> Flag | None:
         """The flag of what was gathered, which is used from now on; None: unchecked."""
-        found, self._found = self._found, None
-        self._spent = None if found is None else self._last
+        found, self.found = self.found, None
+        self.spent = None if found is None else self._last
         return found
 
     def take_spent(self) -> Unscaled | None:
         """Who unscaled the gradients that a step has used and nobody zeroed since."""
-        spent, self._spent = self._spent, None
+        spent, self.spent = self.spent, None
         return spent
 
     def forget(self) -> None:
         """All gradients were zeroed."""
-        self._found = self._spent = None
+        self.found = self.spent = None

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .loss_scaler import Scaler
 from .ranks import world_size
-from .sharing import Sharing
+from .scale_numbers import Flag
+from .sharing import sharing_among
 
 if TYPE_CHECKING:
     from .gradient_flow import GradientFlow
@@ -44,14 +45,14 @@ class Pending:
     def finish(self) -> None:
         """Unscale the gradients, and let the scaler know."""
         waiting = [optimizer for optimizer in self._optimizers if optimizer.pending is self]
-        sharing = Sharing(waiting)
+        sharing = sharing_among(waiting)
         found = [optimizer.unscale_pending(self._scaler, sharing) for optimizer in waiting]
-        tell(self._scaler, found, waiting)
+        tell(self._scaler, [flag for flag in found if flag is not None], waiting)
 
 
 def tell(
     scaler: Scaler,
-    found: Sequence[Tensor | None],
+    flags: list[Flag],
     optimizers: Sequence[GradientFlow],
     *,
     at_step: bool = False,
@@ -61,7 +62,6 @@ def tell(
     Where several processes train it is always at the step: in DDP's `no_sync`
     one rank alone may see an inf, at the step all of them have.
     """
-    flags = [flag for flag in found if flag is not None]
     if at_step or world_size() > 1:
         scaler.defer(flags)
         for optimizer in optimizers:

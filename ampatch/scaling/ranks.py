@@ -8,15 +8,23 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from ..surroundings import are_ranks
+from .scale_numbers import Flag
+
 
 def world_size() -> int:
     """How many processes train together; 1 without `torch.distributed`."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
+    return torch.distributed.get_world_size() if are_ranks() else 1
 
 
-def share_flag(flag: Tensor, group: Any) -> None:
-    """Make a 0-dim flag the highest of all ranks of a process group, in place."""
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+def share_flag(flag: Flag, group: Any, grads: list[Tensor]) -> Flag:
+    """A flag that is set on all ranks of a process group if it is on one.
+
+    What the host knows travels on the device of the gradients.
+    """
+    shared = flag
+    if not isinstance(flag, Tensor):
+        device = grads[0].device if grads else torch.device("cpu")
+        shared = torch.tensor(float(flag), device=device)
+    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
+    return shared if isinstance(flag, Tensor) else bool(shared.item())

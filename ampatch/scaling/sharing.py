@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .loss_scaler import Scaler
+from .scale_numbers import Flag, either
 
 if TYPE_CHECKING:
     from .gradient_flow import GradientFlow
@@ -28,6 +28,11 @@ class Sharing:
                     holders.setdefault(id(param), []).append(optimizer)
         self._holders = {key: known for key, known in holders.items() if len(known) > 1}
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there are tensors that several hold."""
+        return bool(self._holders)
+
     def owned(self, optimizer: GradientFlow, params: Iterable[Tensor]) -> list[Tensor]:
         """Those of `params` that are this optimizer's to deal with."""
         if not self._holders:
@@ -41,7 +46,7 @@ class Sharing:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         scale: Any,
-    ) -> Tensor | None:
+    ) -> Flag | None:
         """Unscale those of an optimizer's gradients, of `params`, that it owns.
 
         Those shared are checked for all who hold them.  Returns found_inf, or None: unchecked.
@@ -58,7 +63,7 @@ class Sharing:
             in_shared = optimizer.check(scaler, shared, scale, [optimizer, *others])
             if found is None or in_shared is None:
                 return in_shared if found is None else found
-            found = torch.maximum(found, in_shared)
+            found = either(found, in_shared)
         return found
 
     def _others(self, optimizer: GradientFlow) -> list[GradientFlow]:
@@ -71,19 +76,28 @@ class Sharing:
         return id(param) in self._holders
 
 
+NOTHING_SHARED = Sharing()
+
+
+def sharing_among(optimizers: Sequence[GradientFlow]) -> Sharing:
+    """`Sharing(optimizers)`; the same object wherever nothing is shared."""
+    sharing = Sharing(optimizers)
+    return sharing if sharing.is_any else NOTHING_SHARED
+
+
 def with_sharers(given: list[GradientFlow], everyone: Sequence[GradientFlow]) -> list[GradientFlow]:
     """`given` and all who share a tensor with them, be it through others."""
+    if len(given) == len(everyone):
+        return given
     found = list(given)
-    if all(other in given for other in everyone):
-        return found
-    held = {id(other): {id(param) for param in other.parameters()} for other in everyone}
-    reached: set[int] = set().union(*(held.get(id(one), set()) for one in given))
+    others = [(other, set(map(id, other.parameters()))) for other in everyone if other not in given]
+    reached = {id(param) for one in given for param in one.parameters()}
     more = True
     while more:
         more = False
-        for other in everyone:
-            if other not in found and not reached.isdisjoint(held[id(other)]):
+        for other, held in others:
+            if other not in found and not reached.isdisjoint(held):
                 found.append(other)
-                reached |= held[id(other)]
+                reached |= held
                 more = True
     return found

@@ -45,24 +45,27 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 class FoundStates:
-    """The states as `initialize` found them, to go back to should it fail."""
+    """The states as `initialize` found them, to go back to should it fail.
+
+    `known` is empty once they are forgotten.
+    """
 
     def __init__(self) -> None:
-        self._found: list[tuple[Any, dict]] = []
+        self.known: list[tuple[Any, dict]] = []
 
     def note(self, optimizer: Any) -> None:
         """Remember the states as they are now."""
-        self._found = [
+        self.known = [
             (state, {param: dict(entry) for param, entry in state.items()})
             for state in states_of(optimizer)
         ]
 
     def forget(self) -> None:
         """From now on the state is what training makes of it."""
-        self._found = []
+        self.known = []
 
     def restore(self) -> None:
         """As they were, to the bit; nothing once they are forgotten."""
-        for state, found in self._found:
+        for state, found in self.known:
             state.clear()
             state.update(found)

@@ -27,7 +27,7 @@ class StepCounter:
     """The counts of one optimizer."""
 
     def __init__(self) -> None:
-        self._counts = StepCounts(0, 0, 0)  # while the host knows
+        self._taken = self._skipped = self._row = 0  # while the host knows
         self._on_device: list[Tensor] | None = None  # all steps, the skipped, those in a row
         self._copy: _Copy | None = None
         self._unseen = 0  # steps since the last look
@@ -39,16 +39,16 @@ class StepCounter:
             self._note_on_device(skipped)
         elif self._on_device is not None:
             self._note_on_device(torch.full_like(self._on_device[0], float(skipped)))
+        elif skipped:
+            self._skipped += 1
+            self._row += 1
         else:
-            taken, left_out, row = self._counts
-            self._counts = StepCounts(
-                taken + (not skipped), left_out + skipped, row + 1 if skipped else 0
-            )
+            self._taken += 1
+            self._row = 0
 
     def _note_on_device(self, found: Tensor) -> None:
         if self._on_device is None:
-            taken, left_out, row = self._counts
-            numbers = (taken + left_out, left_out, row)
+            numbers = (self._taken + self._skipped, self._skipped, self._row)
             self._on_device = [torch.full_like(found, float(number)) for number in numbers]
         steps, left_out, row = self._on_device
         found = found.to(steps.device)
@@ -58,7 +58,7 @@ class StepCounter:
     def read(self) -> StepCounts:
         """The counts.  Waits for the device if it has them."""
         if self._on_device is None:
-            return self._counts
+            return StepCounts(self._taken, self._skipped, self._row)
         steps, left_out, row = (int(count.item()) for count in self._on_device)
         return StepCounts(steps - left_out, left_out, row)
 
@@ -68,16 +68,16 @@ class StepCounter:
         On an accelerator that decides by itself it is known some steps late, at most
         about a quarter of `limit`.
         """
-        row = self._row(max(1, limit // 4))
+        row = self._row
+        if self._on_device is not None:
+            row = self._row_on_device(max(1, limit // 4))
         if row is None:
             return False
         told, self._told = self._told, row >= limit
         return self._told and not told
 
-    def _row(self, every: int) -> int | None:
+    def _row_on_device(self, every: int) -> int | None:
         """Skipped steps in a row, or None if that is not known now."""
-        if self._on_device is None:
-            return self._counts.skipped_in_a_row
         row = self._on_device[2]
         if row.device.type == "cpu":
             return int(row.tolist())  # memory of the host: nothing to wait for

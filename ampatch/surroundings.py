@@ -1,0 +1,59 @@
+"""What surrounds a call, asked where torch keeps it.
+
+Forwards and steps ask every time, and torch's public questions are several
+Python calls each.  Where this torch keeps an answer elsewhere, the public way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed
+
+try:
+    from torch._C import _set_grad_enabled as set_grad_enabled
+except ImportError:
+    set_grad_enabled = torch.set_grad_enabled
+
+try:
+    from torch._C import _is_tracing
+except ImportError:
+    _is_tracing = torch.jit.is_tracing
+
+try:
+    from torch._C._functorch import peek_interpreter_stack
+except ImportError:
+
+    def peek_interpreter_stack() -> object:
+        """Without a way to ask, assume a transform is running: nothing is kept."""
+        return True
+
+
+try:
+    from torch.distributed import distributed_c10d as _c10d
+    from torch.distributed.distributed_c10d import _World
+except ImportError:  # built without, or kept elsewhere
+    _c10d = _World = None
+
+_HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
+
+
+def is_recording() -> bool:
+    """Whether operations are being traced or transformed, so that a kept tensor would leak.
+
+    Not to be asked from code that Dynamo traces.
+    """
+    return (
+        (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
+        or _is_tracing()
+        or peek_interpreter_stack() is not None
+    )
+
+
+def are_ranks() -> bool:
+    """Whether `torch.distributed` has its default process group."""
+    if _World is not None and type(_c10d._world) is _World:  # tests of torch's put in another
+        world = _c10d._world
+        if hasattr(world, "_default_pg"):
+            return world._default_pg is not None
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
