@@ -43,10 +43,10 @@ counts, systems = load("counts"), load("systems")
 MLP, LINEARS = "MLP, 8 layers", "200 Linear(8, 8)"
 CASTS = 8
 MORE = {  # operators at O1 and at O2, with dynamic loss scale, that plain FP32 does without
-    (MLP, "ordinary"): (30, 30),  # on top of 149, in torch 2.13
-    (MLP, "fused"): (32, 32),  # on top of 134
-    (LINEARS, "ordinary"): (414, 414),  # on top of 2809
-    (LINEARS, "fused"): (416, 416),  # on top of 2410
+    (MLP, "ordinary"): (4, 4),  # on top of 149, in torch 2.13
+    (MLP, "fused"): (4, 4),  # on top of 134
+    (LINEARS, "ordinary"): (4, 4),  # on top of 2809
+    (LINEARS, "fused"): (4, 4),  # on top of 2410
 }
 WEIGHTS = {MLP: 16, LINEARS: 400}
 LEVELS = ("O1", "O2")
@@ -58,7 +58,7 @@ LEVELS = ("O1", "O2")
 def test_a_step_does_no_more_than_this(name, optimizer, level, dtype):
     found = counts.count(name, level, optimizer, dtype)
     assert found.casts <= CASTS
-    assert found.syncs == (0 if optimizer == "fused" else 1)
+    assert found.syncs <= (0 if optimizer == "fused" else 1)
     plain = counts.count(name, systems.FP32, optimizer).operators
     assert found.operators - plain <= MORE[name, optimizer][LEVELS.index(level)]
 
