@@ -160,19 +160,19 @@ class Registry:
 
     def session_of(self, optimizer: Any) -> Session | None:
         """The session that an optimizer was given to."""
-        return _session(self.care_of(optimizer))
+        return self.cared_for.session_of(optimizer)
 
     def managed(self, optimizer: Any) -> ManagedOptimizer | None:
         """Our side of an optimizer, or None."""
-        return _ours(self.care_of(optimizer))
+        return self.cared_for.ours(optimizer)
 
     def session_of_model(self, model: Any) -> Session | None:
         """The session that manages a model."""
-        return _session(self.modelled.find(model))
+        return self.modelled.session_of(model)
 
     def managed_model(self, model: Any) -> ManagedModel | None:
         """Our side of a model, or None."""
-        return _ours(self.modelled.find(model))
+        return self.modelled.ours(model)
 
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
@@ -297,14 +297,6 @@ class Registry:
 
         logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)
         when_importable(owner, on_import)
-
-
-def _session(found: tuple[Any, Any] | None) -> Any:
-    return None if found is None else found[0]
-
-
-def _ours(found: tuple[Any, Any] | None) -> Any:
-    return None if found is None else found[1]
 
 
 def _first(found: Iterable[Any]) -> Any:

@@ -47,6 +47,16 @@ class Whereabouts:
             return None
         return entry[0], ours
 
+    def session_of(self, given: Any) -> Any:
+        """The session that has an object, or None."""
+        found = self.find(given)
+        return None if found is None else found[0]
+
+    def ours(self, given: Any) -> Any:
+        """Our side of an object, or None."""
+        found = self.find(given)
+        return None if found is None else found[1]
+
     def remove(self, given: Any, session: Members) -> None:
         """`session` has `given` in care no longer."""
         entry = self._of.get(id(given))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import resource
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -59,29 +60,36 @@ def with_open(count: int, level: str, together: bool) -> list[float]:
     return [opening, first, later, evaluation, zeroing, seconds(amp.deactivate)]
 
 
-def bytes_each(count: int, level: str) -> list[float]:
-    """Bytes per session: Python's, and resident; opened, and once all have trained."""
+def bytes_each(count: int, level: str, size: Callable[[], int]) -> list[float]:
+    """Bytes per session, of what `size` measures: opened, and once all have trained."""
+    if size is traced:
+        tracemalloc.start()
     pairs = [small() for _ in range(count)]
     inputs = torch.randn(2, 4)
-    amp.initialize(*small(), opt_level=level, **SETTINGS)  # what there is once per process
+    pair = small()
+    amp.initialize(*pair, opt_level=level, **SETTINGS)  # what there is once per process
+    train(pair, inputs)
     gc.collect()
-    tracemalloc.start()
-    python, resident = tracemalloc.get_traced_memory()[0], _resident()
-    found: list[float] = []
+    before = size()
     for pair in pairs:
         amp.initialize(*pair, opt_level=level, **SETTINGS)
     gc.collect()
-    found += [tracemalloc.get_traced_memory()[0] - python, _resident() - resident]
+    opened = size()
     for pair in pairs:
         train(pair, inputs)
     gc.collect()
-    found += [tracemalloc.get_traced_memory()[0] - python, _resident() - resident]
-    return [size / count for size in found]
+    return [(opened - before) / count, (size() - before) / count]
 
 
-def _resident() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096
+def traced() -> int:
+    """Bytes of Python's objects."""
+    return tracemalloc.get_traced_memory()[0]
+
+
+def resident() -> int:
+    """Bytes of the process in memory."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 def sessions(_: int) -> Iterator[str]:
@@ -98,12 +106,10 @@ def sessions(_: int) -> Iterator[str]:
                 rows.append([level, count, *[f"{x * 1e3:.3f}" for x in times]])
         yield f"### Many small models, {title}\n\nMilliseconds.\n"
         yield table(["", "models", opening, *asked, "`deactivate()`"], rows)
-    yield "### Memory of a session\n\nKilobytes for each of 1000, weights of 160 bytes each; resident memory holds what the counting itself takes.\n"
-    head = ["", "Python, opened", "resident, opened", "Python, trained", "resident, trained"]
-    yield table(
-        head,
-        [
-            [level, *[f"{x / 1024:.1f}" for x in alone(bytes_each, 1000, level)]]
-            for level in ("O1", "O2")
-        ],
-    )
+    yield "### Memory of a session\n\nKilobytes for each of 1000, with gradients and all else that training makes.\n"
+    head = ["", "Python, opened", "Python, trained", "resident, opened", "resident, trained"]
+    rows = []
+    for level in ("O1", "O2"):
+        found = [x for size in (traced, resident) for x in alone(bytes_each, 1000, level, size)]
+        rows.append([level, *[f"{x / 1024:.1f}" for x in found]])
+    yield table(head, rows)

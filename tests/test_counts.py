@@ -1,7 +1,7 @@
 """What a training step consists of, counted exactly: operators, casts, waits for the device.
 
 Counted by `benchmarks/counts.py` on its own models.  These counts hold what was gained;
-where less is done, lower the numbers in `MOST`.
+where less is done, lower the numbers in `MORE`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ counts, systems = load("counts"), load("systems")
 
 MLP, LINEARS = "MLP, 8 layers", "200 Linear(8, 8)"
 CASTS = 8
-MOST = {  # operators of a step with SGD, dynamic loss scale: at O1 and at O2
-    (MLP, "ordinary"): (179, 179),
-    (MLP, "fused"): (166, 166),
-    (LINEARS, "ordinary"): (3223, 3223),
-    (LINEARS, "fused"): (2826, 2826),
+MORE = {  # operators at O1 and at O2, with dynamic loss scale, that plain FP32 does without
+    (MLP, "ordinary"): (4, 4),  # on top of 149, in torch 2.13
+    (MLP, "fused"): (4, 4),  # on top of 134
+    (LINEARS, "ordinary"): (4, 4),  # on top of 2809
+    (LINEARS, "fused"): (4, 4),  # on top of 2410
 }
 WEIGHTS = {MLP: 16, LINEARS: 400}
 LEVELS = ("O1", "O2")
@@ -54,21 +54,23 @@ LEVELS = ("O1", "O2")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("name", "optimizer"), MOST, ids=str)
+@pytest.mark.parametrize(("name", "optimizer"), MORE, ids=str)
 def test_a_step_does_no_more_than_this(name, optimizer, level, dtype):
     found = counts.count(name, level, optimizer, dtype)
     assert found.casts <= CASTS
-    assert found.syncs == (0 if optimizer == "fused" else 1)
-    assert found.operators <= MOST[name, optimizer][LEVELS.index(level)]
+    assert found.syncs <= (0 if optimizer == "fused" else 1)
+    plain = counts.count(name, systems.FP32, optimizer).operators
+    assert found.operators - plain <= MORE[name, optimizer][LEVELS.index(level)]
 
 
-@pytest.mark.parametrize(("name", "optimizer"), MOST, ids=str)
+@pytest.mark.parametrize(("name", "optimizer"), MORE, ids=str)
 def test_autocast_does_more_and_the_counting_sees_it(name, optimizer):
     """Each weight is cast for itself forward and backward, and the step waits (or is told)."""
     found = counts.count(name, systems.AUTOCAST, optimizer)
     assert found.casts >= 2 * WEIGHTS[name]
     assert found.syncs == (0 if optimizer == "fused" else 1)
-    assert found.operators >= max(MOST[name, optimizer])
+    plain = counts.count(name, systems.FP32, optimizer).operators
+    assert found.operators - plain > max(MORE[name, optimizer])
 
 
 # Growth

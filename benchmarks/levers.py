@@ -1,0 +1,88 @@
+"""What each lever buys: training steps with one of them taken away, beside autocast + GradScaler.
+
+    python benchmarks/levers.py [--rounds 31] [--out FILE.md]
+
+Taken away are the leaf half shadows (weights are then cast in the graph, one by one)
+and batches (lists of tensors are then dealt with tensor by tensor).  A column without
+Python's garbage collector says what that costs each system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from models import DISPATCH_BOUND
+from systems import AUTOCAST, HALF, make_step
+from workers import machine, measure, ratios, table
+
+from ampatch import foreach
+from ampatch.casting import shadows
+
+AGAIN = "autocast again"
+BATCHES = ("copy_", "add_", "mul_")
+SYSTEMS = [
+    *(AUTOCAST, AGAIN, f"{AUTOCAST} without gc", HALF),
+    *("O1", "O1 without shadows", "O1 without batches", "O1 without gc"),
+    *("O2", "O2 without batches"),
+]
+
+
+def make(name: str, system: str) -> Callable[[], None]:
+    """The function that does one training step, `system` being "... without a lever" or whole."""
+    torch.manual_seed(0)
+    level, _, lever = system.partition(" without ")
+    if lever == "shadows":
+        shadows.SUPPORTED = False
+    elif lever == "batches":
+        for batch in BATCHES:
+            setattr(foreach, batch, functools.partial(foreach.one_by_one, batch))
+    elif lever == "gc":
+        gc.disable()
+    return make_step(DISPATCH_BOUND[name](), level, "ordinary", torch.bfloat16)
+
+
+def main() -> None:
+    """Measure, print, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for name, steps in (("MLP, 8 layers", 40), ("200 Linear(8, 8)", 4)):
+        times = measure(
+            functools.partial(make, name),
+            SYSTEMS,
+            rounds=options.rounds,
+            steps=steps,
+            warm_up=steps,
+            threads=1,
+            clock=time.process_time,
+        )
+        found = ratios(times, AUTOCAST)
+        rows.append(
+            [
+                name,
+                *[
+                    f"{middle:.2f} ({low:.2f} to {high:.2f})"
+                    for low, middle, high in found.values()
+                ],
+            ]
+        )
+    text = (
+        f"# A training step without one of the levers, relative to {AUTOCAST} + GradScaler\n\n"
+        f"bfloat16, CPU, one thread, CPU time, SGD, dynamic loss scale: median and quartiles of "
+        f"{options.rounds} rounds.\n{machine()}.\n\n{table(['', *SYSTEMS], rows)}"
+    )
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
