@@ -175,9 +175,14 @@ def test_out_is_written_uncast():
 
 
 def test_overrides_of_the_function_win():
-    model = managed(Calls(plain), overrides={F.linear: "float"})
+    def another_first(self, x):
+        torch.mm(self.weight, x.t())  # makes the weight a shadow
+        return F.linear(x, self.weight)
+
+    model = managed(Calls(another_first), overrides={F.linear: "float"})
     for _ in range(2):
         assert model(X).dtype is torch.float32
+        assert registry.halves_of(model.weight)
 
 
 def test_input_on_a_device_that_is_not_covered():
@@ -245,3 +250,16 @@ def test_a_report_sees_what_the_short_cut_would_hide():
         model(X)
     assert "linear" in str(report)
     assert general_calls(lambda: model(X)) == 0
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_new_data_is_caught_up_with_at_the_next_forward(part):
+    model = managed(Calls(plain))
+    model(X)
+    parameter = getattr(model, part)
+    parameter.data = 2 * parameter.data
+    assert general_calls(lambda: model(X)) == 1
+    out = []
+    assert general_calls(lambda: out.append(model(X))) == 0
+    with torch.autocast("cpu", dtype=H):
+        assert torch.equal(out[0], F.linear(X, model.weight, model.bias))
