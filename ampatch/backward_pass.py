@@ -27,6 +27,16 @@ except ImportError:
         return -1
 
 
+try:
+    from torch._C import _are_functorch_transforms_active, _len_torch_function_stack
+
+    def _is_undisturbed() -> bool:
+        """Whether no transform and no `TorchFunctionMode` wants to know of a backward pass."""
+        return not (_are_functorch_transforms_active() or _len_torch_function_stack())
+
+except ImportError:
+    _is_undisturbed = None
+
 HalvesOf = Callable[[Tensor], "list[Tensor]"]
 
 _one_at_a_time = threading.RLock()
@@ -48,24 +58,83 @@ def replacements(
 
 
 def _backward(original: Callable, halves_of: HalvesOf, collect: Callable[[], None]) -> Callable:
-    signature = inspect.signature(original)
+    may_shorten = _is_torchs_own(original)
 
     @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        if is_dynamo_compiling() or _current_graph_task_id() != -1:
-            return original(*args, **kwargs)  # the pass around this one collects
-        if len(args) > 5 or kwargs.get("inputs") is not None:
-            bound = signature.bind(*args, **kwargs)
-            inputs = bound.arguments["inputs"]
-            bound.arguments["inputs"] = _with_halves(inputs, halves_of)
-            args, kwargs = bound.args, bound.kwargs
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        if is_dynamo_compiling() or _current_graph_task_id() != -1:  # a pass around this collects
+            return original(
+                tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+            )
         with _one_at_a_time:
             try:
-                return original(*args, **kwargs)
+                if (
+                    may_shorten
+                    and type(tensors) is Tensor
+                    and grad_tensors is None
+                    and not create_graph
+                    and grad_variables is None
+                    and inputs is None
+                    and tensors.dim() == 0
+                    and tensors.dtype is torch.float32
+                    and tensors.requires_grad
+                    and _is_undisturbed()
+                ):
+                    torch.autograd._engine_run_backward(
+                        (tensors,),
+                        (_ones_like(tensors),),
+                        bool(retain_graph),
+                        False,
+                        (),
+                        allow_unreachable=True,
+                        accumulate_grad=True,
+                    )
+                    return None
+                return original(
+                    tensors,
+                    grad_tensors,
+                    retain_graph,
+                    create_graph,
+                    grad_variables,
+                    _with_halves(inputs, halves_of),
+                )
             finally:
                 collect()
 
     return backward
+
+
+def _is_torchs_own(original: Callable) -> bool:
+    """Whether this is the `backward` that we know what it does with a single FP32 loss.
+
+    It looks at its arguments for longer than it takes to start the pass.
+    """
+    code = getattr(original, "__code__", None)
+    return (
+        code is not None
+        and code.co_filename == torch.autograd.__file__
+        and code.co_varnames[: code.co_argcount] == _PARAMETERS
+        and hasattr(torch.autograd, "_engine_run_backward")
+        and _is_undisturbed is not None
+    )
+
+
+_ones_like = torch.ones_like
+_PARAMETERS = (
+    "tensors",
+    "grad_tensors",
+    "retain_graph",
+    "create_graph",
+    "grad_variables",
+    "inputs",
+)
 
 
 def _listed(inputs: Any) -> list[Any]:
