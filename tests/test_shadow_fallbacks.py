@@ -322,3 +322,28 @@ def test_a_default_argument_that_holds_the_original_is_loud(model):
 
     with pytest.raises(RuntimeError, match="not have been used"):
         gradients(loss_of(model), [model[0].weight])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda data: data.t(),
+        lambda data: data.reshape(data.shape[1], data.shape[0]),
+        lambda data: data[:1],
+        lambda data: data.reshape(-1),
+    ],
+    ids=["transposed", "reshaped", "first row", "flat"],
+)
+def test_a_weight_whose_data_took_another_shape_is_cast_as_it_is_now(other):
+    """In the same memory, so that its pointer does not tell."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 4, bias=False)
+    ampatch.initialize(layer, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    for _ in range(2):
+        layer(torch.ones(1, 3)).sum().backward()
+        layer.weight.grad = None
+    layer.weight.data = other(layer.weight.data)
+    now = layer.weight.detach().bfloat16()
+    x = torch.ones(1, now.shape[-1])
+    assert torch.equal(layer(x), F.linear(x.bfloat16(), now))
+    assert torch.equal(layer(x), F.linear(x.bfloat16(), now))

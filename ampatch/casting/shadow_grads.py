@@ -17,11 +17,11 @@ from .. import foreach
 from ..flat_grads import FlatGrads
 
 hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_state_of = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+backward_hooks_of = operator.attrgetter("_backward_hooks")
+late_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 _grad_of = operator.attrgetter("grad")
-_requires_grad = operator.attrgetter("requires_grad")
+wants_grad = operator.attrgetter("requires_grad")
 _NONE = itertools.repeat(None)
-_ORDINARY = (True, None, None)
 
 
 def move(weights: list[Tensor], grads: list[Tensor], flats: FlatGrads | None = None) -> None:
@@ -31,10 +31,11 @@ def move(weights: list[Tensor], grads: list[Tensor], flats: FlatGrads | None = N
     """
     earlier = list(map(_grad_of, weights))
     is_first = not any(map(operator.is_not, earlier, _NONE))
-    states = list(map(_state_of, weights))
     if (
-        (states.count(_ORDINARY) != len(states) and not all(map(_is_ordinary, states)))
-        or any(map(_requires_grad, grads))
+        not all(map(wants_grad, weights))
+        or any(map(backward_hooks_of, weights))
+        or any(map(late_hooks_of, weights))
+        or any(map(wants_grad, grads))
         or not (is_first or not any(map(operator.is_, earlier, _NONE)))
     ):
         for weight, grad in zip(weights, grads, strict=True):
@@ -47,12 +48,6 @@ def move(weights: list[Tensor], grads: list[Tensor], flats: FlatGrads | None = N
     else:
         with torch.no_grad():
             foreach.add_(earlier, grads)
-
-
-def _is_ordinary(state: tuple[bool, dict | None, dict | None]) -> bool:
-    """Whether a weight wants a gradient and has no hooks, or none any more."""
-    requires_grad, *hooks = state
-    return requires_grad and not any(hooks)
 
 
 def deliver(weight: Tensor, half_grad: Tensor) -> None:

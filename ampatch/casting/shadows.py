@@ -25,7 +25,15 @@ from torch.autograd import forward_ad
 from .. import foreach
 from ..flat_grads import FlatGrads
 from ..surroundings import are_ranks, set_grad_enabled
-from .shadow_grads import deliver_by_itself, hooks_of, is_watched, move
+from .shadow_grads import (
+    backward_hooks_of,
+    deliver_by_itself,
+    hooks_of,
+    is_watched,
+    late_hooks_of,
+    move,
+    wants_grad,
+)
 
 try:
     from torch._C import _len_torch_function_stack as _function_modes
@@ -51,9 +59,7 @@ _grad_of = operator.attrgetter("half.grad")
 _weight_of = operator.attrgetter("weight")
 _version_of = operator.attrgetter("_version")
 _alive = weakref.ref.__call__
-_state_of = operator.attrgetter(
-    "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "shape"
-)
+_numel, _dim = Tensor.numel, Tensor.dim
 
 
 class Shadow:
@@ -63,7 +69,7 @@ class Shadow:
     graphs that hold the shadow of a weight that nobody changed stay valid.
     """
 
-    __slots__ = ("dtype", "half", "pointer", "raw", "state", "version", "weight")
+    __slots__ = ("dtype", "half", "pointer", "raw", "version", "weight")
 
     def __init__(self, weight: weakref.ref[Tensor], half: Tensor) -> None:
         self.weight = weight
@@ -75,7 +81,6 @@ class Shadow:
     def note(self, weight: Tensor) -> None:
         """Remember the weight's state: the shadow is up to date with it."""
         self.version, self.pointer = weight._version, weight.data_ptr()
-        self.state = _state_of(weight)
 
 
 class Shadows:
@@ -88,7 +93,9 @@ class Shadows:
         self._halves: list[Tensor] = []
         self._raws: list[Tensor] = []
         self._versions: list[int] = []
-        self._states: list[tuple] = []
+        self._wanting: list[bool] = []
+        self._numels: list[int] = []
+        self._dims: list[int] = []
         self._unlisted: list[int] = []  # weights that have come or gone since `_list`
         self._in_doubt = False  # a weight was not what its shadow said when it was used
         self._waiting = 0
@@ -170,7 +177,14 @@ class Shadows:
         if self._unlisted:
             weights = self._weights()
         versions = list(map(_version_of, weights))
-        if self._in_doubt or list(map(_state_of, weights)) != self._states:
+        if (
+            self._in_doubt
+            or list(map(wants_grad, weights)) != self._wanting
+            or list(map(_numel, weights)) != self._numels
+            or list(map(_dim, weights)) != self._dims
+            or any(map(backward_hooks_of, weights))
+            or any(map(late_hooks_of, weights))
+        ):
             self._catch_up(weights)
             return
         if versions == self._versions:  # yet `.data` writes and fused optimizers leave no trace
@@ -180,15 +194,19 @@ class Shadows:
             return
         else:
             targets = self._halves
-            self._versions = versions
-            for shadow, version in zip(self._listed, versions):
-                shadow.version = version
         found = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
             foreach.copy_(targets, weights)
+        except RuntimeError:  # shapes that differ in nothing of the above; else it comes again
+            self._catch_up(weights)
+            return
         finally:
             set_grad_enabled(found)
+        if targets is self._halves:
+            self._versions = versions
+            for shadow, version in zip(self._listed, versions):
+                shadow.version = version
 
     def _catch_up(self, weights: list[Tensor]) -> None:
         """Weight by weight: some have changed, been moved, frozen or got hooks."""
@@ -220,7 +238,9 @@ class Shadows:
         self._halves = [shadow.half for shadow in listed]
         self._raws = [shadow.raw for shadow in listed]
         self._versions = [shadow.version for shadow in listed]
-        self._states = [shadow.state for shadow in listed]
+        self._wanting = list(map(wants_grad, self._halves))
+        self._numels = list(map(_numel, self._halves))
+        self._dims = list(map(_dim, self._halves))
 
 
 def _fits(half: Tensor, weight: Tensor) -> bool:

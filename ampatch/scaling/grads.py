@@ -16,6 +16,8 @@ def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
 
     They are of one device, and all sharded or none.
     """
+    if len(grads) == 1 and type(grads[0]) is Tensor and not grads[0].is_sparse:  # a whole buffer
+        return [(grads[0].device, grads)]
     if grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads)):
         if len(set(map(type, grads))) == 1:  # the usual case, without a look at each
             return [(grads[0].device, grads)]

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from .. import foreach
 from ..flat_grads import FlatGrads
+from ..surroundings import set_grad_enabled
 from .ranks import world_size
 
 _grad_of = operator.attrgetter("half.grad")
@@ -193,8 +194,12 @@ class MasterWeights:
         if not self.by_half:
             return
         halves, masters = self._lists()
-        with torch.no_grad():
+        found = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
             foreach.copy_(halves, masters)
+        finally:
+            set_grad_enabled(found)
         self._versions = dict(zip(self.by_half, map(_version_of, halves), strict=True))
 
     def _lists(self) -> tuple[list[Tensor], list[Tensor]]:
