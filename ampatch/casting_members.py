@@ -104,6 +104,9 @@ class CastingMembers(Members):
         for policy in (self._policy, self._overrides_only):
             policy.half_to = policy.half_type = dtype
 
+    def _drop_cache(self) -> None:
+        self._policy.cache.close()
+
 
 def _device_limit() -> set[str] | None:
     """Where there is only one kind of device nothing needs asking; else start from "meta"."""

@@ -197,7 +197,7 @@ def _check(
     checks.fused_steps_work(models, optimizers, properties)
     override_rules.check_all_used(rules[0], models)
     if rules[1]:
-        registry.check_functions(rules[1])
+        override_rules.check_functions(rules[1], registry.installation)
 
 
 def set_opt_level(model: nn.Module, opt_level: Any) -> None:

@@ -106,6 +106,14 @@ class Members:
             if optimizer.masters.of(half) is not None:
                 optimizer.masters.load(half, values)
 
+    def parameter_names(self) -> dict[int, str]:
+        """Names of the models' parameters, by their ids."""
+        return {
+            id(parameter): name
+            for model in self.models()
+            for name, parameter in model.model.named_parameters()
+        }
+
     def managed(self, optimizer: Any) -> ManagedOptimizer | None:
         """Our side of an optimizer, or None if it is not in this session."""
         session, managed = self._cared_for.find(optimizer) or (None, None)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .casting.install import Installation
 from .casting.policy import CastState, Policy
 from .errors import did_you_mean, type_name
 from .hooks import Hook
@@ -130,3 +131,15 @@ def stays_float(properties: Properties, found: dict[nn.Module, str]) -> Callable
     return lambda module: (
         module in floats or (keep and is_batch_norm(module) and module not in halves)
     )
+
+
+def check_functions(functions: dict[Callable, str], installation: Installation) -> None:
+    """Raise `ValueError` for functions in `overrides` that could not be patched."""
+    for function, precision in functions.items():
+        if not installation.can_patch(installation.original(function)):
+            raise ValueError(
+                f"ampatch.initialize(overrides={{{function!r}: {precision!r}}}): this function is "
+                "not found in torch, torch.nn.functional, torch.linalg, torch.special or on "
+                "torch.Tensor. For functions of your own use "
+                "ampatch.register_float_function or register_half_function."
+            )

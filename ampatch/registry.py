@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import averaging, backward_pass, broadcast, gradients, tracing
-from .casting import early_names, user_functions
+from .casting import user_functions
+from .casting.early_names import keep_replaced
 from .casting.install import (
     Installation,
     parse_place,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from .managed_model import ManagedModel
     from .scaling.optimizer import ManagedOptimizer
     from .session import Session
-
-Patches = Callable[[], list[tuple[Any, str, Callable[[Any], Any]]]]
 
 
 class Registry:
@@ -97,20 +96,8 @@ class Registry:
             dtype = torch.float32 if precision == "float" else session.properties.dtype
             session.override_function(original, dtype)
 
-    def check_functions(self, functions: dict[Callable, str]) -> None:
-        """Raise `ValueError` for functions in `overrides` that could not be patched."""
-        for function, precision in functions.items():
-            what = f"ampatch.initialize(overrides={{{function!r}: {precision!r}}})"
-            if not self.installation.can_patch(self.installation.original(function)):
-                raise ValueError(
-                    f"{what}: this function is not found in torch, "
-                    "torch.nn.functional, torch.linalg, torch.special or on "
-                    "torch.Tensor. For functions of your own use "
-                    "ampatch.register_float_function or register_half_function."
-                )
-
     def _refresh_tools(self) -> None:
-        _keep(
+        keep_replaced(
             self._gradient_tools,
             any(session.optimizers() for session in self.sessions),
             lambda: [
@@ -119,12 +106,12 @@ class Registry:
                 averaging.replacement(self.current_master_of),
             ],
         )
-        _keep(
+        keep_replaced(
             self._backward_pass,
             any(session.shadows for session in self.sessions),
             lambda: backward_pass.replacements(self.halves_of, self.collect_shadows),
         )
-        _keep(
+        keep_replaced(
             self._tracing_tools,
             self.state.process is not None or any(session.models() for session in self.sessions),
             lambda: tracing.replacements(self.managed_model, self.state),
@@ -302,18 +289,3 @@ class Registry:
 def _first(found: Iterable[Any]) -> Any:
     """The first that is not None, or None."""
     return next((one for one in found if one is not None), None)
-
-
-def _keep(tools: PatchSet, needed: bool, patches: Patches) -> None:
-    """Have torch's tools replaced, early bound names too, for as long as it is needed."""
-    if not needed:
-        tools.undo()
-    elif not len(tools):
-        made: dict[int, Any] = {}
-        pairs: list[tuple[Any, Any]] = []
-        tools.on_undo(lambda: early_names.give_back(pairs))
-        for owner, name, make in patches():
-            original = tools.replace(owner, name, make)
-            put = made[id(original)] = vars(owner)[name]
-            pairs.append((put, original))
-        early_names.rebind(tools, made)

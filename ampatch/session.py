@@ -25,6 +25,7 @@ from .registry import Registry
 from .scaling.backward import ScaledBackward
 from .scaling.loss_scaler import make_scaler
 from .scaling.optimizer import ManagedOptimizer
+from .scaling.scale_settings import SETTINGS
 from .scaling.sharing import with_sharers
 from .scaling.skips import skip_report
 
@@ -183,7 +184,7 @@ class Session(CastingMembers):
         registry.state.drop_interrupted()
         for optimizer in managed:
             optimizer.adopt_new()
-        outsiders: list[ManagedOptimizer] = []
+        outsiders = []
         if len(self._optimizers) > len(managed):
             everyone = self.optimizers()
             managed = with_sharers(managed, everyone)
@@ -202,27 +203,19 @@ class Session(CastingMembers):
             self._policy.cache.close,
         )
 
-    def _drop_cache(self) -> None:
-        self._policy.cache.close()
-
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._policy.cache.close()
         registry.state.drop_interrupted()
         if managed.counter.stuck(self.properties.max_consecutive_skips):
             self._report_skips(managed)
-        if not (managed.was_fed or self.scales_by_itself):
-            if any(scaler.is_dynamic for scaler in self.scalers):
-                managed.report_unfed()
+        unfed = not (managed.was_fed or self.scales_by_itself)
+        if unfed and any(scaler.is_dynamic for scaler in self.scalers):
+            managed.report_unfed()
         if registry.is_observed:
             registry.tell("on_step", managed.optimizer, managed.skipped)
 
     def _report_skips(self, managed: ManagedOptimizer) -> None:
-        names = {
-            id(parameter): name
-            for model in self.models()
-            for name, parameter in model.model.named_parameters()
-        }
-        logger.error(skip_report(managed, names, self.scalers))
+        logger.error(skip_report(managed, self.parameter_names(), self.scalers))
 
     # Changes at run time
 
@@ -292,15 +285,8 @@ class Session(CastingMembers):
 
 
 def _scaler(properties: Properties) -> Any:
-    return make_scaler(
-        properties.loss_scale,
-        init_scale=properties.init_scale,
-        growth_interval=properties.growth_interval,
-        growth_factor=properties.growth_factor,
-        backoff_factor=properties.backoff_factor,
-        min_loss_scale=properties.min_loss_scale,
-        max_loss_scale=properties.max_loss_scale,
-    )
+    limits = {name: getattr(properties, name) for name in SETTINGS}
+    return make_scaler(properties.loss_scale, **limits)
 
 
 def cast_state() -> CastState:

@@ -1,73 +1,30 @@
-"""The gradients of one optimizer, from the backward pass to the step.
+"""The gradients of one optimizer while a `scale_loss` block runs.
 
-They are unscaled and complete in `.grad` of the tensors in `param_groups` (the
-masters, or the FP32 parameters themselves) whenever `scale_loss` is not
-running, except after `delay_unscale=True`: then they are *pending*, scaled by
-a scaler at a known generation, until the next `scale_loss` or the step
-finishes them.
+What is there is set aside, so that what backward adds can be told from it and
+unscaled; then both are added up.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import AmpatchError
-from ..log import logger
-from .left_scaled import LeftScaled, Seen
+from .gradient_state import GradientState, add_to
 from .loss_scaler import Scaler
-from .master_weights import MasterWeights
-from .overflow import Overflow, Unscaled
 from .pending import Pending
-from .ranks import share_flag, world_size
-from .scale_numbers import Flag, is_set
-from .sharing import NOTHING_SHARED, Sharing
+from .ranks import world_size
+from .scale_numbers import Flag
+from .sharing import Sharing
 
 _grad_of = operator.attrgetter("grad")
 
 
-class GradientFlow:
-    """Scaled in, unscaled and added up, looked at for overflow.
-
-    The ranks of `process_group` share their overflow flag.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        process_group: Any = None,
-        whole: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads,
-    ) -> None:
-        self.optimizer = optimizer
-        self.masters = MasterWeights()
-        self.pending: Pending | None = None
-        self._process_group = process_group
-        self._whole = whole
-        self._overflow = Overflow()
-        self.left_scaled = LeftScaled(optimizer, self._leaves)
-        self._fed = False  # a block was entered since the last step
-        self._deferred: list[Scaler] = []  # their update waits for the step
-        self.in_block = False
-        self._aside: list[tuple[Tensor, Tensor]] = []
-
-    def parameters(self) -> Sequence[Tensor]:
-        """The tensors the optimizer updates: masters, or the parameters themselves.
-
-        Of a single group it is the list itself: for reading.
-        """
-        groups = self.optimizer.param_groups
-        if len(groups) == 1:
-            return groups[0]["params"]
-        return [param for group in groups for param in group["params"]]
-
-    def settle(self) -> None:
-        """Bring all up to date: half weights written from outside, gradients left anywhere."""
-        self.finish_pending()
-        self.masters.settle()
-        self.take_unscaled()
+class GradientFlow(GradientState):
+    """Into a block, through the backward pass, and out of it."""
 
     def refuse_nesting(self) -> None:
         """Raise `AmpatchError` inside another `scale_loss` block for the same optimizer."""
@@ -139,7 +96,7 @@ class GradientFlow:
         if self.pending is not None:
             self.pending = None
             if taken is not None:
-                _add(*taken)
+                add_to(*taken)
             self._add_aside()
             return self._unscale_all(scaler, scale, sharing)
         if taken is None:
@@ -164,29 +121,8 @@ class GradientFlow:
             own = [param for param in self._held() if self.masters.half_of(param) is None]
         all_grads = [*map(_grad_of, own), *grads]
         found = sharing.unscale(self, scaler, [*own, *masters], all_grads, scale)
-        _add(masters, grads)
+        add_to(masters, grads)
         return found
-
-    def _held(self) -> list[Tensor]:
-        return [param for param in self.parameters() if param.grad is not None]
-
-    def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
-        if sharing is NOTHING_SHARED:
-            grads = [grad for grad in map(_grad_of, self.parameters()) if grad is not None]
-            return self.check(scaler, grads, scale, (self,))
-        params = self._held()
-        return sharing.unscale(self, scaler, params, list(map(_grad_of, params)), scale)
-
-    def defer_update(self, scaler: Scaler) -> None:
-        """The next step is when `scaler` is to react to the flags it has."""
-        if scaler not in self._deferred:
-            self._deferred.append(scaler)
-
-    def update_deferred(self) -> None:
-        """Let the scalers react to the flags that were left for the step."""
-        for scaler in self._deferred:
-            scaler.update([])
-        self._deferred.clear()
 
     def leave_scaled(self, pending: Pending, sharing: Sharing) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
@@ -197,7 +133,7 @@ class GradientFlow:
             earlier = [master.grad for master in masters if master.grad is not None]
             aside = [grad for _, grad in self._aside]
             pending.scale_up([*earlier, *aside])
-        _add(*taken)
+        add_to(*taken)
         self._add_aside()
         self._wait_in(pending)
 
@@ -216,7 +152,7 @@ class GradientFlow:
         self.in_block = False
         taken = self.masters.take_grads()
         if world_size() > 1 and self.pending is not None:
-            _add(*taken)
+            add_to(*taken)
             return
         for param in sharing.owned(self, self.parameters()):
             if self.masters.half_of(param) is None:
@@ -233,116 +169,7 @@ class GradientFlow:
         for param in self.parameters():
             param.grad = None
 
-    def finish_pending(self) -> None:
-        """Unscale what `delay_unscale` left scaled."""
-        if self.pending is not None:
-            self.pending.finish()
-
-    def unscale_pending(self, scaler: Scaler, sharing: Sharing) -> Flag | None:
-        """This optimizer's part of `Pending.finish`; returns found_inf."""
-        scale, self.pending = self.pending.scale, None
-        return self._unscale_all(scaler, scale, sharing)
-
-    def check(
-        self, scaler: Scaler, grads: list[Tensor], scale: Any, concerned: Sequence[GradientFlow]
-    ) -> Flag | None:
-        """Unscale, and look for overflow on behalf of all `concerned`; returns found_inf."""
-        if not scaler.is_one:  # else nothing is written
-            grads = self._whole(self.masters.whole(grads) if self.masters.by_half else grads)
-        found = scaler.unscale_(grads, scale)
-        if found is None or not (grads or self._process_group):
-            return None  # without gradients there is nothing to learn for the scale
-        if self._process_group is not None:
-            found = share_flag(found, self._process_group, grads)
-        by = Unscaled(scaler, scale)
-        for flow in concerned:
-            flow._overflow.note(found, by)
-        return found
-
-    def note_outsider(self, before: Seen) -> None:
-        """A block that this optimizer was not given to has ended; `before` is what was `seen`."""
-        if not self.in_block:
-            self.left_scaled.note(before)
-
-    def _leaves(self) -> Sequence[Tensor]:
-        """Where autograd leaves gradients: the half parameters of masters, or the parameters."""
-        params = self.parameters()
-        if not self.masters.by_half:
-            return params
-        halves = map(self.masters.half_of, params)
-        return [param if half is None else half for param, half in zip(params, halves, strict=True)]
-
-    def forget_gradients(self) -> None:
-        """All gradients were zeroed: nothing is pending, no overflow is remembered."""
-        self.pending = self._overflow.found = self._overflow.spent = None
-        self.left_scaled.known = False
-        self._aside = []
-        if self.masters.by_half:
-            self.masters.drop_grads()
-
-    def forget_overflow(self, zeroed: set[int]) -> None:
-        """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
-        self._aside = [(param, grad) for param, grad in self._aside if id(param) not in zeroed]
-        if (self._overflow or self.left_scaled.known) and all(
-            param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
-            for param in self.parameters()
-        ):
-            self._overflow.forget()
-            self.left_scaled.known = False
-
-    def take_unscaled(self) -> None:
-        """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
-        if self.masters.has_grads() and not self.in_block:
-            self.finish_pending()
-            _add(*self.masters.take_grads())
-
-    def ready(self, wanted: set[int]) -> None:
-        """Somebody is about to use gradients of these tensors (ids): leave none scaled or half."""
-        leaves = zip(self.parameters(), self._leaves(), strict=True)
-        if any(id(param) in wanted or id(leaf) in wanted for param, leaf in leaves):
-            if self.in_block:
-                logger.error(
-                    "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
-                    "still scaled. Clip them after the block.",
-                    type(self.optimizer).__name__,
-                )
-                return
-            self.finish_pending()
-        self.take_unscaled()
-
-    def has_gradients(self) -> bool:
-        """Whether there is anything to step on."""
-        for param in self.parameters():
-            if param.grad is not None:
-                return True
-        return False
-
     def _add_aside(self) -> None:
         for param, grad in self._aside:
             param.grad = grad if param.grad is None else grad.add_(param.grad)
         self._aside = []
-
-    def take_overflow(self) -> bool:
-        """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
-        found = self.take_found_inf()
-        return found is not None and is_set(found)
-
-    def take_found_inf(self) -> Flag | None:
-        """The overflow flag of the gradients there are; None: nothing was checked."""
-        if self._overflow.spent is not None:
-            self.check_spent()
-        found = self._overflow.take()
-        return found if self.has_gradients() else None  # setting them to None takes it away too
-
-    def check_spent(self) -> None:
-        """Look again at gradients that a step has used and nobody zeroed: inf may be left there."""
-        spent = self._overflow.take_spent()
-        if spent is not None and self.pending is None and self.has_gradients():
-            as_they_are = spent.scale / spent.scale  # 1, where the scale lives
-            self._unscale_all(spent.scaler, as_they_are, NOTHING_SHARED)
-
-
-def _add(masters: list[Tensor], grads: list[Tensor]) -> None:
-    """Add gradients to those that masters have."""
-    for master, grad in zip(masters, grads, strict=True):
-        master.grad = grad if master.grad is None else master.grad.add_(grad)

@@ -13,7 +13,7 @@ from .scale_numbers import Flag
 from .sharing import sharing_among
 
 if TYPE_CHECKING:
-    from .gradient_flow import GradientFlow
+    from .gradient_state import GradientState
 
 
 class Pending:
@@ -26,10 +26,10 @@ class Pending:
     def __init__(self, scaler: Scaler, scale: Any) -> None:
         self._scaler = scaler
         self._generation = scaler.generation
-        self._optimizers: list[GradientFlow] = []
+        self._optimizers: list[GradientState] = []
         self.scale = scale
 
-    def join(self, optimizer: GradientFlow) -> None:
+    def join(self, optimizer: GradientState) -> None:
         """Count an optimizer's gradients among these."""
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
@@ -53,7 +53,7 @@ class Pending:
 def tell(
     scaler: Scaler,
     flags: list[Flag],
-    optimizers: Sequence[GradientFlow],
+    optimizers: Sequence[GradientState],
     *,
     at_step: bool = False,
 ) -> None:

@@ -11,7 +11,7 @@ from .loss_scaler import Scaler
 from .scale_numbers import Flag, either
 
 if TYPE_CHECKING:
-    from .gradient_flow import GradientFlow
+    from .gradient_state import GradientState
 
 
 class Sharing:
@@ -20,8 +20,8 @@ class Sharing:
     Only the owner scales or unscales its gradient; an overflow in it concerns all holders.
     """
 
-    def __init__(self, optimizers: Sequence[GradientFlow] = ()) -> None:
-        holders: dict[int, list[GradientFlow]] = {}
+    def __init__(self, optimizers: Sequence[GradientState] = ()) -> None:
+        holders: dict[int, list[GradientState]] = {}
         if len(optimizers) > 1:
             for optimizer in optimizers:
                 for param in optimizer.parameters():
@@ -33,7 +33,7 @@ class Sharing:
         """Whether there are tensors that several hold."""
         return bool(self._holders)
 
-    def owned(self, optimizer: GradientFlow, params: Iterable[Tensor]) -> list[Tensor]:
+    def owned(self, optimizer: GradientState, params: Iterable[Tensor]) -> list[Tensor]:
         """Those of `params` that are this optimizer's to deal with."""
         if not self._holders:
             return list(params)
@@ -41,7 +41,7 @@ class Sharing:
 
     def unscale(
         self,
-        optimizer: GradientFlow,
+        optimizer: GradientState,
         scaler: Scaler,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
@@ -66,7 +66,7 @@ class Sharing:
             found = either(found, in_shared)
         return found
 
-    def _others(self, optimizer: GradientFlow) -> list[GradientFlow]:
+    def _others(self, optimizer: GradientState) -> list[GradientState]:
         """Those who hold tensors that this optimizer owns."""
         known = [holders[1:] for holders in self._holders.values() if holders[0] is optimizer]
         return list({id(other): other for some in known for other in some}.values())
@@ -79,13 +79,13 @@ class Sharing:
 NOTHING_SHARED = Sharing()
 
 
-def sharing_among(optimizers: Sequence[GradientFlow]) -> Sharing:
+def sharing_among(optimizers: Sequence[GradientState]) -> Sharing:
     """`Sharing(optimizers)`; the same object wherever nothing is shared."""
     sharing = Sharing(optimizers)
     return sharing if sharing.is_any else NOTHING_SHARED
 
 
-def with_sharers(given: list[GradientFlow], everyone: Sequence[GradientFlow]) -> list[GradientFlow]:
+def with_sharers(given: list[GradientState], everyone: Sequence[GradientState]) -> list[GradientState]:
     """`given` and all who share a tensor with them, be it through others."""
     if len(given) == len(everyone):
         return given
