@@ -23,7 +23,7 @@ def make_step(task: Task, system: str, optimizer: str, dtype: torch.dtype) -> Ca
     """The function that does one training step: every loss of the task, each with its optimizer.
 
     Loss scaling is dynamic wherever a system has it, in bfloat16 too, so that
-    the same work is compared.  `"O1 hooks"` is O1 with a hook on every parameter.
+    the same work is compared.  `"... hooks"` is a system with a hook on every parameter.
     """
     for module in task.modules:
         module.train()
@@ -35,6 +35,7 @@ def make_step(task: Task, system: str, optimizer: str, dtype: torch.dtype) -> Ca
     if level in ("O1", "O2", "O3"):
         return _ampatch_step(task, system, optimizers, dtype)
     if level == AUTOCAST:
+        _hook_where_asked(task, system)
         return _autocast_step(task, optimizers, dtype)
     losses = _in_half(task, dtype) if level == HALF.partition(" ")[0] else task.losses
 
@@ -45,6 +46,13 @@ def make_step(task: Task, system: str, optimizer: str, dtype: torch.dtype) -> Ca
             one.step()
 
     return step
+
+
+def _hook_where_asked(task: Task, system: str) -> None:
+    if system.endswith(" hooks"):
+        for module in task.modules:
+            for parameter in module.parameters():
+                parameter.register_hook(lambda grad: None)
 
 
 def _zero(optimizers: list) -> None:
@@ -78,15 +86,12 @@ def _autocast_step(task: Task, optimizers: list, dtype: torch.dtype) -> Callable
 def _ampatch_step(
     task: Task, system: str, optimizers: list, dtype: torch.dtype
 ) -> Callable[[], None]:
-    level, _, way = system.partition(" ")
+    level = system.partition(" ")[0]
     scale = 1.0 if level == "O3" else "dynamic"
     amp.initialize(
         task.modules, optimizers, opt_level=level, dtype=dtype, loss_scale=scale, verbosity=0
     )
-    if way == "hooks":
-        for module in task.modules:
-            for parameter in module.parameters():
-                parameter.register_hook(lambda grad: None)
+    _hook_where_asked(task, system)
 
     def step() -> None:
         for loss_of, one in zip(task.losses, optimizers, strict=True):

@@ -32,7 +32,7 @@ TABLES = {
     "compute": ("Training, compute-bound", COMPUTE_BOUND, "ordinary"),
 }
 OF_TABLE = {
-    "hooks": [AUTOCAST, "autocast again", "O1 hooks"],
+    "hooks": [f"{AUTOCAST} hooks", "autocast again hooks", "O1 hooks"],
     # torch's fused SGD leaves half weights on the CPU as they are.
     "fused": [AUTOCAST, "autocast again", FP32, "O1", "O2"],
 }
@@ -66,7 +66,7 @@ def table(which: str, options: argparse.Namespace) -> str:
             clock=time.process_time,
         )
         cells = []
-        for system, (low, middle, high) in ratios(times, AUTOCAST).items():
+        for system, (low, middle, high) in ratios(times, systems[0]).items():
             medians[system].append(middle)
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -141,11 +141,12 @@ def test_what_is_out_of_the_ordinary_goes_the_general_way(name):
     model = managed(Calls(what))
     model(X)
     found = []
-    assert general_calls(lambda: found.append(model(X))) == 1
+    is_cast_here = name in ("a weight changed in the forward", "a bias with new data")
+    assert general_calls(lambda: found.append(model(X))) == (0 if is_cast_here else 1)
     assert found[0].dtype is dtype
     with torch.autocast("cpu", dtype=H, enabled=dtype is H):
         expected = F.linear(X, model.weight, model.bias)
-    if name in ("a weight changed in the forward", "a bias with new data"):
+    if is_cast_here:
         assert torch.equal(found[0], expected)  # and not what the shadow held
 
 
@@ -258,8 +259,9 @@ def test_new_data_is_caught_up_with_at_the_next_forward(part):
     model(X)
     parameter = getattr(model, part)
     parameter.data = 2 * parameter.data
-    assert general_calls(lambda: model(X)) == 1
-    out = []
+    model(X)
+    casts, out = ampatch.cache_info().misses, []
     assert general_calls(lambda: out.append(model(X))) == 0
+    assert ampatch.cache_info().misses == casts
     with torch.autocast("cpu", dtype=H):
         assert torch.equal(out[0], F.linear(X, model.weight, model.bias))

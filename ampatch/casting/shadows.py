@@ -98,6 +98,7 @@ class Shadows:
         self._dims: list[int] = []
         self._unlisted: list[int] = []  # weights that have come or gone since `_list`
         self._in_doubt = False  # a weight was not what its shadow said when it was used
+        self.refused: dict[int, weakref.ref[Tensor]] = {}  # known to be hopeless
         self._waiting = 0
         self.flats: FlatGrads | None = FlatGrads()  # None: there are larger weights too
 
@@ -118,6 +119,10 @@ class Shadows:
             return False
         if self.of:
             self._refresh()
+        for key, reference in list(self.refused.items()):
+            weight = reference()
+            if weight is None or not _is_hopeless(weight):
+                self.refused.pop(key, None)
         return True
 
     def add(self, weight: Tensor, dtype: torch.dtype) -> Shadow | None:
@@ -127,8 +132,13 @@ class Shadows:
             self._in_doubt = True
             return None
         if not _may_have_shadow(weight):
+            return None
+        if _is_hopeless(weight):
             if weight.numel() > LARGEST:
                 self.flats = None
+            self.refused[key] = weakref.ref(weight)
+            return None
+        if is_watched(weight):
             return None
         half = weight.detach().to(dtype).requires_grad_(weight.requires_grad)
         of, unlisted = self.of, self._unlisted
@@ -251,13 +261,17 @@ def _fits(half: Tensor, weight: Tensor) -> bool:
     )
 
 
+def _is_hopeless(weight: Tensor) -> bool:
+    """Whether a look at the weight shows that it may have none: it has hooks, or is too large."""
+    return any(hooks_of(weight)) or (weight.is_cpu and weight.numel() > LARGEST)
+
+
 def _may_have_shadow(weight: Tensor) -> bool:
     return (
         weight.dtype is torch.float32
         and weight.is_leaf
         and weight.layout is torch.strided
-        and (weight.is_cuda or (weight.is_cpu and weight.numel() <= LARGEST))
+        and (weight.is_cuda or weight.is_cpu)
         and not weight.is_inference()
         and not torch.is_inference_mode_enabled()
-        and not is_watched(weight)
     )

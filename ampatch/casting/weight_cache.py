@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +20,8 @@ from ..surroundings import is_recording
 from .shadows import Shadow, Shadows
 
 
-class _Copy(NamedTuple):
-    weight: Tensor  # held, so that its id stays its own while the copy lives
-    version: int
-    pointer: int
-    half: Tensor
+_Copy = tuple[Tensor, int, int, Tensor]
+"""A weight, held, so that its id stays its own while the copy lives; version, pointer, copy."""
 
 
 @dataclasses.dataclass
@@ -98,7 +94,13 @@ class WeightCache:
             return shadow.half
         if not held.is_open:
             return weight.to(dtype)
-        if held.shadows is not None and dtype is not torch.float32 and not is_recording():
+        is_kept = not is_recording()
+        if (
+            held.shadows is not None
+            and id(weight) not in held.shadows.refused
+            and dtype is not torch.float32
+            and is_kept
+        ):
             shadow = held.shadows.add(weight, dtype)
             if shadow is not None:
                 self.misses += 1
@@ -112,15 +114,13 @@ class WeightCache:
             torch.is_inference_mode_enabled(),
         )
         copy = held.copies.get(key)
-        if (
-            copy is not None
-            and copy.version == weight._version
-            and copy.pointer == weight.data_ptr()
-        ):
-            self.hits += 1
-            return copy.half
+        if copy is not None:
+            _, version, pointer, half = copy
+            if version == weight._version and pointer == weight.data_ptr():
+                self.hits += 1
+                return half
         half = weight.to(dtype)
         self.misses += 1
-        if not weight.is_inference() and not is_recording():
-            held.copies[key] = _Copy(weight, weight._version, weight.data_ptr(), half)
+        if is_kept and not weight.is_inference():
+            held.copies[key] = (weight, weight._version, weight.data_ptr(), half)
         return half

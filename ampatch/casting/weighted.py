@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 
 from .casts import CHOOSERS, replacement
-from .policy import CastState
+from .policy import CastState, Policy
 from .tables import Rule
 
 NAMES = frozenset(
@@ -46,26 +47,6 @@ def weighted(original: Callable, state: CastState) -> Callable:
         ):
             return in_general(input, weight, bias, *rest, **kwargs)
         to, cache = policy.half_to, policy.cache
-        shadow_of = cache.held.shadow_of
-        shadow = shadow_of.get(id(weight))
-        if (
-            shadow is None
-            or shadow.version != weight._version
-            or shadow.pointer != weight.data_ptr()
-            or shadow.dtype is not to
-        ):
-            return in_general(input, weight, bias, *rest)
-        half_bias = None
-        if bias is not None:
-            other = shadow_of.get(id(bias))
-            if (
-                other is None
-                or other.version != bias._version
-                or other.pointer != bias.data_ptr()
-                or other.dtype is not to
-            ):
-                return in_general(input, weight, bias, *rest)
-            half_bias = other.half
         if input.dtype is to:
             half_input = input
         elif (
@@ -76,10 +57,48 @@ def weighted(original: Callable, state: CastState) -> Callable:
             half_input = input.to(to)
         else:
             return in_general(input, weight, bias, *rest)
-        cache.hits += 1 if bias is None else 2
+        shadow_of = cache.held.shadow_of
+        shadow = shadow_of.get(id(weight))
+        if (
+            shadow is not None
+            and shadow.version == weight._version
+            and shadow.pointer == weight.data_ptr()
+            and shadow.dtype is to
+        ):
+            cache.hits += 1
+            half_weight = shadow.half
+        elif _is_ordinary(weight, policy):
+            half_weight = cache.cast(weight, to)
+        else:
+            return in_general(input, weight, bias, *rest)
+        half_bias = None
+        if bias is not None:
+            other = shadow_of.get(id(bias))
+            if (
+                other is not None
+                and other.version == bias._version
+                and other.pointer == bias.data_ptr()
+                and other.dtype is to
+            ):
+                cache.hits += 1
+                half_bias = other.half
+            elif _is_ordinary(bias, policy):
+                half_bias = cache.cast(bias, to)
+            else:
+                return in_general(input, weight, bias, *rest)
         if rest:
-            return original(half_input, shadow.half, half_bias, *rest)
-        return original(half_input, shadow.half, half_bias)
+            return original(half_input, half_weight, half_bias, *rest)
+        return original(half_input, half_weight, half_bias)
 
     in_general = replacement(original, CHOOSERS[Rule.HALF], state, patched)
     return patched
+
+
+def _is_ordinary(weight: Any, policy: Policy) -> bool:
+    """Whether this is a parameter that the weight cache has a half copy of, or makes one."""
+    return (
+        type(weight) is Parameter
+        and weight.dtype is torch.float32
+        and weight.layout is torch.strided
+        and (policy.devices is None or weight.device.type in policy.devices)
+    )
