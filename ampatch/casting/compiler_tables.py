@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import wrapt
 
+from .foreign import is_by_itself
 from .patches import PatchSet
 
 Original = Callable[[Any], Any]
@@ -67,7 +68,13 @@ class CompilerTables:
 def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> None:
     if hasattr(rules, "load_object"):
         patches.replace(rules, "load_object", lambda found: lambda name: original(found(name)))
+    if hasattr(rules, "is_callable_allowed"):
+        patches.replace(rules, "is_callable_allowed", _or_by_itself)
     _correct_table(rules, "get_tensor_method", patches, lambda found: found | _methods(original))
+
+
+def _or_by_itself(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda obj: is_by_itself(obj) or is_callable_allowed(obj)
 
 
 def _methods(original: Original) -> frozenset:
