@@ -62,7 +62,19 @@ class CompilerTables:
             self._correct(module)
 
     def _correct(self, module: ModuleType) -> None:
-        _CORRECTIONS[module.__name__](module, self._patches, self._original)
+        _CORRECTIONS[module.__name__](module, self._patches, self._torch_s_own)
+
+    def _torch_s_own(self, function: Any) -> Any:
+        """What `function` stands for; torch's tools, too, have replacements of ours."""
+        function = self._original(function)
+        while _is_ours(function) and hasattr(function, "__wrapped__"):
+            function = self._original(function.__wrapped__)
+        return function
+
+
+def _is_ours(function: Any) -> bool:
+    home = function.__globals__.get("__name__", "") if inspect.isfunction(function) else ""
+    return home.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> None:
@@ -90,8 +102,10 @@ def _correct_functions(variables: ModuleType, patches: PatchSet, original: Origi
     kind = getattr(variables, "TorchInGraphFunctionVariable", None)
     _correct_table(kind, "_get_handlers", patches, by_original)
     scalars = getattr(variables, "ops_consuming_unbacked_scalars", None)
-    if isinstance(scalars, frozenset):  # filled at the import: right once, right for good
-        variables.ops_consuming_unbacked_scalars = frozenset(map(original, scalars))
+    if isinstance(scalars, frozenset):
+        corrected = frozenset(map(original, scalars))
+        if corrected != scalars:  # filled at an import meanwhile: right once, right for good
+            variables.ops_consuming_unbacked_scalars = corrected
 
 
 def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[Any], Any]) -> None:
