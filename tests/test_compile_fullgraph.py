@@ -16,6 +16,10 @@ import ampatch as amp
 BF16, FP32 = torch.bfloat16, torch.float32
 rules = pytest.importorskip("torch._dynamo.trace_rules")
 variables = pytest.importorskip("torch._dynamo.variables.torch")
+whole_graphs = pytest.mark.skipif(
+    torch.__version__.startswith("2.4."),
+    reason="torch 2.4's Dynamo compiles hooks, and breaks the graph in them",
+)
 
 
 def start(model, **options):
@@ -114,6 +118,7 @@ def passes(model, call, x):
     return [*outputs, x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
+@whole_graphs
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_equals_eager(case, backend):
@@ -149,6 +154,7 @@ def casts_to_half(model, x):
     )
 
 
+@whole_graphs
 @pytest.mark.parametrize(("case", "casts"), [("conv2d", 3), ("bmm", 2), ("layers", 6), ("exp", 2)])
 def test_the_casts_are_in_the_graph(case, casts):
     make, shape = CASES[case]
@@ -170,6 +176,7 @@ class Two(nn.Module):
         return first, self.b(first)
 
 
+@whole_graphs
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_policy_inside_the_graph_is_the_one_that_counts(backend):
     """The graph calls torch.conv1d by name, and runs under the policy around it."""
@@ -187,6 +194,7 @@ def test_a_policy_inside_the_graph_is_the_one_that_counts(backend):
         assert all(map(torch.equal, compiled, eager))
 
 
+@whole_graphs
 def test_sessions_come_and_go():
     model, x = nn.Conv1d(3, 4, 3), torch.randn(2, 3, 8)
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -235,8 +243,9 @@ assert not [row for table in after for row in table if "ampatch" in repr(row)]
 """
 
 
+@whole_graphs
 def test_a_compiler_imported_late_has_the_tables_it_would_have_had():
-    subprocess.run([sys.executable, "-c", LATE.format(tables=TABLES)], check=True)
+    subprocess.run([sys.executable, "-c", LATE.replace("{tables}", TABLES)], check=True)
 
 
 def owned():
