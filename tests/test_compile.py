@@ -145,14 +145,19 @@ def test_a_decorated_function_keeps_its_cast(compiled, inputs):
 
 
 def test_the_compiler_knows_torchs_functions_after_a_session():
-    """Dynamo reads its table of torch's functions by name, at a time when they may be patched."""
+    """Dynamo reads its table of torch's functions by name, at a time when they may be patched.
+
+    The table has a rule for the original, which replacements call, and none for them.
+    """
     rules = pytest.importorskip("torch._dynamo.trace_rules")
-    rules.get_torch_obj_rule_map.cache_clear()
+    fill = rules.get_torch_obj_rule_map.__wrapped__
     product = [torch.bmm]  # in a list, where early names are not looked for
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    assert product[0] not in rules.get_torch_obj_rule_map()
+    assert torch.bmm is not product[0]
+    assert product[0] in fill()
+    assert torch.bmm not in fill()
     amp.deactivate()
-    assert product[0] in rules.get_torch_obj_rule_map()
+    assert product[0] in fill()
 
 
 # What is captured

@@ -22,7 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
-from .foreign import Recorded, is_internal, proxy_of
+from .foreign import Recorded, by_itself, is_internal, proxy_of
 from .policy import FOLLOW, CastState, Policy
 from .tables import Rule
 
@@ -183,21 +183,25 @@ def replacement(
     `installed` is what torch has in its place, if that is not the function itself.
     """
     is_half, is_float = choose is _half, choose is _float
+    by_object = by_itself(original)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = state.process
+        policy, call = state.process, original
         if state.overridden:  # as `state.current()`, without the price of a call
             own = state.thread.policy
             if own is not FOLLOW:
                 policy = own
+                if is_dynamo_compiling():
+                    call = by_object
         if (
             policy is None
             or ("out" in kwargs and kwargs["out"] is not None)
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
-            return original(*args, **kwargs)
+            return call(*args, **kwargs)
         if policy.special:
-            return overridden(original, choose, recorded, args, kwargs, policy, state)
+            to = policy.special.get(original)
+            return overridden(call, to, choose, recorded, args, kwargs, policy, state)
         if is_half:
             to = policy.half_to
         elif is_float:
@@ -205,7 +209,7 @@ def replacement(
         else:
             to = choose(args, kwargs, policy)
             if to is None:
-                return original(*args, **kwargs)
+                return call(*args, **kwargs)
         try:
             cast_args = []
             for arg in args:
@@ -225,7 +229,7 @@ def replacement(
             return proxy.record(recorded, args, kwargs)
         except NoHalfKernel:
             cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
-        return original(*cast_args, **cast_kwargs) if cast_kwargs else original(*cast_args)
+        return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
 
     recorded = patched if installed is None else installed
     return patched
@@ -233,6 +237,7 @@ def replacement(
 
 def overridden(
     original: Callable,
+    to: torch.dtype | None,
     choose: Callable,
     patched: Callable,
     args: Any,
@@ -240,14 +245,13 @@ def overridden(
     policy: Policy,
     state: CastState,
 ) -> Any:
-    """A patched call under a policy with overrides of functions.
+    """A patched call under a policy with overrides of functions; `to` is this one's, if any.
 
     Casts are off inside an overridden function: the rows of what it calls itself
     (F.softmax calls Tensor.softmax) would have the last word.
     In a model without casts (O2, O3) the code around the call expects the dtype
     it put in, so that the result goes back to the widest of the arguments.
     """
-    to = policy.special.get(original)
     if to is None:
         to = choose(args, kwargs, policy) if policy.follows_tables else None
         return (

@@ -43,6 +43,27 @@ class Recorded(Exception):
         return self._proxy.tracer.create_proxy("call_function", patched, tuple(args), kwargs)
 
 
+def by_itself(function: Callable) -> Callable:
+    """`function` for a graph of Dynamo's to hold as an object.
+
+    Torch's functions stand in a graph's code by name, so that the graph, run under
+    another policy than the one it was recorded under, would find a replacement there.
+    """
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return recorded
+
+
+_BY_ITSELF = by_itself(len).__code__
+
+
+def is_by_itself(function: Any) -> bool:
+    """Whether it comes from `by_itself`."""
+    return getattr(function, "__code__", None) is _BY_ITSELF
+
+
 def proxy_of(value: Any) -> Any:
     """`value` if it is a torch.fx proxy, else None."""
     return value if isinstance(value, torch.fx.Proxy) else None

@@ -20,6 +20,7 @@ import wrapt
 from ..log import logger
 from . import composites, early_names, user_functions, weighted
 from .casts import APEX_CHOOSERS, CHOOSERS, banned, refuse, replacement
+from .compiler_tables import CompilerTables
 from .patches import PatchSet
 from .policy import CastState
 from .tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
@@ -60,6 +61,7 @@ class Installation:
         self._state = state
         self._ask_state = ask_state
         self._patches = PatchSet()
+        self._compiler = CompilerTables(self._patches, self.original)
         self._originals: dict[int, tuple[Any, Any]] = {}  # id -> replacement, what it replaced
         self._by_original: dict[int, Any] = {}  # id of an original -> its replacement
         self.has_tables = False
@@ -108,7 +110,6 @@ class Installation:
             early_names.give_back(
                 [(made, self.original(made)) for made, _ in self._originals.values()]
             )
-        _forget_names_in_compiler()
         self._originals.clear()
         self._by_original.clear()
         self.missing.clear()
@@ -199,6 +200,7 @@ class Installation:
             self._register_for_script(made, original)
             return made
 
+        self._compiler.keep()
         self._patches.replace(owner, name, make_and_dress)
 
     def _register_for_script(self, made: Any, original: Any) -> None:
@@ -213,14 +215,6 @@ class Installation:
             logger.warning(
                 "%s It runs in FP32; pass allow_banned=False to have it refused.", message
             )
-
-
-def _forget_names_in_compiler() -> None:
-    """Dynamo looks torch's functions up by name, once; what was patched then would stay unknown."""
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    names = getattr(rules, "get_torch_obj_rule_map", None)
-    if hasattr(names, "cache_clear"):
-        names.cache_clear()
 
 
 def _places_of(function: Any) -> list[tuple[Any, str]]:

@@ -1,0 +1,298 @@
+"""torch.compile in whole graphs at O1: every kind of layer, bit for bit as in eager."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch as amp
+
+BF16, FP32 = torch.bfloat16, torch.float32
+rules = pytest.importorskip("torch._dynamo.trace_rules")
+variables = pytest.importorskip("torch._dynamo.variables.torch")
+whole_graphs = pytest.mark.skipif(
+    torch.__version__.startswith("2.4."),
+    reason="torch 2.4's Dynamo compiles hooks, and breaks the graph in them",
+)
+
+
+def start(model, **options):
+    """`model` at O1 in bfloat16."""
+    return amp.initialize(model, opt_level="O1", dtype=BF16, verbosity=0, **options)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Calls(nn.Module):
+    """`function(x, weight)`."""
+
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+class Attention(nn.Module):
+    """Every input is `x`; returns the output, and the attention's weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        return self.inner(x, x, x)
+
+
+def after(layer, *layers):
+    """`layers` behind `layer`, whose output is half."""
+    return nn.Sequential(layer, *layers)
+
+
+CASES = {
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3), (2, 3, 8)),
+    "conv2d": (lambda: nn.Conv2d(3, 4, 3, padding="same"), (2, 3, 6, 6)),
+    "conv3d": (lambda: nn.Conv3d(3, 4, 3), (2, 3, 5, 5, 5)),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(3, 4, 3), (2, 3, 8)),
+    "conv_transpose2d": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 5, 5)),
+    "conv_transpose3d": (lambda: nn.ConvTranspose3d(3, 4, 3), (2, 3, 4, 4, 4)),
+    "batch_norm": (lambda: after(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (2, 3, 6, 6)),
+    "group_norm": (lambda: after(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), (2, 3, 6, 6)),
+    "layer_norm": (lambda: after(nn.Linear(4, 6), nn.LayerNorm(6)), (3, 4)),
+    "softmax": (lambda: after(nn.Linear(4, 6), nn.Softmax(-1)), (3, 4)),
+    "torch.softmax": (lambda: Calls(lambda x, w: torch.softmax(F.linear(x, w), -1), 6, 4), (3, 4)),
+    "layers": (
+        lambda: after(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.LayerNorm(4), nn.Flatten(),
+            nn.Linear(64, 5),
+        ),
+        (2, 3, 6, 6),
+    ),
+    "matmul": (lambda: Calls(lambda x, w: torch.matmul(x, w), 4, 5), (3, 4)),
+    "operator": (lambda: Calls(lambda x, w: x @ w, 4, 5), (3, 4)),
+    "bmm": (lambda: Calls(lambda x, w: torch.bmm(x, w), 2, 4, 5), (2, 3, 4)),
+    "baddbmm": (lambda: Calls(lambda x, w: torch.baddbmm(x @ w, x, w), 2, 4, 4), (2, 4, 4)),
+    "Tensor.bmm": (lambda: Calls(lambda x, w: torch.Tensor.bmm(x, w), 2, 4, 5), (2, 3, 4)),
+    "einsum": (lambda: Calls(lambda x, w: torch.einsum("ij,jk->ik", x, w), 4, 5), (3, 4)),
+    "exp": (lambda: Calls(lambda x, w: torch.exp(F.linear(x, w)), 5, 4), (3, 4)),
+    "bilinear": (lambda: Calls(lambda x, w: torch.bilinear(x, x, w, None), 5, 4, 4), (3, 4)),
+    "attention": (
+        lambda: Calls(lambda x, w: F.scaled_dot_product_attention(x, w, x), 2, 2, 4, 8),
+        (2, 2, 4, 8),
+    ),
+    "MultiheadAttention": (Attention, (3, 2, 8)),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
+        (3, 2, 8),
+    ),
+    "LSTMCell": (lambda: nn.LSTMCell(4, 5), (3, 4)),
+    "cross_entropy": (
+        lambda: Calls(
+            lambda x, w: F.cross_entropy(F.linear(x, w), torch.tensor([0, 1, 2])), 5, 4
+        ),
+        (3, 4),
+    ),
+}  # fmt: skip
+
+
+def passes(model, call, x):
+    """Outputs and gradients of a forward and a backward pass through `call`."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    outputs = call(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum(output.float().sin().sum() for output in outputs).backward()
+    return [*outputs, x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@whole_graphs
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_equals_eager(case, backend):
+    torch.manual_seed(0)
+    make, shape = CASES[case]
+    model, x = start(make()), torch.randn(shape)
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    for plain, compiled in zip(passes(model, model, x), passes(model, fast, x), strict=True):
+        assert plain.dtype is compiled.dtype
+        if case == "group_norm" and backend == "aot_eager":  # decomposed, in plain FP32 as well
+            torch.testing.assert_close(plain, compiled)
+        else:
+            assert torch.equal(plain, compiled)
+
+
+def casts_to_half(model, x):
+    """How many casts to bfloat16 the compiled forward makes."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    fast = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    with torch.no_grad():
+        fast(x)
+    (graph,) = graphs
+    return sum(
+        node.target is torch.ops.aten._to_copy.default and node.kwargs["dtype"] is BF16
+        for node in graph.graph.nodes
+    )
+
+
+@whole_graphs
+@pytest.mark.parametrize(("case", "casts"), [("conv2d", 3), ("bmm", 2), ("layers", 6), ("exp", 2)])
+def test_the_casts_are_in_the_graph(case, casts):
+    make, shape = CASES[case]
+    model, x = make(), torch.randn(shape)
+    assert casts_to_half(model, x) == 0
+    start(model)
+    assert casts_to_half(model, x) == casts  # input, weights and biases of the listed layers
+
+
+class Two(nn.Module):
+    """Two convolutions; what each gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv1d(3, 3, 1), nn.Conv1d(3, 3, 1)
+
+    def forward(self, x):
+        first = self.a(x)
+        return first, self.b(first)
+
+
+@whole_graphs
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_policy_inside_the_graph_is_the_one_that_counts(backend):
+    """The graph calls torch.conv1d by name, and runs under the policy around it."""
+    model, x = start(Two(), overrides={"b": "float"}), torch.randn(2, 3, 5)
+
+    def without_casts(x):
+        with amp.disable_casts():
+            first = torch.conv1d(x, model.a.weight)
+        return first, torch.conv1d(x, model.a.weight)
+
+    for call, dtypes in ((model, [BF16, FP32]), (without_casts, [FP32, BF16])):
+        eager = call(x)
+        compiled = torch.compile(call, backend=backend, fullgraph=True)(x)
+        assert [output.dtype for output in compiled] == dtypes
+        assert all(map(torch.equal, compiled, eager))
+
+
+@whole_graphs
+def test_sessions_come_and_go():
+    model, x = nn.Conv1d(3, 4, 3), torch.randn(2, 3, 8)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plain = fast(x)
+    for _ in range(2):
+        start(model)
+        assert fast(x).dtype is BF16 and torch.equal(fast(x), model(x))
+        with amp.disable_casts():
+            assert torch.equal(fast(x), plain)
+        amp.deactivate()
+        assert torch.equal(fast(x), plain)
+
+
+# Dynamo itself
+
+TABLES = """
+import torch, torch._dynamo
+import torch._dynamo.trace_rules as rules, torch._dynamo.variables.torch as variables
+def tables():
+    named = lambda kind: getattr(kind, "__qualname__", repr(kind))
+    return [
+        sorted((repr(key), named(rule)) for key, rule in rules.get_torch_obj_rule_map().items()
+               if "Polyfilled" not in named(rule)),  # these are added as polyfills are imported
+        sorted(map(repr, rules.get_tensor_method())),
+        sorted(map(repr, variables.TorchInGraphFunctionVariable._get_handlers())),
+        sorted(map(repr, getattr(variables, "ops_consuming_unbacked_scalars", ()))),
+    ]
+"""
+LATE = """
+import sys, torch, ampatch
+model = torch.nn.Conv1d(3, 4, 3)
+ampatch.initialize(model, verbosity=0)
+assert "torch._dynamo" not in sys.modules, "initialize must not import it: it takes seconds"
+{tables}
+during = tables()
+torch.compile(model, backend="eager", fullgraph=True)(torch.randn(2, 3, 8))
+ampatch.deactivate()
+after = tables()
+assert during == after
+rules.clear_lru_cache()
+variables.TorchInGraphFunctionVariable._get_handlers.cache_clear()
+for kept, fresh in zip(after, tables()):
+    # all but torch.manual_seed, which Dynamo itself replaces after it has filled its tables
+    assert {row for row in {*kept} ^ {*fresh} if "manual_seed" not in repr(row)} == set()
+assert not [row for table in after for row in table if "ampatch" in repr(row)]
+"""
+
+
+@whole_graphs
+def test_a_compiler_imported_late_has_the_tables_it_would_have_had():
+    subprocess.run([sys.executable, "-c", LATE.replace("{tables}", TABLES)], check=True)
+
+
+def owned():
+    """What a session may replace in Dynamo."""
+    handlers = vars(variables.TorchInGraphFunctionVariable)
+    return [
+        *(vars(rules).get(name) for name in ("load_object", "get_tensor_method")),
+        *(vars(rules).get(name) for name in ("is_callable_allowed", "get_torch_obj_rule_map")),
+        *(handlers.get("_get_handlers"), vars(variables).get("ops_consuming_unbacked_scalars")),
+    ]
+
+
+def test_dynamo_is_as_found_after_a_session():
+    before = owned()
+    start(nn.Linear(2, 2))
+    assert any(new is not old for new, old in zip(owned(), before, strict=True))
+    amp.deactivate()
+    assert all(new is old for new, old in zip(owned(), before, strict=True))
+
+
+def test_tables_filled_during_a_session_hold_the_originals():
+    names = ("bmm", "conv2d", "exp", "layer_norm", "softmax")
+    functions = [getattr(torch, name) for name in names]  # in a list: no early names there
+    methods = [torch.Tensor.bmm, torch.Tensor.exp]
+    start(nn.Linear(2, 2))
+    filled = rules.get_torch_obj_rule_map.__wrapped__()
+    assert filled.keys() >= set(functions) and rules.get_tensor_method() >= set(methods)
+    assert not filled.keys() & {getattr(torch, name) for name in names}
+    amp.deactivate()
+    assert rules.get_tensor_method() >= set(methods)
+
+
+def test_rules_of_others_outlive_a_session():
+    """What is imported later adds rules to the table, which would be lost if it were filled anew."""
+    table = rules.get_torch_obj_rule_map()
+    start(nn.Linear(2, 2))
+    amp.deactivate()
+    assert rules.get_torch_obj_rule_map() is table
+
+
+def test_a_torch_without_the_private_names(monkeypatch):
+    """Compiling then breaks graphs, but sessions open and close."""
+    for name in ("load_object", "get_tensor_method", "is_callable_allowed"):
+        monkeypatch.delattr(rules, name)
+    monkeypatch.delattr(variables.TorchInGraphFunctionVariable, "_get_handlers")
+    monkeypatch.delattr(variables, "ops_consuming_unbacked_scalars", raising=False)
+    model = start(nn.Linear(2, 2))
+    assert model(torch.ones(1, 2)).dtype is BF16
+    amp.deactivate()
+    assert not hasattr(rules, "load_object")
