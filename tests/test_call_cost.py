@@ -65,8 +65,9 @@ def operators(function: Callable, *args) -> list:
 
 MM = ("c_call", "mm")
 PATCHED = ("call", "patched")
+TRACED = ("call", "is_dynamo_compiling")  # asked where a thread has a policy of its own
 INACTIVE = {  # how it comes about: the options of initialize, the `with` around the call, the calls
-    "disable_casts": ({}, ampatch.disable_casts, [PATCHED, MM]),
+    "disable_casts": ({}, ampatch.disable_casts, [PATCHED, TRACED, MM]),
     "O2": ({"opt_level": "O2"}, nullcontext, [MM]),
     "O0": ({"opt_level": "O0"}, nullcontext, [MM]),
 }
