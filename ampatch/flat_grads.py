@@ -40,7 +40,7 @@ _ALIGNED = 16  # FP32 elements in 64 bytes
 _DEVICES = ("cpu", "cuda")
 
 _data_ptr = Tensor.data_ptr
-_stride = Tensor.stride
+_size = Tensor.size
 _requires_grad = operator.attrgetter("requires_grad")
 _storage_count = getattr(torch._C, "_storage_Use_Count", None)
 _increment_version = getattr(torch._C, "_increment_version", None)
@@ -104,7 +104,7 @@ class _Buffer:
         ]
         self._storage = flat.untyped_storage()
         self._pointers = list(map(_data_ptr, self.slices))
-        self._strides = list(map(_stride, self.slices))
+        self._sizes = list(map(_size, self.slices))
         self._counts = self._count()
         self._mine: list[bool] = []  # which of the gradients last given are slices,
         self._found: list[int] = []  # and the ids of these
@@ -119,7 +119,8 @@ class _Buffer:
             or list(map(_data_ptr, weights)) != self._weight_pointers
             or self._count() != self._counts
             or list(map(_data_ptr, slices)) != self._pointers
-            or list(map(_stride, slices)) != self._strides
+            or list(map(_size, slices)) != self._sizes
+            or list(map(_size, weights)) != self._sizes
             or any(map(_requires_grad, slices))
         ):
             return None

@@ -59,7 +59,7 @@ _grad_of = operator.attrgetter("half.grad")
 _weight_of = operator.attrgetter("weight")
 _version_of = operator.attrgetter("_version")
 _alive = weakref.ref.__call__
-_numel, _dim = Tensor.numel, Tensor.dim
+_data_ptr, _numel, _dim = Tensor.data_ptr, Tensor.numel, Tensor.dim
 
 
 class Shadow:
@@ -69,7 +69,7 @@ class Shadow:
     graphs that hold the shadow of a weight that nobody changed stay valid.
     """
 
-    __slots__ = ("dtype", "half", "pointer", "raw", "version", "weight")
+    __slots__ = ("dtype", "half", "pointer", "raw", "version", "wants_grad", "weight")
 
     def __init__(self, weight: weakref.ref[Tensor], half: Tensor) -> None:
         self.weight = weight
@@ -81,6 +81,7 @@ class Shadow:
     def note(self, weight: Tensor) -> None:
         """Remember the weight's state: the shadow is up to date with it."""
         self.version, self.pointer = weight._version, weight.data_ptr()
+        self.wants_grad = weight.requires_grad
 
 
 class Shadows:
@@ -88,14 +89,7 @@ class Shadows:
 
     def __init__(self) -> None:
         self.of: dict[int, Shadow] = {}
-        self._listed: list[Shadow] = []  # `of` once more, with what is read in bulk beside it
-        self._refs: list[weakref.ref[Tensor]] = []
-        self._halves: list[Tensor] = []
-        self._raws: list[Tensor] = []
-        self._versions: list[int] = []
-        self._wanting: list[bool] = []
-        self._numels: list[int] = []
-        self._dims: list[int] = []
+        self._listing = _Listing([])  # `of` once more
         self._unlisted: list[int] = []  # weights that have come or gone since `_list`
         self._in_doubt = False  # a weight was not what its shadow said when it was used
         self.refused: dict[int, weakref.ref[Tensor]] = {}  # known to be hopeless
@@ -171,8 +165,8 @@ class Shadows:
 
     def _retire(self, shadow: Shadow) -> None:
         weight = shadow.weight()
-        if weight is not None:
-            del self.of[id(weight)]
+        if weight is not None and self.of.get(id(weight)) is shadow:
+            self.of.pop(id(weight), None)
             self._unlisted.append(id(weight))
             grad, shadow.half.grad = shadow.half.grad, None
             if grad is not None:
@@ -182,45 +176,47 @@ class Shadows:
     # Bringing up to date
 
     def _refresh(self) -> None:
-        """Copy all weights, none of which has changed in kind; a new pointer shows when used."""
-        weights = list(map(_alive, self._refs))
+        """Copy all weights, if none of them has changed in kind."""
+        listing = self._listing
+        weights = list(map(_alive, listing.refs))
         if self._unlisted:
-            weights = self._weights()
+            listing, weights = self._weights()
         versions = list(map(_version_of, weights))
         if (
             self._in_doubt
-            or list(map(wants_grad, weights)) != self._wanting
-            or list(map(_numel, weights)) != self._numels
-            or list(map(_dim, weights)) != self._dims
+            or list(map(_data_ptr, weights)) != listing.pointers
+            or list(map(wants_grad, weights)) != listing.wanting
+            or list(map(_numel, weights)) != listing.numels
+            or list(map(_dim, weights)) != listing.dims
             or any(map(backward_hooks_of, weights))
             or any(map(late_hooks_of, weights))
         ):
-            self._catch_up(weights)
+            self._catch_up(listing, weights)
             return
-        if versions == self._versions:  # yet `.data` writes and fused optimizers leave no trace
-            targets = self._raws
-        elif any(map(operator.eq, versions, self._versions)):
-            self._catch_up(weights)
+        if versions == listing.versions:  # yet `.data` writes and fused optimizers leave no trace
+            targets = listing.raws
+        elif any(map(operator.eq, versions, listing.versions)):
+            self._catch_up(listing, weights)
             return
         else:
-            targets = self._halves
+            targets = listing.halves
         found = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
             foreach.copy_(targets, weights)
         except RuntimeError:  # shapes that differ in nothing of the above; else it comes again
-            self._catch_up(weights)
+            self._catch_up(listing, weights)
             return
         finally:
             set_grad_enabled(found)
-        if targets is self._halves:
-            self._versions = versions
-            for shadow, version in zip(self._listed, versions):
+        if targets is listing.halves:
+            listing.versions = versions
+            for shadow, version in zip(listing.shadows, versions):
                 shadow.version = version
 
-    def _catch_up(self, weights: list[Tensor]) -> None:
+    def _catch_up(self, listing: _Listing, weights: list[Tensor]) -> None:
         """Weight by weight: some have changed, been moved, frozen or got hooks."""
-        for shadow, weight in zip(list(self._listed), weights, strict=True):
+        for shadow, weight in zip(listing.shadows, weights, strict=True):
             half = shadow.half
             if any(hooks_of(weight)) or not _fits(half, weight):
                 self._retire(shadow)
@@ -232,30 +228,52 @@ class Shadows:
             shadow.note(weight)
         self._list()
 
-    def _weights(self) -> list[Tensor]:
-        """The weights, in the order of `_listed`; weights may die at any time."""
+    def _weights(self) -> tuple[_Listing, list[Tensor]]:
+        """All shadows listed, and their weights, which may die at any time."""
         while True:
-            weights = list(map(_alive, self._refs))
+            listing = self._listing
+            weights = list(map(_alive, listing.refs))
             if not self._unlisted:
-                return weights
+                return listing, weights
             self._list()
 
     def _list(self) -> None:
         self._unlisted.clear()
         self._in_doubt = False
-        self._listed = listed = list(self.of.values())
-        self._refs = [shadow.weight for shadow in listed]
-        self._halves = [shadow.half for shadow in listed]
-        self._raws = [shadow.raw for shadow in listed]
-        self._versions = [shadow.version for shadow in listed]
-        self._wanting = list(map(wants_grad, self._halves))
-        self._numels = list(map(_numel, self._halves))
-        self._dims = list(map(_dim, self._halves))
+        self._listing = _Listing(list(self.of.values()))
+
+
+class _Listing:
+    """Shadows, and beside them what is read in bulk; another thread may make a new one meanwhile."""
+
+    __slots__ = (
+        "dims",
+        "halves",
+        "numels",
+        "pointers",
+        "raws",
+        "refs",
+        "shadows",
+        "versions",
+        "wanting",
+    )
+
+    def __init__(self, shadows: list[Shadow]) -> None:
+        self.shadows = shadows
+        self.refs = [shadow.weight for shadow in shadows]
+        self.halves = [shadow.half for shadow in shadows]
+        self.raws = [shadow.raw for shadow in shadows]
+        self.versions = [shadow.version for shadow in shadows]
+        self.pointers = [shadow.pointer for shadow in shadows]
+        self.wanting = list(map(wants_grad, self.halves))
+        self.numels = list(map(_numel, self.halves))
+        self.dims = list(map(_dim, self.halves))
 
 
 def _fits(half: Tensor, weight: Tensor) -> bool:
     return (
         half.shape == weight.shape
+        and half.stride() == torch.empty_like(weight).stride()  # as a new half copy would have
         and half.device == weight.device
         and weight.dtype is torch.float32
     )

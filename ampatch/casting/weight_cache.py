@@ -89,6 +89,7 @@ class WeightCache:
             and shadow.version == weight._version
             and shadow.pointer == weight.data_ptr()
             and shadow.dtype is dtype
+            and shadow.wants_grad is weight.requires_grad
         ):
             self.hits += 1
             return shadow.half

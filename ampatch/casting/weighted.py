@@ -64,6 +64,7 @@ def weighted(original: Callable, state: CastState) -> Callable:
             and shadow.version == weight._version
             and shadow.pointer == weight.data_ptr()
             and shadow.dtype is to
+            and shadow.wants_grad is weight.requires_grad
         ):
             cache.hits += 1
             half_weight = shadow.half
@@ -79,6 +80,7 @@ def weighted(original: Callable, state: CastState) -> Callable:
                 and other.version == bias._version
                 and other.pointer == bias.data_ptr()
                 and other.dtype is to
+                and other.wants_grad is bias.requires_grad
             ):
                 cache.hits += 1
                 half_bias = other.half

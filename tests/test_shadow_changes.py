@@ -1,0 +1,128 @@
+"""Weights that change in ways autograd does not count, between the calls that use their shadows."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+
+H = torch.bfloat16
+
+
+def network(*widths):
+    torch.manual_seed(0)
+    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def test_weights_swapped_between_a_forward_and_its_backward_are_noticed():
+    """As averages are swapped in for an evaluation: the waiting graph holds the half copies."""
+    model = ampatch.initialize(network(4, 6, 3), opt_level="O1", dtype=H, verbosity=0)
+    averages = [torch.randn_like(p) for p in model.parameters()]
+    x = torch.randn(5, 4)
+    model(x).sum().backward()
+
+    def swap():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.data, averages[index] = averages[index], parameter.data
+
+    loss = model(x).float().square().mean()
+    swap()
+    with torch.no_grad():
+        model(x)
+    swap()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("rows", [slice(None, 5), slice(2, 7)], ids=["first", "middle"])
+def test_pruned_weights_get_gradients_of_their_new_shape(level, rows):
+    """`data[:5]` keeps the pointer; the flat buffer of ten layers was made for the old shape."""
+    model = network(*[8] * 11, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=H, verbosity=0)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 8)).float().square().mean()
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for _ in range(4):
+        step()
+    optimizer.zero_grad()
+    for parameter in (model[-1].weight, model[-1].bias):
+        parameter.data = parameter.data[rows]
+    for master in list(ampatch.master_params(optimizer))[-2:]:
+        if master.shape[0] == 10:
+            master.data = master.data[rows]
+    for _ in range(4):
+        step()
+        assert [g.grad.shape[0] for g in list(ampatch.master_params(optimizer))[-2:]] == [5, 5]
+
+
+def test_a_weight_frozen_and_freed_within_the_forward_gets_what_it_would():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x, wanted):
+            self.second.requires_grad_(wanted)
+            return self.second(self.first(x))
+
+    model = ampatch.initialize(Model(), opt_level="O1", dtype=H, verbosity=0)
+    for wanted in (False, True, False, True, True, False):
+        model.zero_grad()
+        model(torch.ones(1, 4), wanted).sum().backward()
+        assert model.first.weight.grad is not None
+        assert (model.second.weight.grad is not None) == wanted
+        assert (model.second.bias.grad is not None) == wanted
+
+
+def test_another_memory_format_is_followed():
+    model = nn.Conv2d(3, 8, 3)
+    ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
+    x = torch.randn(2, 3, 7, 7)
+    model(x)
+    model.to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", dtype=H):
+        expected = nn.functional.conv2d(x, model.weight, model.bias)
+    for _ in range(2):
+        assert model(x).stride() == expected.stride()
+
+
+def test_threads_that_meet_at_the_first_forwards():
+    """New shadows are listed while another thread brings the listed ones up to date."""
+    found = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    errors = []
+    try:
+        for _ in range(15):
+            model = ampatch.initialize(network(*[4] * 6), opt_level="O1", dtype=H, verbosity=0)
+
+            def run(model=model):
+                try:
+                    for _ in range(6):
+                        with torch.no_grad():
+                            model(torch.ones(1, 4))
+                except Exception as error:  # noqa: BLE001: shown below
+                    errors.append(error)
+
+            threads = [threading.Thread(target=run) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            ampatch.deactivate()
+    finally:
+        sys.setswitchinterval(found)
+    assert errors == []
