@@ -185,7 +185,7 @@ class Session(CastingMembers):
         for optimizer in managed:
             optimizer.adopt_new()
         outsiders = []
-        if len(self._optimizers) > len(managed):
+        if not (len(managed) == len(self._optimizers) == 1 and self._optimizers[0]() is managed[0]):
             everyone = self.optimizers()
             managed = with_sharers(managed, everyone)
             if not self.scales_by_itself:

@@ -154,3 +154,35 @@ def test_gradients_of_all_groups_are_dropped_and_zeros_are_kept_where_asked():
         kept = not kwargs.get("set_to_none", True)
         assert all((p.grad is not None) == kept for p in model.parameters())
         assert not kept or not any(p.grad.any() for p in model.parameters())
+
+
+class Around:
+    """Not a torch optimizer, with the methods of one it holds."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.step, self.zero_grad = inner.step, inner.zero_grad
+
+
+class Subclass(torch.optim.Optimizer):
+    """A torch optimizer whose methods are those of one it holds."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.step, self.zero_grad = inner.step, inner.zero_grad
+
+
+@pytest.mark.parametrize("wrapper", [Around, Subclass])
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_the_methods_of_a_wrapped_optimizer_are_called_on_it(wrapper, level):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    inner, seen = torch.optim.Adam(model.parameters(), lr=0.1), []
+    inner.register_step_post_hook(lambda *_: seen.append("post"))
+    optimizer = wrapper(inner)
+    ampatch.initialize(model, optimizer, opt_level=level, init_scale=8.0, verbosity=0)
+    before = model.weight.detach().clone()
+    train(model, optimizer)
+    assert seen == ["post"] and not torch.equal(model.weight, before)
+    assert all(parameter.grad is None for parameter in model.parameters())

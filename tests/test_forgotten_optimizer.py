@@ -173,3 +173,19 @@ def test_an_optimizer_left_out_hears_one_thing_only(pair, caplog):
     backward(models, first)
     second.step()
     assert SAID in caplog.text and FORGOT not in caplog.text
+
+
+def test_one_of_two_is_left_out_beside_another_sessions(caplog):
+    """As many optimizers are given as the session has, but they are not all its own."""
+    first = [torch.nn.Linear(3, 1) for _ in range(2)]
+    mine = [torch.optim.SGD(model.parameters(), lr=0.1) for model in first]
+    other = torch.nn.Linear(3, 1)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    amp.initialize(first, mine, init_scale=8.0)
+    amp.initialize(other, theirs, init_scale=8.0)
+    loss = sum(model(torch.ones(1, 3)).sum() for model in (*first, other))
+    with amp.scale_loss(loss, [theirs, mine[0]]) as scaled:
+        scaled.backward()
+    caplog.clear()
+    mine[1].step()
+    assert "left scaled" in caplog.text

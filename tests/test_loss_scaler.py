@@ -240,3 +240,21 @@ def test_fallbacks_do_what_the_kernels_do(without_kernels, monkeypatch):
         assert results[0][:2] == results[1][:2]
         assert all(a.equal(b) or not a.isfinite().all() for a, b in zip(*(r[2] for r in results)))
     assert scalers[0].get() == 256.0
+
+
+def test_another_default_device_does_not_draw_the_scale_away():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, dtype=torch.bfloat16, loss_scale="dynamic", verbosity=0)
+    loss = model(torch.ones(2, 4)).float().square().mean()
+    with torch.device("meta"):
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert model.weight.isfinite().all() and model.weight.grad.device.type == "cpu"
+
+
+def test_a_scale_that_was_taken_on_another_device_unscales_on_the_host():
+    numbers = HostNumbers(8.0, 0, torch.device("cpu"))
+    grad = torch.tensor([16.0])
+    assert numbers.unscale_([grad], torch.tensor(4.0)) is False and grad.item() == 4.0

@@ -209,3 +209,19 @@ def test_optimizer_state_dict_is_float_and_loads_anywhere(half):
         assert {entry[key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
         assert torch.equal(reference.state[param]["exp_avg"], entry["exp_avg"])
         assert entry["exp_avg"].any()
+
+
+def test_parameters_without_masters_are_unscaled_beside_masters_that_left():
+    """A head is exchanged: as many new parameters as masters that still get gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    optimizer = torch.optim.SGD(groups, lr=0.0)
+    ampatch.initialize(model, optimizer, opt_level="O2", init_scale=1024.0, verbosity=0)
+    head, x = nn.Linear(4, 4), torch.randn(2, 4)
+    del optimizer.param_groups[1]
+    optimizer.add_param_group({"params": list(head.parameters())})
+    expected = torch.autograd.grad(head(model(x).float()).square().mean(), head.weight)[0]
+    with ampatch.scale_loss(head(model(x).float()).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    torch.testing.assert_close(head.weight.grad, expected, rtol=1e-3, atol=1e-6)

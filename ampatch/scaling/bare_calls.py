@@ -44,6 +44,7 @@ def bare_step(original: Callable, optimizer: Any) -> Callable | None:
     if (
         getattr(function, "__code__", None) is not _AROUND_STEPS
         or _AROUND_STEPS is None
+        or original.__self__ is not optimizer  # but one that it wraps
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or any(_EVERYBODYS_HOOKS)
@@ -53,7 +54,10 @@ def bare_step(original: Callable, optimizer: Any) -> Callable | None:
     return function.__wrapped__
 
 
-def is_bare_zero_grad(original: Callable) -> bool:
+def is_bare_zero_grad(original: Callable, optimizer: Any) -> bool:
     """Whether a bound `zero_grad` is torch's own and does no more than drop gradients."""
-    function = getattr(original, "__func__", None)
-    return function is Optimizer.zero_grad and not _profiler_enabled()
+    return (
+        getattr(original, "__func__", None) is Optimizer.zero_grad
+        and original.__self__ is optimizer
+        and not _profiler_enabled()
+    )

@@ -116,9 +116,8 @@ class GradientFlow(GradientState):
         sharing: Sharing,
     ) -> Flag | None:
         """Unscale what came out of half weights, and gradients of parameters without a master."""
-        own: list[Tensor] = []
-        if len(masters) < len(self.parameters()):
-            own = [param for param in self._held() if self.masters.half_of(param) is None]
+        known = self.masters.by_master
+        own = [p for p in self.parameters() if p.grad is not None and id(p) not in known]
         all_grads = [*map(_grad_of, own), *grads]
         found = sharing.unscale(self, scaler, [*own, *masters], all_grads, scale)
         add_to(masters, grads)

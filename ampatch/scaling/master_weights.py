@@ -36,11 +36,11 @@ class Pair(NamedTuple):
 
 
 class MasterWeights:
-    """The pairs of one optimizer; `by_half` has them by the half parameter's id, for reading."""
+    """The pairs of one optimizer; `by_half` and `by_master` have them by an id, for reading."""
 
     def __init__(self) -> None:
         self.by_half: dict[int, Pair] = {}
-        self._by_master: dict[int, Pair] = {}
+        self.by_master: dict[int, Pair] = {}
         self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
         self._listed: tuple[list[Tensor], list[Tensor]] | None = None
         self._parts: list[list[Pair]] = []
@@ -66,7 +66,7 @@ class MasterWeights:
             values = half.detach().float() if original is None else original
             master = Parameter(values, requires_grad=half.requires_grad)
         pair = Pair(half, master)
-        self.by_half[id(half)] = self._by_master[id(master)] = pair
+        self.by_half[id(half)] = self.by_master[id(master)] = pair
         self._parts.clear()
         self._listed = None
         self._versions[id(half)] = half._version
@@ -78,7 +78,7 @@ class MasterWeights:
         pair = self.by_half.pop(id(half))
         self._parts.clear()
         self._listed = None
-        del self._by_master[id(pair.master)], self._versions[id(half)]
+        del self.by_master[id(pair.master)], self._versions[id(half)]
 
     def of(self, half: Tensor) -> Parameter | None:
         """The master of a half parameter, or None."""
@@ -109,7 +109,7 @@ class MasterWeights:
 
     def half_of(self, master: Tensor) -> Tensor | None:
         """The half parameter of a master, or None."""
-        pair = self._by_master.get(id(master))
+        pair = self.by_master.get(id(master))
         return None if pair is None else pair.half
 
     def settle(self) -> None:

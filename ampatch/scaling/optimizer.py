@@ -262,7 +262,7 @@ class ManagedOptimizer(GradientFlow):
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         self.forget_gradients()
-        if args or kwargs or not is_bare_zero_grad(original):
+        if args or kwargs or not is_bare_zero_grad(original, self.optimizer):
             return original(*args, **kwargs)
         for group in self.optimizer.param_groups:
             for param in group["params"]:

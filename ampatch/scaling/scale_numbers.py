@@ -59,7 +59,7 @@ class HostNumbers:
         self.device = device
         self.unskipped = unskipped
         self._zeros: list[Tensor] = []  # flags that were not set: each serves again
-        self._inverse: tuple[float, Tensor] = (1.0, torch.ones(()))
+        self._inverse: tuple[float, Tensor] = (1.0, torch.ones((), device="cpu"))
         self.fill(scale)
 
     def fill(self, scale: float) -> None:
@@ -78,19 +78,21 @@ class HostNumbers:
         """Scale and count."""
         return self.scale, self.unskipped
 
-    def unscale_(self, grads: list[Tensor], scale: float) -> bool:
+    def unscale_(self, grads: list[Tensor], scale: float | Tensor) -> bool:
         """Divide gradients by `scale`, in place; whether an inf or NaN was met.
 
-        Waits for gradients that live on an accelerator.
+        Waits for gradients that live on an accelerator, and for a scale from there.
         """
+        if isinstance(scale, Tensor):
+            scale = scale.item()
         known, inverse = self._inverse
         if scale != known:
-            inverse = torch.tensor(1.0 / scale, dtype=torch.float32)
+            inverse = torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")
             self._inverse = scale, inverse
         bad = False
         for device, group in alike(grads):
             if device.type == "cpu":
-                found = self._zeros.pop() if self._zeros else torch.zeros(())
+                found = self._unset()
                 check_and_unscale_(group, found, inverse)
                 if found.tolist():
                     bad = True
@@ -101,6 +103,13 @@ class HostNumbers:
                 check_and_unscale_(group, found, inverse.to(device))
                 bad = bool(found.item()) or bad
         return bad
+
+    def _unset(self) -> Tensor:
+        """A flag that nobody else uses, and that is not set."""
+        try:
+            return self._zeros.pop()
+        except IndexError:  # none left, or another thread was faster
+            return torch.zeros((), device="cpu")
 
     def update(self, found: Flag, rule: ScaleSettings) -> None:
         """The rule of `kernels.update_scale_`, and the limits."""

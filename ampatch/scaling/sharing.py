@@ -85,9 +85,11 @@ def sharing_among(optimizers: Sequence[GradientState]) -> Sharing:
     return sharing if sharing.is_any else NOTHING_SHARED
 
 
-def with_sharers(given: list[GradientState], everyone: Sequence[GradientState]) -> list[GradientState]:
+def with_sharers(
+    given: list[GradientState], everyone: Sequence[GradientState]
+) -> list[GradientState]:
     """`given` and all who share a tensor with them, be it through others."""
-    if len(given) == len(everyone):
+    if all(map(given.__contains__, everyone)):
         return given
     found = list(given)
     others = [(other, set(map(id, other.parameters()))) for other in everyone if other not in given]
