@@ -205,13 +205,19 @@ def opening(count: int, level: str, together: bool) -> int:
     return frames(lambda: ampatch.initialize(*pairs[-1], opt_level=level, **SETTINGS))
 
 
+def is_linear(found: list[int]) -> bool:
+    """Whether equal steps cost as much, but for what the collector runs in between."""
+    first, second = found[1] - found[0], found[2] - found[1]
+    return abs(second - first) <= 10 + first / 50  # one call for each pair of 20 would be 800
+
+
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_initialize_of_many_models_costs_as_much_for_each(level):
     found = []
     for count in (1, 20, 40, 60):  # the first brings what is done once per process
         found.append(opening(count, level, together=True))
         ampatch.deactivate()
-    assert found[3] - found[2] == found[2] - found[1]
+    assert is_linear(found[1:])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -221,7 +227,7 @@ def test_what_an_open_session_adds_to_the_next_initialize_is_little(level):
     for count in (1, 20, 40, 60):
         found.append(opening(count, level, together=False))
         ampatch.deactivate()
-    assert found[3] - found[2] == found[2] - found[1] <= 20 * 12
+    assert is_linear(found[1:]) and found[2] - found[1] <= 20 * 12 + 10
 
 
 def test_deactivate_looks_once_at_what_is_needed(monkeypatch):
