@@ -44,10 +44,16 @@ _size = Tensor.size
 _requires_grad = operator.attrgetter("requires_grad")
 _storage_count = getattr(torch._C, "_storage_Use_Count", None)
 _increment_version = getattr(torch._C, "_increment_version", None)
-try:
-    _increment_version([])
-except (TypeError, RuntimeError):  # lacking, or of one tensor only
-    _increment_version = None
+if _increment_version is not None:
+    try:
+        _increment_version([])
+    except (TypeError, RuntimeError):  # of one tensor at a time
+        _of_one = _increment_version
+
+        def _increment_version(tensors: list[Tensor]) -> None:
+            """Raise the version of each."""
+            for tensor in tensors:
+                _of_one(tensor)
 
 
 class FlatGrads:

@@ -469,7 +469,7 @@ def test_copies_have_the_values(training, how):
         file = io.BytesIO()
         torch.save(grads, file)
         file.seek(0)
-        found = torch.load(file)
+        found = torch.load(file, weights_only=True)
     del grads
     training.step(9)
     assert all(map(torch.equal, found, expected))
