@@ -7,36 +7,17 @@ where less is done, lower the numbers in `MORE`.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from bench_modules import load
 from torch import nn
 
 import ampatch
 from ampatch.session import registry
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-if not BENCHMARKS.is_dir():
-    pytest.skip("tests of an installed package: benchmarks/ is not here", allow_module_level=True)
-
-
-def load(name):
-    """A module of benchmarks/, which imports its neighbours."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
-
 
 counts, systems = load("counts"), load("systems")
 

@@ -5,35 +5,13 @@ Counted to the byte by `benchmarks/memory.py`, on its own models.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from bench_modules import load
 
 import ampatch
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-if not BENCHMARKS.is_dir():
-    pytest.skip("tests of an installed package: benchmarks/ is not here", allow_module_level=True)
-
-
-def load():
-    """benchmarks/memory.py, which imports its neighbour `workers`."""
-    path = BENCHMARKS / "memory.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_memory", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
-
-
-memory = load()
+memory = load("memory")
 
 
 @pytest.mark.parametrize("adam", [{}, {"foreach": True}, {"fused": True}], ids=str)
