@@ -34,6 +34,15 @@ try:
 except ImportError:  # built without, or kept elsewhere
     _c10d, _World = None, object
 
+try:
+    from torch._C import _current_graph_task_id as current_backward_pass
+except ImportError:
+
+    def current_backward_pass() -> int:
+        """The number of the backward pass that is running; -1: none.  Unknown here: none."""
+        return -1
+
+
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 

@@ -152,7 +152,7 @@ def test_a_layer_s_call_is_two_python_calls(name, dtype):
     model = Measured(torch.ones(2, 2, *(1,) * dims), *rest)
     ampatch.initialize(model, dtype=H, verbosity=0)
     x = torch.ones(3, 2, *(2,) * dims, dtype=dtype)
-    for _ in range(2):  # the first makes the shadows
+    for _ in range(2):  # the first learns which weights are cast together
         model(lambda *args: getattr(torch.nn.functional, name)(*args), x)
     assert model.seen[1] == ["<lambda>", "patched", "is_dynamo_compiling"]
 
@@ -178,7 +178,7 @@ FORWARDS = {
 @pytest.mark.parametrize("level", FORWARDS)
 def test_a_managed_forward_adds_so_many_python_calls(level):
     model = ampatch.initialize(nn.Linear(2, 2), opt_level=level, dtype=H, verbosity=0)
-    for _ in range(2):  # the first makes shadows, the second lists them
+    for _ in range(2):  # the first learns which weights are cast together
         model(X)
     assert python_calls(model, X, ours=True) == FORWARDS[level]
 

@@ -38,8 +38,8 @@ def test_a_linear_at_o1():
     assert (calls.calls, calls.casts, calls.cached) == (2, 4, 2)
     assert calls.bytes == 2 * (2 * (2 * 4) + 4 * 8 + 8)  # 2 bytes: x twice, weight, bias once
     assert calls.to == {HALF: 6}
-    refreshes = found.refreshes
-    assert (refreshes.batches, refreshes.weights, refreshes.bytes) == (1, 2, 2 * (4 * 8 + 8))
+    batches = found.batches
+    assert (batches.batches, batches.weights, batches.bytes) == (1, 2, 2 * (4 * 8 + 8))
 
 
 def test_a_weight_used_twice_in_one_forward():
