@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from . import averaging, broadcast, data_access, gradients, tracing
 from .casting import user_functions
@@ -47,7 +49,7 @@ class Registry:
         self.schedulers = HeldSchedulers(self.managed)
         self._closing_all = False
         self._gradient_tools = PatchSet()
-        self._data_access = PatchSet()
+        self._watching_tools = PatchSet()
         self._tracing_tools = PatchSet()
         self._observers: list[Any] = []
         self.is_observed = False
@@ -107,9 +109,12 @@ class Registry:
             ],
         )
         keep_replaced(
-            self._data_access,
+            self._watching_tools,
             self.installation.has_tables,
-            lambda: [data_access.replacement(self.note_data_access)],
+            lambda: [
+                data_access.replacement(self.note_data_access),
+                (Tensor, "register_hook", self._noting_hooks),
+            ],
         )
         keep_replaced(
             self._tracing_tools,
@@ -188,6 +193,16 @@ class Registry:
         """Somebody uses `parameter.data`, and may write into it unseen."""
         for session in self.sessions:
             session.forget_copy(parameter)
+
+    def _noting_hooks(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def register_hook(tensor: Tensor, hook: Callable) -> Any:
+            if not is_dynamo_compiling():
+                for session in self.sessions:
+                    session.note_hook()
+            return original(tensor, hook)
+
+        return register_hook
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed by their module."""

@@ -13,6 +13,7 @@ arrive late nor wait in half.
 
 A node with an unused output calls the hooks of that weight with None.  So a weight that
 has hooks, lies in a module with backward hooks or was not used by a forward is left out.
+Where somebody hooks into the graph (`activation.register_hook`) none are cast together.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from typing import Any
 import torch
 import torch.nn.modules.module
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import foreach
 from ..surroundings import are_ranks
+
+try:
+    from torch.autograd.function import _SingleLevelFunction as Function  # what `Function` is but
+except ImportError:  # for its questions about torch.func's transforms, in which none is cast here
+    from torch.autograd import Function
 
 MOST_WEIGHTS = 32
 MOST_BYTES = 8 * 2**20
@@ -38,11 +43,14 @@ MOST_BYTES = 8 * 2**20
 MOST_CHANGES = 64
 """Of a plan.  A model that makes its weights anew again and again has them cast one by one."""
 
-_hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_hooks_of = operator.attrgetter(*_HOOKS)
 
-HOOKS_CAN_BE_SEEN = hasattr(Tensor, "_backward_hooks") and hasattr(
-    Tensor, "_post_accumulate_grad_hooks"
-)
+def _layout_of(grad: Tensor | None) -> torch.layout | None:
+    return None if grad is None else grad.layout
+
+
+HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
 """Without, no weights are cast together."""
 
 
@@ -58,11 +66,9 @@ class _CastTogether(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph: a second derivative finds its way
             return None, *[None if grad is None else grad.float() for grad in grads]
-        there = [grad for grad in grads if grad is not None]
-        if any(grad.layout is not torch.strided for grad in there):
-            return None, *[None if grad is None else grad.float() for grad in grads]
-        widened = iter(copies(there, torch.float32))
-        return None, *[None if grad is None else next(widened) for grad in grads]
+        if list(map(_layout_of, grads)).count(torch.strided) == len(grads):
+            return None, *copies(grads, torch.float32)
+        return None, *[None if grad is None else grad.float() for grad in grads]
 
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -96,14 +102,15 @@ class Plan:
         self._left_out: set[int] = set()  # ids of weights that a forward did not use
         self._hook_tables: list[dict] = []
         self._changes = 0
-        self._was_hooked = False
+        self._has_hooks = False
+        self.was_hooked = False  # somebody hooked into the graph of the latest forward
         self.bucket_of: dict[int, list[Tensor]] = {}
 
     def begin(self) -> bool:
         """A forward of the model starts: whether weights may be cast together in it."""
         if not HOOKS_CAN_BE_SEEN or not _hears_of_all(self._model):
             return False
-        if self._was_hooked or any(self._hook_tables):
+        if self._has_hooks or any(self._hook_tables):
             self._divide()
         return True
 
@@ -136,7 +143,7 @@ class Plan:
         for module in modules:
             self._hook_tables += [module._backward_hooks, module._backward_pre_hooks]
         hooked = _below_hooks(modules) if any(self._hook_tables) else set()
-        self._was_hooked = bool(hooked)
+        self._has_hooks = bool(hooked)
         bucket_of: dict[int, list[Tensor]] = {}
         open_buckets: dict[Any, list[Tensor]] = {}
         for key, weight in self._order.items():
@@ -148,6 +155,28 @@ class Plan:
             bucket.append(weight)
             bucket_of[key] = bucket
         self.bucket_of = bucket_of
+
+
+def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
+    """Those of a bucket that may be cast in one node with `weight`; none, if it may not itself.
+
+    One that has another dtype or device by now is not looked for: its copy is not used.
+    """
+    if not may_be_planned(weight):
+        return []
+    wanted = weight.requires_grad
+    wanting = map(_wants_grad, bucket)
+    if (
+        all(wanting if wanted else map(operator.not_, wanting))
+        and not any(map(_backward_hooks_of, bucket))
+        and not any(map(_late_hooks_of, bucket))
+    ):
+        return bucket
+    return [one for one in bucket if one.requires_grad is wanted and may_be_planned(one)]
+
+
+_wants_grad = operator.attrgetter("requires_grad")
+_backward_hooks_of, _late_hooks_of = map(operator.attrgetter, _HOOKS)
 
 
 def may_be_planned(weight: Tensor) -> bool:

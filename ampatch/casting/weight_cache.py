@@ -11,6 +11,7 @@ moment.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from ..surroundings import is_recording
-from .batched_casts import Plan, cast_together, may_be_planned
+from .batched_casts import Plan, alike, cast_together, may_be_planned
 
 
 @dataclasses.dataclass
@@ -30,40 +31,39 @@ class CacheInfo:
     entries: int = 0
 
 
-class _Copy:
-    """A half copy, and the state of its weight when it was made.  The weight is held, so that
-    its id stays its own.
-    """
-
-    __slots__ = ("dtype", "half", "is_used", "pointer", "version", "weight")
-
-    def __init__(self, weight: Tensor, half: Tensor, is_used: bool) -> None:
-        self.weight = weight
-        self.version = weight._version
-        self.pointer = weight.data_ptr()
-        self.dtype = half.dtype
-        self.half = half
-        self.is_used = is_used
+_Copies = dict[int, tuple[Tensor, int]]
+"""Half copies, each with the version of its weight, by the weight's id."""
 
 
 class _Forward:
-    """The copies of one forward: those in its graph and those outside, by the weights' ids."""
+    """The copies of one forward: those in its graph, and those outside of it."""
 
-    __slots__ = ("alone", "below", "graphed", "in_inference", "opener", "plan", "plain", "touched")
+    __slots__ = (
+        "alone",
+        "below",
+        "graphed",
+        "in_inference",
+        "is_hooked",
+        "kept",
+        "opener",
+        "plain",
+        "plan",
+        "touched",
+        "used",
+    )
 
     def __init__(self, opener: object, plan: Plan | None, below: _Forward | None) -> None:
         self.opener = opener
         self.plan = plan
         self.below = below
         self.in_inference = torch.is_inference_mode_enabled()
-        self.graphed: dict[int, _Copy] = {}
-        self.plain: dict[int, _Copy] = {}
+        self.graphed: _Copies = {}
+        self.plain: _Copies = {}
+        self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
+        self.used: set[int] = set()
         self.alone: dict[int, Tensor] = {}  # weights cast by themselves, in the order of use
         self.touched: set[int] = set()  # weights whose `.data` somebody may be writing into
-
-    def copies(self, weight: Tensor) -> dict[int, _Copy]:
-        """Where a copy of `weight` belongs that is used here and now."""
-        return self.graphed if weight.requires_grad and is_grad_enabled() else self.plain
+        self.is_hooked = False  # somebody hooks into its graph, and may look at gradients there
 
 
 class _Thread(threading.local):
@@ -143,61 +143,82 @@ class WeightCache:
             forward.plain.pop(id(weight), None)
             forward = forward.below
 
+    def note_hook(self) -> None:
+        """Somebody hooks into the graph of this thread's forward: no weights are cast together from
+        now on, nor in the model's next forward.  What has been cast and not yet used is dropped.
+        """
+        forward = self._thread.forward
+        if forward is not None:
+            forward.is_hooked = True
+            for key in forward.graphed.keys() - forward.used:
+                del forward.graphed[key]
+
     def find(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The copy of `weight` in `dtype` made earlier in this forward; None: there is none."""
         forward = self._thread.forward
         if forward is None:
             return None
-        copy = forward.copies(weight).get(id(weight))
+        key = id(weight)
+        in_graph = weight.requires_grad and is_grad_enabled()
+        copy = (forward.graphed if in_graph else forward.plain).get(key)
+        if copy is None:
+            return None
+        half, version = copy
         if (
-            copy is None
-            or copy.version != weight._version
-            or copy.pointer != weight.data_ptr()
-            or copy.dtype is not dtype
+            version != weight._version
+            or half.dtype is not dtype
+            or (forward.in_inference and not torch.is_inference_mode_enabled())
         ):
             return None
-        if forward.in_inference and not torch.is_inference_mode_enabled():
-            return None
-        copy.is_used = True
+        forward.used.add(key)
         self.hits += 1
-        return copy.half
+        return half
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one."""
         half = self.find(weight, dtype)
-        if half is not None:
-            return half
+        return self.make(weight, dtype) if half is None else half
+
+    def make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A new copy of `weight` in `dtype`, made together with those that go with it."""
         forward = self._thread.forward
-        if forward is None or id(weight) in forward.touched:
+        if forward is None:
             return weight.to(dtype)
-        if _must_be_alone(forward, weight):
+        if id(weight) in forward.touched or _must_be_alone(forward, weight):
             self.misses += 1
             return weight.to(dtype)
-        return self._cast_bucket(forward, weight, dtype)
-
-    def _cast_bucket(self, forward: _Forward, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast a weight, and those that go with it and have no copy yet."""
-        copies = forward.copies(weight)
-        together = [weight]
-        if forward.plan is not None and dtype is not torch.float32:
-            bucket = forward.plan.bucket_of.get(id(weight))
-            if bucket is None:
-                forward.alone.setdefault(id(weight), weight)
-            elif id(weight) not in copies and may_be_planned(weight):
-                together = [
-                    one
-                    for one in bucket
-                    if id(one) not in copies
-                    and id(one) not in forward.touched
-                    and forward.copies(one) is copies
-                    and one.device == weight.device
-                    and may_be_planned(one)
-                ]
+        in_graph = weight.requires_grad and is_grad_enabled()
+        copies = forward.graphed if in_graph else forward.plain
+        together = _together(forward, copies, weight, dtype)
+        versions = list(map(_version_of, together))
+        halves = cast_together(together, dtype, in_graph)
+        copies.update(zip(map(id, together), zip(halves, versions)))
+        forward.kept.append(together)
+        forward.used.add(id(weight))
         self.misses += len(together)
-        halves = cast_together(together, dtype, copies is forward.graphed)
-        for one, half in zip(together, halves, strict=True):
-            copies[id(one)] = _Copy(one, half, one is weight)
-        return copies[id(weight)].half
+        return copies[id(weight)][0]
+
+
+_version_of = operator.attrgetter("_version")
+
+
+def _together(
+    forward: _Forward, copies: _Copies, weight: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """The weights to be cast now: `weight`, and those of its bucket that have no copy yet."""
+    if forward.plan is None or dtype is torch.float32:
+        return [weight]
+    bucket = forward.plan.bucket_of.get(id(weight))
+    if bucket is None:
+        forward.alone.setdefault(id(weight), weight)
+        return [weight]
+    if forward.is_hooked or forward.plan.was_hooked or id(weight) in copies:
+        return [weight]
+    found = alike(weight, bucket)
+    if forward.touched or not copies.keys().isdisjoint(map(id, found)):
+        known = copies.keys() | forward.touched
+        found = [one for one in found if id(one) not in known]
+    return found or [weight]  # it has got hooks, say
 
 
 def _must_be_alone(forward: _Forward, weight: Tensor) -> bool:
@@ -212,12 +233,8 @@ def _must_be_alone(forward: _Forward, weight: Tensor) -> bool:
 
 
 def _learn(plan: Plan, forward: _Forward) -> None:
-    unused = [
-        key
-        for copies in (forward.graphed, forward.plain)
-        for key, copy in copies.items()
-        if not copy.is_used
-    ]
+    unused = forward.graphed.keys() - forward.used
     new = [weight for weight in forward.alone.values() if may_be_planned(weight)]
+    plan.was_hooked = forward.is_hooked
     if new or unused:
         plan.learn(new, unused)

@@ -61,14 +61,14 @@ def weighted(original: Callable, state: CastState) -> Callable:
         if half_weight is None:
             if not _is_ordinary(weight, policy):
                 return in_general(input, weight, bias, *rest)
-            half_weight = cache.cast(weight, to)
+            half_weight = cache.make(weight, to)
         half_bias = None
         if bias is not None:
             half_bias = cache.find(bias, to)
             if half_bias is None:
                 if not _is_ordinary(bias, policy):
                     return in_general(input, weight, bias, *rest)
-                half_bias = cache.cast(bias, to)
+                half_bias = cache.make(bias, to)
         if rest:
             return original(half_input, half_weight, half_bias, *rest)
         return original(half_input, half_weight, half_bias)
