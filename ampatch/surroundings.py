@@ -29,6 +29,21 @@ except ImportError:
 
 
 try:
+    from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+
+    _PROXY = _TorchDispatchModeKey.PROXY
+
+    def _makes_fx() -> bool:
+        return _get_dispatch_mode(_PROXY) is not None
+
+except (ImportError, AttributeError):
+
+    def _makes_fx() -> bool:
+        """Whether `make_fx` records; without a way to ask, it sees batched casts as they are."""
+        return False
+
+
+try:
     from torch.distributed import distributed_c10d as _c10d
     from torch.distributed.distributed_c10d import _World
 except ImportError:  # built without, or kept elsewhere
@@ -55,6 +70,7 @@ def is_recording() -> bool:
         (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
         or _is_tracing()
         or peek_interpreter_stack() is not None
+        or _makes_fx()
     )
 
 

@@ -46,10 +46,6 @@ MOST_CHANGES = 64
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _hooks_of = operator.attrgetter(*_HOOKS)
 
-def _layout_of(grad: Tensor | None) -> torch.layout | None:
-    return None if grad is None else grad.layout
-
-
 HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
 """Without, no weights are cast together."""
 
@@ -69,6 +65,10 @@ class _CastTogether(Function):
         if list(map(_layout_of, grads)).count(torch.strided) == len(grads):
             return None, *copies(grads, torch.float32)
         return None, *[None if grad is None else grad.float() for grad in grads]
+
+
+def _layout_of(grad: Tensor | None) -> torch.layout | None:
+    return None if grad is None else grad.layout
 
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -145,13 +145,11 @@ class WeightCache:
 
     def note_hook(self) -> None:
         """Somebody hooks into the graph of this thread's forward: no weights are cast together from
-        now on, nor in the model's next forward.  What has been cast and not yet used is dropped.
+        now on, nor in the model's next forward.
         """
         forward = self._thread.forward
         if forward is not None:
             forward.is_hooked = True
-            for key in forward.graphed.keys() - forward.used:
-                del forward.graphed[key]
 
     def find(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The copy of `weight` in `dtype` made earlier in this forward; None: there is none."""

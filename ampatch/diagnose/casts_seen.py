@@ -46,6 +46,7 @@ _CALLS = {
 _CAST = casts.cast.__code__
 _CACHE = WeightCache.cast.__code__
 _TOGETHER = batched_casts.cast_together.__code__
+_MAKING = {WeightCache.make.__code__, _TOGETHER}
 _SEEN = {*_CALLS, _CAST, _CACHE, _TOGETHER}
 
 
@@ -130,7 +131,7 @@ class CastWatch:
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
         if event == "c_call":
-            if (code is _CACHE or code is _TOGETHER) and arg.__name__ == "to":
+            if code in _MAKING and arg.__name__ == "to":
                 self._thread.made = True
             return
         if code not in _SEEN or not self._is_on:
