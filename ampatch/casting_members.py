@@ -89,6 +89,14 @@ class CastingMembers(Members):
         """Counts of the weight cache."""
         return self._policy.cache.info()
 
+    def forget_copy(self, weight: Tensor) -> None:
+        """A weight may be written into in a way that raises no version."""
+        self._policy.cache.forget(weight)
+
+    def note_hook(self) -> None:
+        """Somebody hooks into the graph that this thread is building."""
+        self._policy.cache.note_hook()
+
     def cast_on(self, devices: set[str]) -> None:
         """Cast on these device types too, where it is limited at all."""
         if self._policy.devices is not None:

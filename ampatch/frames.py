@@ -17,16 +17,15 @@ from typing import Any
 import wrapt
 
 from . import hooks, managed_model, models, overrides, surroundings
-from .casting import policy, shadow_grads, shadows, under, weight_cache
+from .casting import batched_casts, policy, under, weight_cache
 
 _OURS = (
+    batched_casts,
     hooks,
     managed_model,
     models,
     overrides,
     policy,
-    shadow_grads,
-    shadows,
     surroundings,
     under,
     weight_cache,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from .casting.batched_casts import Plan
 from .casting.policy import CastState, Policy
-from .casting.shadows import Shadows
 from .hooks import Hook, add_load_hook, add_state_dict_hook, drop_plain_hooks
 from .models import (
     Converted,
@@ -69,7 +69,7 @@ class ManagedModel:
         self._converted: list[Converted] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self._handles: list[Any] = []
-        self.shadows = Shadows() if policy is not None and policy.follows_tables else None
+        self._plan = Plan(model) if policy is not None and policy.follows_tables else None
 
     # Put in, take out
 
@@ -154,7 +154,7 @@ class ManagedModel:
         if (state.thread.frames or policy is not state.process) and not state.under_user_control():
             state.push(policy, self)
         if policy is not None and not is_dynamo_compiling():
-            policy.cache.open(self, self.shadows)
+            policy.cache.open(self, self._plan)
             if policy.devices is not None:
                 self._note_device()
         if dtype is None:
@@ -169,7 +169,7 @@ class ManagedModel:
         if self._state.thread.frames:
             self._state.pop(self)
         if self.policy is not None and not is_dynamo_compiling():
-            self.policy.cache.close(self)
+            self.policy.cache.close(self, is_whole=output is not None)
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
     def _note_device(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .casting.shadows import Shadows
 from .managed_model import ManagedModel
 from .opt_levels import HALF_TYPES
 from .scaling.optimizer import ManagedOptimizer
@@ -30,14 +29,11 @@ class Members:
         self._models: list[weakref.ref[ManagedModel]] = []
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self.bystanders: list[weakref.ref] = []  # optimizers of a disabled session
-        self.shadows: list[Shadows] = []  # they outlive their model, for graphs that do
 
     def add_model(self, managed: ManagedModel) -> None:
         """A model joins."""
         self._models.append(weakref.ref(managed))
         self._modelled.put(managed.model, self, managed)
-        if managed.shadows is not None:
-            self.shadows.append(managed.shadows)
 
     def add_optimizer(self, managed: ManagedOptimizer) -> None:
         """An optimizer joins."""
@@ -60,21 +56,6 @@ class Members:
         for bystander in _alive(self.bystanders):
             self._cared_for.remove(bystander, self)
         self._models, self._optimizers, self.bystanders = [], [], []
-
-    def drop_shadows(self) -> None:
-        """Nobody will collect gradients from shadows any more."""
-        for shadows in self.shadows:
-            shadows.retire()
-        self.shadows = []
-
-    def whole_grads(self, grads: list[Tensor]) -> list[Tensor]:
-        """`grads`, for who is about to write into all of them: a model's as one tensor, where
-        they are one.
-        """
-        for shadows in self.shadows:
-            if shadows.flats is not None:
-                grads = shadows.flats.whole(grads)
-        return grads
 
     def models(self) -> list[ManagedModel]:
         """The managed models that are still there."""
@@ -155,9 +136,6 @@ class Members:
             optimizer.fit_state(managed.converted())
         self._models = [ref for ref in self._models if ref() is not managed]
         self._modelled.remove(model, self)
-        if managed.shadows is not None:
-            managed.shadows.retire()
-            self.shadows = [one for one in self.shadows if one is not managed.shadows]
 
     def release_optimizer(self, optimizer: Any) -> None:
         """Take one optimizer out of care."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from . import averaging, backward_pass, broadcast, gradients, tracing
+from . import averaging, broadcast, data_access, gradients, tracing
 from .casting import user_functions
 from .casting.early_names import keep_replaced
 from .casting.install import (
@@ -47,7 +49,7 @@ class Registry:
         self.schedulers = HeldSchedulers(self.managed)
         self._closing_all = False
         self._gradient_tools = PatchSet()
-        self._backward_pass = PatchSet()
+        self._watching_tools = PatchSet()
         self._tracing_tools = PatchSet()
         self._observers: list[Any] = []
         self.is_observed = False
@@ -107,9 +109,12 @@ class Registry:
             ],
         )
         keep_replaced(
-            self._backward_pass,
-            any(session.shadows for session in self.sessions),
-            lambda: backward_pass.replacements(self.halves_of, self.collect_shadows),
+            self._watching_tools,
+            self.installation.has_tables,
+            lambda: [
+                data_access.replacement(self.note_data_access),
+                (Tensor, "register_hook", self._noting_hooks),
+            ],
         )
         keep_replaced(
             self._tracing_tools,
@@ -184,18 +189,20 @@ class Registry:
             for managed in session.optimizers():
                 managed.ready(wanted)
 
-    def collect_shadows(self) -> None:
-        """Take the gradients that a backward pass left in shadows to their weights."""
+    def note_data_access(self, parameter: Tensor) -> None:
+        """Somebody uses `parameter.data`, and may write into it unseen."""
         for session in self.sessions:
-            for shadows in session.shadows:
-                shadows.collect()
+            session.forget_copy(parameter)
 
-    def halves_of(self, weight: Tensor) -> list[Tensor]:
-        """The shadows of a weight, in any session."""
-        found = [
-            shadows.of.get(id(weight)) for session in self.sessions for shadows in session.shadows
-        ]
-        return [shadow.half for shadow in found if shadow is not None]
+    def _noting_hooks(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def register_hook(tensor: Tensor, hook: Callable) -> Any:
+            if not is_dynamo_compiling():
+                for session in self.sessions:
+                    session.note_hook()
+            return original(tensor, hook)
+
+        return register_hook
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed by their module."""

@@ -96,7 +96,6 @@ class Session(CastingMembers):
             optimizer.fit_state(changed)
             optimizer.restore_found_state()
         self.forget_members()
-        self.drop_shadows()
         self.is_open = False
         registry.remove(self)
 
@@ -145,7 +144,6 @@ class Session(CastingMembers):
             after_step=self._after_step,
             halves=self._halves,
             master_of=self.master_of,
-            whole=self.whole_grads,
             process_group=self._process_group,
         )
         self.add_optimizer(managed)

@@ -29,10 +29,34 @@ except ImportError:
 
 
 try:
+    from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+
+    _PROXY = _TorchDispatchModeKey.PROXY
+
+    def _makes_fx() -> bool:
+        return _get_dispatch_mode(_PROXY) is not None
+
+except (ImportError, AttributeError):
+
+    def _makes_fx() -> bool:
+        """Whether `make_fx` records; without a way to ask, it sees batched casts as they are."""
+        return False
+
+
+try:
     from torch.distributed import distributed_c10d as _c10d
     from torch.distributed.distributed_c10d import _World
 except ImportError:  # built without, or kept elsewhere
     _c10d, _World = None, object
+
+try:
+    from torch._C import _current_graph_task_id as current_backward_pass
+except ImportError:
+
+    def current_backward_pass() -> int:
+        """The number of the backward pass that is running; -1: none.  Unknown here: none."""
+        return -1
+
 
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
@@ -46,6 +70,7 @@ def is_recording() -> bool:
         (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
         or _is_tracing()
         or peek_interpreter_stack() is not None
+        or _makes_fx()
     )
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/levers.py [--rounds 31] [--out FILE.md]
 
-Taken away are the leaf half shadows (weights are then cast in the graph, one by one)
+Taken away are the nodes that cast many weights (each weight is then cast by itself)
 and batches (lists of tensors are then dealt with tensor by tensor).  A column without
 Python's garbage collector says what that costs each system.
 """
@@ -22,13 +22,13 @@ from systems import AUTOCAST, HALF, make_step
 from workers import machine, measure, ratios, table
 
 from ampatch import foreach
-from ampatch.casting import shadows
+from ampatch.casting import batched_casts
 
 AGAIN = "autocast again"
 BATCHES = ("copy_", "add_", "mul_")
 SYSTEMS = [
     *(AUTOCAST, AGAIN, f"{AUTOCAST} without gc", HALF),
-    *("O1", "O1 without shadows", "O1 without batches", "O1 without gc"),
+    *("O1", "O1 without nodes", "O1 without batches", "O1 without gc"),
     *("O2", "O2 without batches"),
 ]
 
@@ -37,8 +37,8 @@ def make(name: str, system: str) -> Callable[[], None]:
     """The function that does one training step, `system` being "... without a lever" or whole."""
     torch.manual_seed(0)
     level, _, lever = system.partition(" without ")
-    if lever == "shadows":
-        shadows.SUPPORTED = False
+    if lever == "nodes":
+        batched_casts.HOOKS_CAN_BE_SEEN = False
     elif lever == "batches":
         for batch in BATCHES:
             setattr(foreach, batch, functools.partial(foreach.one_by_one, batch))

@@ -40,6 +40,8 @@ _OWNERS = {
     "torch.optim.Optimizer": torch.optim.Optimizer,
     "torch.fx.Tracer": torch.fx.Tracer,
     "torch.jit": torch.jit,
+    "torch.nn.Parameter": torch.nn.Parameter,
+    "torch.autograd.function.BackwardCFunction": torch.autograd.function.BackwardCFunction,
 }
 
 # torch rewraps these at the first instance of each optimizer class; let it, once.

@@ -140,21 +140,22 @@ class Measured(nn.Module):
     def forward(self, function, x):
         arguments = (x, self.weight, self.bias, *self.rest)
         self.seen.append(python_calls(function, *arguments))
-        return function(*arguments)
+        self.seen.append(python_calls(function, *arguments))
+        return self.seen
 
 
 @pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d"])
 @pytest.mark.parametrize("dtype", [torch.float32, H])
-def test_a_layer_s_call_is_two_python_calls(name, dtype):
-    """One is ours, the other torch's: whether Dynamo traces."""
+def test_a_layer_s_call_is_two_python_calls_and_one_per_weight(name, dtype):
+    """One is ours, the other torch's: whether Dynamo traces.  Copies of weights are found."""
     dims = 0 if name == "linear" else int(name[4])
     rest = ((1,) * dims, (0,) * dims, (1,) * dims, 1) if dims else ()
     model = Measured(torch.ones(2, 2, *(1,) * dims), *rest)
     ampatch.initialize(model, dtype=H, verbosity=0)
     x = torch.ones(3, 2, *(2,) * dims, dtype=dtype)
-    for _ in range(2):  # the first makes the shadows
+    for _ in range(2):  # the first learns which weights are cast together
         model(lambda *args: getattr(torch.nn.functional, name)(*args), x)
-    assert model.seen[1] == ["<lambda>", "patched", "is_dynamo_compiling"]
+    assert model.seen[-1] == ["<lambda>", "patched", "is_dynamo_compiling", "find", "find"]
 
 
 def test_any_other_call_is_one_python_call_and_one_per_cast():
@@ -167,8 +168,10 @@ def test_any_other_call_is_one_python_call_and_one_per_cast():
 
 
 FORWARDS = {
-    "O1": ["_enter", "open", "is_recording", "begin", "are_ranks", "_refresh"]
-    + ["patched", "_leave", "close"],
+    "O1": ["_enter", "open", "is_recording", "_makes_fx", "begin", "_hears_of_all", "are_ranks"]
+    + ["__init__", "patched", "find", "_is_ordinary", "make", "_must_be_alone", "is_recording"]
+    + ["_makes_fx", "_together", "alike", "may_be_planned", "cast_together", "copies", "<listcomp>"]
+    + ["find", "_leave", "close", "_learn", "<listcomp>"],
     "O0": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
     "O2": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
     "O3": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
@@ -178,7 +181,7 @@ FORWARDS = {
 @pytest.mark.parametrize("level", FORWARDS)
 def test_a_managed_forward_adds_so_many_python_calls(level):
     model = ampatch.initialize(nn.Linear(2, 2), opt_level=level, dtype=H, verbosity=0)
-    for _ in range(2):  # the first makes shadows, the second lists them
+    for _ in range(2):  # the first learns which weights are cast together
         model(X)
     assert python_calls(model, X, ours=True) == FORWARDS[level]
 

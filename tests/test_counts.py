@@ -24,10 +24,11 @@ counts, systems = load("counts"), load("systems")
 MLP, LINEARS = "MLP, 8 layers", "200 Linear(8, 8)"
 CASTS = 8
 MORE = {  # operators at O1 and at O2, with dynamic loss scale, that plain FP32 does without
-    (MLP, "ordinary"): (4, 4),  # on top of 149, in torch 2.13
-    (MLP, "fused"): (4, 4),  # on top of 134
-    (LINEARS, "ordinary"): (4, 4),  # on top of 2809
-    (LINEARS, "fused"): (4, 4),  # on top of 2410
+    # at O1 two new tensors for each weight, a half copy and its gradient widened
+    (MLP, "ordinary"): (36, 20),  # on top of 149, in torch 2.13
+    (MLP, "fused"): (36, 20),  # on top of 134
+    (LINEARS, "ordinary"): (828, 404),  # on top of 2809
+    (LINEARS, "fused"): (828, 404),  # on top of 2410
 }
 WEIGHTS = {MLP: 16, LINEARS: 400}
 LEVELS = ("O1", "O2")
@@ -51,7 +52,7 @@ def test_autocast_does_more_and_the_counting_sees_it(name, optimizer):
     assert found.casts >= 2 * WEIGHTS[name]
     assert found.syncs == (0 if optimizer == "fused" else 1)
     plain = counts.count(name, systems.FP32, optimizer).operators
-    assert found.operators - plain > max(MORE[name, optimizer])
+    assert found.operators - plain >= 2 * WEIGHTS[name]
 
 
 # Growth

@@ -131,3 +131,29 @@ def test_an_overflow_on_one_rank_leaves_the_ranks_equal(ranks, level, options, m
     skipped = {step for _, step, _ in poisoned}
     results = ranks(train, level, options, micro, tuple(poisoned), torch.float16)
     check(results, level, skipped, float_masters(options, micro, skipped))
+
+
+def heads_in_turn(rank: int, level: str) -> list:
+    """Gradients of passes that leave a head unused now and then, under DDP that looks for it."""
+    model = Net(seed=0)
+    if level == "O1":
+        amp.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    found = []
+    for number, heads in enumerate((2, 2, 2, 1, 2, 1, 1, 2)):
+        x, target = batch(2 * number + rank)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=level == "autocast"):
+            out = parallel(x, heads)
+        parallel.zero_grad()
+        F.cross_entropy(out.float(), target).backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    amp.deactivate()
+    return found
+
+
+def test_weights_that_ddp_finds_unused_now_and_then(ranks):
+    expected, found = ranks(heads_in_turn, "autocast"), ranks(heads_in_turn, "O1")
+    for wanted, got in zip(expected, found, strict=True):
+        for step, others in zip(got, wanted, strict=True):
+            for one, other in zip(step, others, strict=True):
+                assert one is other is None or torch.equal(one, other)

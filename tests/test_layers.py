@@ -11,10 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "ampatch"
 
-LEAVES = {"errors", "flat_grads", "foreach", "log", "surroundings", "_version"}
+LEAVES = {"errors", "foreach", "log", "surroundings", "_version"}
 ALLOWED = {
     "errors": set(),
-    "flat_grads": set(),
     "foreach": set(),
     "log": set(),
     "surroundings": set(),
@@ -31,15 +30,15 @@ ALLOWED = {
     "models": set(),
     "gradients": set(),
     "averaging": set(),
-    "backward_pass": set(),
     "broadcast": set(),
+    "data_access": set(),
     "casting": LEAVES | {"casting"},
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
     "tracing": LEAVES | {"casting", "managed_model", "models"},
     "registry": LEAVES
-    | {"averaging", "backward_pass", "broadcast", "casting", "gradients", "schedulers", "tracing"}
+    | {"averaging", "broadcast", "data_access", "casting", "gradients", "schedulers", "tracing"}
     | {"whereabouts"}
     | {"managed_model", "scaling", "session"},  # for type checking only
     "schedulers": {"casting"},
@@ -53,7 +52,7 @@ ALLOWED = {
     "handle": LEAVES | {"environment", "opt_levels", "session"},
     "__init__": LEAVES | {"frontend", "training", "control", "handle", "diagnose", "session"},
     "auto": LEAVES
-    | {"__init__", "auto", "backward_pass", "casting", "environment", "opt_levels", "scaling"}
+    | {"__init__", "auto", "casting", "environment", "opt_levels", "scaling"}
     | {"session"},
     # the rooms around the engine use its public API (and the tables)
     "diagnose": LEAVES

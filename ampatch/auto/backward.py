@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..backward_pass import _current_graph_task_id
 from ..log import logger
 from ..scaling.optimizer import ManagedOptimizer
 from ..session import Session
+from ..surroundings import current_backward_pass
 from .graph import Strays, leaves
 
 
@@ -59,7 +59,7 @@ class Passes:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             roots = _listed(bound.arguments["tensors"])
-            if _current_graph_task_id() != -1:
+            if current_backward_pass() != -1:
                 self._nested(bound.arguments, roots)
                 return original(*bound.args, **bound.kwargs)
             with self._one_at_a_time:

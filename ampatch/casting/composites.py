@@ -6,7 +6,6 @@ list of `(where, name, make)` for `install.py` to put in.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -126,29 +125,11 @@ def _checkpoint(original: Callable, state: CastState) -> Callable:
         if torch.compiler.is_compiling():
             return original(function, *args, **kwargs)
         if policy is not None:
-            function = _casting_weights_once(function, policy)
-        if state.overridden:
-            function = state.under(lambda: policy, state.under_user_control())(function)
+            function = policy.cache.apart(function)
+        function = state.under(lambda: policy, state.under_user_control())(function)
         return original(function, *args, **kwargs)
 
     return checkpoint
-
-
-def _casting_weights_once(function: Callable, policy: Policy) -> Callable:
-    """`function` with the weight cache open, in its recompute as in the model's forward.
-
-    So a weight used twice sums its gradients in the same dtype with and without checkpoints.
-    """
-
-    @functools.wraps(function)
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        policy.cache.open(opened)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            policy.cache.close(opened)
-
-    return opened
 
 
 def refused(function: Callable, message: str, state: CastState) -> Callable:

@@ -18,7 +18,7 @@ import torch.nn.functional
 import wrapt
 
 from ..log import logger
-from . import composites, early_names, user_functions, weighted
+from . import backward_policy, composites, early_names, user_functions, weighted
 from .casts import APEX_CHOOSERS, CHOOSERS, banned, refuse, replacement
 from .compiler_tables import CompilerTables
 from .patches import PatchSet
@@ -77,6 +77,8 @@ class Installation:
                     self._put_row(row)
             for where, name, make in composites.module_parts(self._state):
                 self._put_if_there(where, name, make)
+            for owner, name, make in backward_policy.parts(self._state):
+                self._patches.replace(owner, name, make)
             early_names.rebind(self._patches, self._by_original)
         except BaseException:
             self.undo()

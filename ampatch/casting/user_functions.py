@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import BackwardCFunction
 
 from ..errors import type_name
-from .casts import call_in, tensors_in
+from .casts import call_in
 from .policy import CastState, Policy
 
 Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
@@ -90,40 +89,14 @@ def class_parts(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make
     derivative finds its way.  Dynamo never calls an `apply` of ours: it goes
     straight to `forward`, so that one casts too what has not been cast by then.
     """
-    backward = "backward" if cls.backward is not Function.backward else "vjp"
     return {
         "apply": lambda original: _apply(original, choose, ask),
         "forward": lambda original: following(original, choose, ask),
-        backward: lambda original: _backward(original, ask),
     }
 
 
 def _apply(original: classmethod, choose: Choose, ask: Ask) -> classmethod:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        cast_and_call = user_function(original.__get__(None, cls), choose, ask)
-        output = cast_and_call(*args, **kwargs)
-        if ask().overridden:
-            _remember(output, ask().current())
-        return output
+        return user_function(original.__get__(None, cls), choose, ask)(*args, **kwargs)
 
     return classmethod(functools.wraps(original.__get__(None, Function))(apply))
-
-
-def _remember(output: Any, policy: Policy | None) -> None:
-    """Leave the forward's policy where `backward` finds it: its thread may be another."""
-    for tensor in tensors_in(output if isinstance(output, tuple) else (output,)):
-        if isinstance(tensor.grad_fn, BackwardCFunction):
-            tensor.grad_fn._ampatch_policy = policy
-
-
-def _backward(original: staticmethod, ask: Ask) -> staticmethod:
-    inner = original.__func__
-
-    @functools.wraps(inner)
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.compiler.is_compiling() or not hasattr(ctx, "_ampatch_policy"):
-            return inner(ctx, *grads)
-        policy = ctx._ampatch_policy
-        return ask().under(lambda: policy)(inner)(ctx, *grads)
-
-    return staticmethod(backward)

@@ -1,27 +1,25 @@
-"""Half copies of FP32 weights, each up to date at the start of every outermost forward.
+"""Half copies of FP32 weights, fresh for every outermost forward.
 
-Small weights have leaf half shadows (`shadows.py`), refreshed all at once.  Any
-other weight that several calls use within a forward is cast once, and the copy
-dropped after it: a `.data` write (an EMA swap) and fused optimizers change weights
-without raising `_version`, so what outlives a forward can go stale with no way to
-notice.  Each thread has copies of its own: another thread's forward may begin and
-end at any moment.
+A weight that several calls use within a forward is cast once; with which other
+weights, `batched_casts.Plan` says.  The copies belong to that forward and its graph:
+nothing writes into them again, and none is used by a later forward, since a `.data`
+write (an EMA swap) and fused optimizers change weights without raising `_version`.
+Each thread has copies of its own: another thread's forward may begin and end at any
+moment.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from ..surroundings import is_recording
-from .shadows import Shadow, Shadows
-
-
-_Copy = tuple[Tensor, int, int, Tensor]
-"""A weight, held, so that its id stays its own while the copy lives; version, pointer, copy."""
+from .batched_casts import Plan, alike, cast_together, may_be_planned
 
 
 @dataclasses.dataclass
@@ -33,95 +31,208 @@ class CacheInfo:
     entries: int = 0
 
 
-class _Held(threading.local):
+_Copies = dict[int, tuple[Tensor, int]]
+"""Half copies, each with the version of its weight, by the weight's id."""
+
+
+class _Forward:
+    """The copies of one forward: those in its graph, and those outside of it."""
+
+    __slots__ = (
+        "alone",
+        "below",
+        "graphed",
+        "in_inference",
+        "is_hooked",
+        "kept",
+        "opener",
+        "plain",
+        "plan",
+        "touched",
+        "used",
+    )
+
+    def __init__(self, opener: object, plan: Plan | None, below: _Forward | None) -> None:
+        self.opener = opener
+        self.plan = plan
+        self.below = below
+        self.in_inference = torch.is_inference_mode_enabled()
+        self.graphed: _Copies = {}
+        self.plain: _Copies = {}
+        self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
+        self.used: set[int] = set()
+        self.alone: dict[int, Tensor] = {}  # weights cast by themselves, in the order of use
+        self.touched: set[int] = set()  # weights whose `.data` somebody may be writing into
+        self.is_hooked = False  # somebody hooks into its graph, and may look at gradients there
+
+
+class _Thread(threading.local):
     def __init__(self) -> None:
-        self.is_open = False
-        self.opener: object = None
-        self.copies: dict[tuple, _Copy] = {}
-        self.shadows: Shadows | None = None  # of the model whose forward is open
-        self.shadow_of: dict[int, Shadow] = {}
+        self.forward: _Forward | None = None
 
 
 class WeightCache:
     """Casts of leaf weights; open only while a managed model's forward runs, in its thread."""
 
     def __init__(self) -> None:
-        self.held = _Held()
+        self._thread = _Thread()
         self.hits = self.misses = 0
 
-    def open(self, opener: object, shadows: Shadows | None = None) -> None:
+    def open(self, opener: object, plan: Plan | None = None) -> None:
         """Start a forward of `opener`: nothing is used as an earlier one left it.
 
         Within another model's forward nothing happens: the outermost counts.
         An opener that finds itself was interrupted (Ctrl-C skips hooks) or calls
-        itself; both are safe with an empty cache.
+        itself; both are safe with no copies.
         """
-        held = self.held
-        if held.is_open and held.opener is not opener:
+        thread = self._thread
+        if thread.forward is not None and thread.forward.opener is not opener:
             return
-        held.copies.clear()
-        held.opener = opener
-        held.is_open = is_open = not is_recording()
-        if shadows is not None and is_open and shadows.begin():
-            held.shadows, held.shadow_of = shadows, shadows.of
-        else:
-            held.shadows, held.shadow_of = None, {}
+        if is_recording():
+            thread.forward = None
+            return
+        thread.forward = _Forward(opener, plan if plan is not None and plan.begin() else None, None)
 
-    def close(self, opener: object = None) -> None:
-        """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed."""
-        held = self.held
-        if opener is None or opener is held.opener:
-            held.is_open = False
-            held.opener = held.shadows = None
-            held.shadow_of = {}
-            held.copies.clear()
+    def close(self, opener: object = None, is_whole: bool = False) -> None:
+        """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed.
+
+        Of a forward that is `is_whole`, not one that failed, the plan learns.
+        """
+        thread = self._thread
+        forward = thread.forward
+        if forward is None or opener is not None and opener is not forward.opener:
+            return
+        thread.forward = None
+        if is_whole and forward.plan is not None:
+            _learn(forward.plan, forward)
+
+    def apart(self, function: Callable) -> Callable:
+        """`function` with copies of its own, each weight cast at its use, by itself.
+
+        For what an activation checkpoint runs twice: both times it makes the same calls, and
+        a weight used twice sums its gradients in the same dtype as without the checkpoint.
+        """
+
+        def with_own_copies(*args: object, **kwargs: object) -> object:
+            thread = self._thread
+            found = thread.forward
+            own = None if is_recording() else _Forward(with_own_copies, None, found)
+            thread.forward = own
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if thread.forward is own:
+                    thread.forward = found
+
+        return with_own_copies
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
-        return CacheInfo(self.hits, self.misses, len(self.held.copies))
+        forward = self._thread.forward
+        entries = 0 if forward is None else len(forward.graphed) + len(forward.plain)
+        return CacheInfo(self.hits, self.misses, entries)
+
+    def forget(self, weight: Tensor) -> None:
+        """Somebody may write into the weight and raise no version: cast it at each use from now
+        to the end of this thread's forward.
+        """
+        forward = self._thread.forward
+        while forward is not None:
+            forward.touched.add(id(weight))
+            forward.graphed.pop(id(weight), None)
+            forward.plain.pop(id(weight), None)
+            forward = forward.below
+
+    def note_hook(self) -> None:
+        """Somebody hooks into the graph of this thread's forward: no weights are cast together from
+        now on, nor in the model's next forward.
+        """
+        forward = self._thread.forward
+        if forward is not None:
+            forward.is_hooked = True
+
+    def find(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The copy of `weight` in `dtype` made earlier in this forward; None: there is none."""
+        forward = self._thread.forward
+        if forward is None:
+            return None
+        key = id(weight)
+        in_graph = weight.requires_grad and is_grad_enabled()
+        copy = (forward.graphed if in_graph else forward.plain).get(key)
+        if copy is None:
+            return None
+        half, version = copy
+        if (
+            version != weight._version
+            or half.dtype is not dtype
+            or (forward.in_inference and not torch.is_inference_mode_enabled())
+        ):
+            return None
+        forward.used.add(key)
+        self.hits += 1
+        return half
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one."""
-        held = self.held
-        shadow = held.shadow_of.get(id(weight))
-        if (
-            shadow is not None
-            and shadow.version == weight._version
-            and shadow.pointer == weight.data_ptr()
-            and shadow.dtype is dtype
-            and shadow.wants_grad is weight.requires_grad
-        ):
-            self.hits += 1
-            return shadow.half
-        if not held.is_open:
+        half = self.find(weight, dtype)
+        return self.make(weight, dtype) if half is None else half
+
+    def make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A new copy of `weight` in `dtype`, made together with those that go with it."""
+        forward = self._thread.forward
+        if forward is None:
             return weight.to(dtype)
-        is_kept = not is_recording()
-        if (
-            held.shadows is not None
-            and id(weight) not in held.shadows.refused
-            and dtype is not torch.float32
-            and is_kept
-        ):
-            shadow = held.shadows.add(weight, dtype)
-            if shadow is not None:
-                self.misses += 1
-                return shadow.half
-        # A cast made under no_grad has no graph, one made under inference_mode
-        # may not be saved for backward: the mode is part of the key.
-        key = (
-            id(weight),
-            dtype,
-            torch.is_grad_enabled() and weight.requires_grad,
-            torch.is_inference_mode_enabled(),
-        )
-        copy = held.copies.get(key)
-        if copy is not None:
-            _, version, pointer, half = copy
-            if version == weight._version and pointer == weight.data_ptr():
-                self.hits += 1
-                return half
-        half = weight.to(dtype)
-        self.misses += 1
-        if is_kept and not weight.is_inference():
-            held.copies[key] = (weight, weight._version, weight.data_ptr(), half)
-        return half
+        if id(weight) in forward.touched or _must_be_alone(forward, weight):
+            self.misses += 1
+            return weight.to(dtype)
+        in_graph = weight.requires_grad and is_grad_enabled()
+        copies = forward.graphed if in_graph else forward.plain
+        together = _together(forward, copies, weight, dtype)
+        versions = list(map(_version_of, together))
+        halves = cast_together(together, dtype, in_graph)
+        copies.update(zip(map(id, together), zip(halves, versions)))
+        forward.kept.append(together)
+        forward.used.add(id(weight))
+        self.misses += len(together)
+        return copies[id(weight)][0]
+
+
+_version_of = operator.attrgetter("_version")
+
+
+def _together(
+    forward: _Forward, copies: _Copies, weight: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """The weights to be cast now: `weight`, and those of its bucket that have no copy yet."""
+    if forward.plan is None or dtype is torch.float32:
+        return [weight]
+    bucket = forward.plan.bucket_of.get(id(weight))
+    if bucket is None:
+        forward.alone.setdefault(id(weight), weight)
+        return [weight]
+    if forward.is_hooked or forward.plan.was_hooked or id(weight) in copies:
+        return [weight]
+    found = alike(weight, bucket)
+    if forward.touched or not copies.keys().isdisjoint(map(id, found)):
+        known = copies.keys() | forward.touched
+        found = [one for one in found if id(one) not in known]
+    return found or [weight]  # it has got hooks, say
+
+
+def _must_be_alone(forward: _Forward, weight: Tensor) -> bool:
+    """Whether a copy may not be kept: it would leak out of a trace or a transform, or could not be
+    saved for a backward pass.
+    """
+    return (
+        is_recording()
+        or weight.is_inference()
+        or forward.in_inference is not torch.is_inference_mode_enabled()
+    )
+
+
+def _learn(plan: Plan, forward: _Forward) -> None:
+    unused = forward.graphed.keys() - forward.used
+    new = [weight for weight in forward.alone.values() if may_be_planned(weight)]
+    plan.was_hooked = forward.is_hooked
+    if new or unused:
+        plan.learn(new, unused)

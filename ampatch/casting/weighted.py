@@ -2,8 +2,8 @@
 
 `F.linear` and the convolutions follow the rule HALF as in `casts.py`, and
 everything out of the ordinary goes there.  The ordinary is said here in one
-function without a further call: the tables alone decide, the input is a plain
-tensor, and the weights are parameters whose half shadows are up to date.
+function: the tables alone decide, the input is a plain tensor, and the weights are
+parameters, which the weight cache has half copies of.
 """
 
 from __future__ import annotations
@@ -57,37 +57,18 @@ def weighted(original: Callable, state: CastState) -> Callable:
             half_input = input.to(to)
         else:
             return in_general(input, weight, bias, *rest)
-        shadow_of = cache.held.shadow_of
-        shadow = shadow_of.get(id(weight))
-        if (
-            shadow is not None
-            and shadow.version == weight._version
-            and shadow.pointer == weight.data_ptr()
-            and shadow.dtype is to
-            and shadow.wants_grad is weight.requires_grad
-        ):
-            cache.hits += 1
-            half_weight = shadow.half
-        elif _is_ordinary(weight, policy):
-            half_weight = cache.cast(weight, to)
-        else:
-            return in_general(input, weight, bias, *rest)
+        half_weight = cache.find(weight, to)
+        if half_weight is None:
+            if not _is_ordinary(weight, policy):
+                return in_general(input, weight, bias, *rest)
+            half_weight = cache.make(weight, to)
         half_bias = None
         if bias is not None:
-            other = shadow_of.get(id(bias))
-            if (
-                other is not None
-                and other.version == bias._version
-                and other.pointer == bias.data_ptr()
-                and other.dtype is to
-                and other.wants_grad is bias.requires_grad
-            ):
-                cache.hits += 1
-                half_bias = other.half
-            elif _is_ordinary(bias, policy):
-                half_bias = cache.cast(bias, to)
-            else:
-                return in_general(input, weight, bias, *rest)
+            half_bias = cache.find(bias, to)
+            if half_bias is None:
+                if not _is_ordinary(bias, policy):
+                    return in_general(input, weight, bias, *rest)
+                half_bias = cache.make(bias, to)
         if rest:
             return original(half_input, half_weight, half_bias, *rest)
         return original(half_input, half_weight, half_bias)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casting import casts, composites, user_functions
-from ampatch.casting.shadows import Shadows
+from ampatch.casting import batched_casts, casts, composites, user_functions
 from ampatch.casting.weight_cache import WeightCache
 from ampatch.errors import AmpatchError
 from ampatch.session import registry
@@ -46,9 +45,9 @@ _CALLS = {
 }
 _CAST = casts.cast.__code__
 _CACHE = WeightCache.cast.__code__
-_ADD = Shadows.add.__code__
-_REFRESH = Shadows._refresh.__code__
-_SEEN = {*_CALLS, _CAST, _CACHE, _REFRESH}
+_TOGETHER = batched_casts.cast_together.__code__
+_MAKING = {WeightCache.make.__code__, _TOGETHER}
+_SEEN = {*_CALLS, _CAST, _CACHE, _TOGETHER}
 
 
 @dataclasses.dataclass
@@ -66,8 +65,8 @@ class Calls:
 
 
 @dataclasses.dataclass
-class Refreshes:
-    """Half copies of weights that live on, brought up to date at the start of a forward."""
+class Batches:
+    """Weights that were cast together with others, each batch in one node of the graph."""
 
     batches: int = 0
     weights: int = 0
@@ -101,7 +100,7 @@ class CastWatch:
 
     def __init__(self) -> None:
         self.functions: dict[str, Calls] = {}
-        self.refreshes = Refreshes()
+        self.batches = Batches()
         self.bounces: dict[tuple[str, str], Bounce] = {}
         self.used: set[tuple[str, torch.dtype]] = set()  # device types and half types
         self._thread = _Thread()
@@ -132,7 +131,7 @@ class CastWatch:
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
         if event == "c_call":
-            if (code is _CACHE or code is _ADD) and arg.__name__ == "to":
+            if code in _MAKING and arg.__name__ == "to":
                 self._thread.made = True
             return
         if code not in _SEEN or not self._is_on:
@@ -158,8 +157,8 @@ class CastWatch:
 
     def _end(self, frame: FrameType, code: CodeType, result: Any) -> None:
         running = self._thread.running
-        if code is _REFRESH:
-            self._refreshed(frame.f_locals["self"])
+        if code is _TOGETHER:
+            self._cast_together(result)
         elif code is _CAST:
             value = frame.f_locals["value"]
             if running and isinstance(result, Tensor) and result is not value:
@@ -192,12 +191,14 @@ class CastWatch:
             bounce.times += 1
             bounce.bytes += size
 
-    def _refreshed(self, shadows: Shadows) -> None:
-        found = self.refreshes
+    def _cast_together(self, halves: Any) -> None:
+        if halves is None or len(halves) < 2:  # it failed, or cast one weight by itself
+            return
+        found = self.batches
         found.batches += 1
-        for shadow in shadows.of.values():
+        for half in halves:
             found.weights += 1
-            found.bytes += shadow.half.numel() * shadow.half.element_size()
+            found.bytes += half.numel() * half.element_size()
 
 
 def name_of(original: Any) -> str:

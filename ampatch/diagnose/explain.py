@@ -52,14 +52,14 @@ class ModuleUse:
 class CastReport:
     """Counts while it is active; as text it is the report so far.
 
-    `functions`, `refreshes` and `bounces` are `CastWatch`'s; `modules` has a
+    `functions`, `batches` and `bounces` are `CastWatch`'s; `modules` has a
     `ModuleUse` for each module by its path.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._watch = CastWatch()
         self.functions = self._watch.functions
-        self.refreshes = self._watch.refreshes
+        self.batches = self._watch.batches
         self.bounces = self._watch.bounces
         self.modules: dict[str, ModuleUse] = {}
         self._watch.start()
@@ -113,7 +113,7 @@ class CastReport:
                 name: {**dataclasses.asdict(calls), "to": _named(calls.to)}
                 for name, calls in self.functions.items()
             },
-            "refreshes": dataclasses.asdict(self.refreshes),
+            "batches": dataclasses.asdict(self.batches),
             "bounces": [
                 {"from": source, "to": target, **dataclasses.asdict(bounce)}
                 for (source, target), bounce in self.bounces.items()

@@ -36,11 +36,11 @@ def functions(found: CastReport) -> list[str]:
     total = [sum(row[column] for row in rows) for column in range(1, 5)]
     head = ("function", "calls", "casts", "cached", "bytes cast", "tensors cast to")
     lines = _table([head, *rows, ("all", *total, "")])
-    refreshes = found.refreshes
-    if refreshes.batches:
+    together = found.batches
+    if together.batches:
         lines.append(
-            "Cached copies of weights are brought up to date where a forward begins: "
-            f"{refreshes.weights} casts in {refreshes.batches} batches, {refreshes.bytes} bytes."
+            "Weights are cast together where the first of a batch is used: "
+            f"{together.weights} casts in {together.batches} batches, {together.bytes} bytes."
         )
     return lines
 

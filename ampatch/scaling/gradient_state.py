@@ -39,13 +39,11 @@ class GradientState:
         self,
         optimizer: Any,
         process_group: Any = None,
-        whole: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads,
     ) -> None:
         self.optimizer = optimizer
         self.masters = MasterWeights()
         self.pending: Pending | None = None
         self._process_group = process_group
-        self._whole = whole
         self._overflow = Overflow()
         self.left_scaled = LeftScaled(optimizer, self._leaves)
         self._fed = False  # a block was entered since the last step
@@ -104,8 +102,6 @@ class GradientState:
         self, scaler: Scaler, grads: list[Tensor], scale: Any, concerned: Sequence[GradientState]
     ) -> Flag | None:
         """Unscale, and look for overflow on behalf of all `concerned`; returns found_inf."""
-        if not scaler.is_one:  # else nothing is written
-            grads = self._whole(self.masters.whole(grads) if self.masters.by_half else grads)
         found = scaler.unscale_(grads, scale)
         if found is None or not (grads or self._process_group):
             return None  # without gradients there is nothing to learn for the scale

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import foreach
-from ..flat_grads import FlatGrads
 from ..surroundings import set_grad_enabled
 from .ranks import world_size
 
@@ -44,7 +43,6 @@ class MasterWeights:
         self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
         self._listed: tuple[list[Tensor], list[Tensor]] | None = None
         self._parts: list[list[Pair]] = []
-        self._flats = FlatGrads()
         self._loaded: dict[int, int] = {}  # versions of half weights whose masters are known good
         self._settled = True
 
@@ -172,17 +170,13 @@ class MasterWeights:
             if any(map(_is_sparse, grads)):
                 taken += [grad.float() for grad in grads]
             elif grads:
-                copies = self._flats.take(here)
+                copies = list(map(torch.empty_like, here))
                 foreach.copy_(copies, grads)
                 taken += copies
             for pair in part:
                 pair.half.grad = None
             masters += here
         return masters, taken
-
-    def whole(self, grads: list[Tensor]) -> list[Tensor]:
-        """`grads` to be written into: those of all masters as one tensor, where they are one."""
-        return self._flats.whole(grads)
 
     def drop_grads(self) -> None:
         """Forget the gradients in the half weights."""

@@ -34,8 +34,7 @@ class ManagedOptimizer(GradientFlow):
     closure run in, and `resume_casts(suspend_casts())` does what the first does in fewer calls;
     `after_step(self)` is told of every step, skipped or not.
     `halves` gives the ids of the parameters that are to have masters now,
-    `master_of` the master that another optimizer has made for one of them.  `whole`
-    gives gradients that are to be written into, those that lie together as one.  The
+    `master_of` the master that another optimizer has made for one of them.  The
     ranks of `process_group` share their overflow flag.
     """
 
@@ -50,10 +49,9 @@ class ManagedOptimizer(GradientFlow):
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
         master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
-        whole: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads,
         process_group: Any = None,
     ) -> None:
-        super().__init__(optimizer, process_group, whole)
+        super().__init__(optimizer, process_group)
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self.counter = StepCounter()
         self._told_unfed = False

@@ -1,4 +1,4 @@
-"""Weights that change in ways autograd does not count, between the calls that use their shadows."""
+"""Weights that change in ways autograd does not count, between the calls that use their copies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def network(*widths):
     return nn.Sequential(*layers[:-1])
 
 
-def test_weights_swapped_between_a_forward_and_its_backward_are_noticed():
-    """As averages are swapped in for an evaluation: the waiting graph holds the half copies."""
+def test_weights_swapped_between_a_forward_and_its_backward():
+    """As averages are swapped in for an evaluation: the waiting graph keeps its own copies."""
     model = ampatch.initialize(network(4, 6, 3), opt_level="O1", dtype=H, verbosity=0)
     averages = [torch.randn_like(p) for p in model.parameters()]
     x = torch.randn(5, 4)
@@ -36,14 +36,19 @@ def test_weights_swapped_between_a_forward_and_its_backward_are_noticed():
     with torch.no_grad():
         model(x)
     swap()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    model.zero_grad()
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=H):
+        model(x).float().square().mean().backward()
+    assert all(map(torch.equal, found, [parameter.grad for parameter in model.parameters()]))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("rows", [slice(None, 5), slice(2, 7)], ids=["first", "middle"])
 def test_pruned_weights_get_gradients_of_their_new_shape(level, rows):
-    """`data[:5]` keeps the pointer; the flat buffer of ten layers was made for the old shape."""
+    """`data[:5]` keeps the pointer."""
     model = network(*[8] * 11, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level=level, dtype=H, verbosity=0)
@@ -101,7 +106,7 @@ def test_another_memory_format_is_followed():
 
 
 def test_threads_that_meet_at_the_first_forwards():
-    """New shadows are listed while another thread brings the listed ones up to date."""
+    """The plan changes in one thread while another casts by it."""
     found = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     errors = []
@@ -126,3 +131,77 @@ def test_threads_that_meet_at_the_first_forwards():
     finally:
         sys.setswitchinterval(found)
     assert errors == []
+
+
+@pytest.mark.parametrize("forwards", [0, 3])
+@pytest.mark.parametrize("how", ["in place", "other data", "held"])
+def test_weights_written_through_data_within_the_forward(forwards, how):
+    """Layers that keep their weights non-negative, or on a sphere."""
+
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            if how == "other data":
+                self.weight.data = self.weight.data.clamp(min=0)
+            elif how == "in place":
+                self.weight.data.clamp_(min=0)
+            else:
+                held = self.weight.data
+                held.clamp_(min=0)
+                super().forward(x)
+                held.mul_(2)
+            return super().forward(x)
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Clamped(4, 4), nn.Linear(4, 2))
+
+    x = torch.randn(3, 4)
+    model, plain = make(), make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    ampatch.initialize(model, optimizer, opt_level="O1", dtype=H, verbosity=0)
+    for _ in range(forwards + 1):
+        optimizer.zero_grad()
+        with ampatch.scale_loss(model(x).float().square().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        other.zero_grad()
+        with ampatch.disable_casts(), torch.autocast("cpu", dtype=H, cache_enabled=False):
+            loss = plain(x).float().square().sum()
+        loss.backward()
+        other.step()
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, two.grad) and torch.equal(one, two)
+
+
+@pytest.mark.parametrize("between", ["perturbed", "swapped"])
+def test_weights_perturbed_with_a_forward_in_between(between):
+    """SAM and EMA: by `.data` in place, evaluated, restored, then the backward pass."""
+
+    def run(model, forward):
+        forward(model).backward()
+        model.zero_grad()
+        loss = forward(model)
+        kept = [p.data.clone() for p in model.parameters()]
+        for p in model.parameters():
+            if between == "perturbed":
+                p.data.add_(3.0)
+            else:
+                p.data.copy_(torch.full_like(p, 7.0))
+        with torch.no_grad():
+            forward(model)
+        for p, old in zip(model.parameters(), kept, strict=True):
+            p.data.copy_(old)
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    x = torch.randn(5, 4)
+
+    def under_autocast(model):
+        with torch.autocast("cpu", dtype=H):
+            return model(x).float().square().mean()
+
+    expected = run(network(4, 6, 3), under_autocast)
+    model = ampatch.initialize(network(4, 6, 3), opt_level="O1", dtype=H, verbosity=0)
+    found = run(model, lambda model: model(x).float().square().mean())
+    assert all(map(torch.equal, found, expected))

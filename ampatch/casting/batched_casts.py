@@ -1,0 +1,236 @@
+"""Half copies of many weights made by one node of the graph.
+
+`cast_together` is the node: FP32 weights in, their half copies out, one batched copy
+each way.  Gradients reach `weight.grad` in FP32 through the weights' own gradient
+accumulators, as from any other cast, so that hooks, DDP, `torch.autograd.grad`,
+retained graphs and double backward see what they see in FP32 training.
+
+`Plan` says which weights of a model go together: those that its forwards have used so
+far, in the order of use, in buckets of bounded size (the idea is that of DDP's buckets,
+arXiv 2006.15704).  A bucket is cast when the first of its weights is used: the node then
+runs in the backward pass as soon as that use has been passed, and gradients neither
+arrive late nor wait in half.
+
+A node with an unused output calls the hooks of that weight with None.  So a weight that
+has hooks, lies in a module with backward hooks or was not used by a forward is left out.
+Where somebody hooks into the graph (`activation.register_hook`) none are cast together.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.modules.module
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import foreach
+from ..surroundings import are_ranks
+
+try:
+    from torch.autograd.function import _SingleLevelFunction as Function  # what `Function` is but
+except ImportError:  # for its questions about torch.func's transforms, in which none is cast here
+    from torch.autograd import Function
+
+MOST_WEIGHTS = 32
+MOST_BYTES = 8 * 2**20
+"""A bucket's limits; the bytes are those of its FP32 weights."""
+
+MOST_CHANGES = 64
+"""Of a plan.  A model that makes its weights anew again and again has them cast one by one."""
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_hooks_of = operator.attrgetter(*_HOOKS)
+
+HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
+"""Without, no weights are cast together."""
+
+
+class _CastTogether(Function):
+    """FP32 weights in, half copies out; a gradient that does not come goes on as None."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(copies(weights, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: a second derivative finds its way
+            return None, *[None if grad is None else grad.float() for grad in grads]
+        if list(map(_layout_of, grads)).count(torch.strided) == len(grads):
+            return None, *copies(grads, torch.float32)
+        return None, *[None if grad is None else grad.float() for grad in grads]
+
+
+def _layout_of(grad: Tensor | None) -> torch.layout | None:
+    return None if grad is None else grad.layout
+
+
+def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """New tensors with these values in `dtype`, written in one batch, outside the graph."""
+    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    foreach.copy_(made, list(tensors))
+    return made
+
+
+def cast_together(weights: list[Tensor], dtype: torch.dtype, in_graph: bool) -> Sequence[Tensor]:
+    """The copies of FP32 `weights` in `dtype`; `in_graph`: with one node that leads back to them."""
+    if len(weights) == 1:
+        return [weights[0].to(dtype)]
+    if in_graph:
+        return _CastTogether.apply(dtype, *weights)
+    with torch.no_grad():
+        return copies(weights, dtype)
+
+
+class Plan:
+    """Which weights of one model are cast together.
+
+    `bucket_of` has a weight's bucket by the weight's id.  It is replaced as a whole, since
+    several threads may be in forwards of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._order: dict[int, Tensor] = {}  # by id; held, so that an id stays a weight's own
+        self._places: dict[int, Any] = {}
+        self._left_out: set[int] = set()  # ids of weights that a forward did not use
+        self._hook_tables: list[dict] = []
+        self._changes = 0
+        self._has_hooks = False
+        self.was_hooked = False  # somebody hooked into the graph of the latest forward
+        self.bucket_of: dict[int, list[Tensor]] = {}
+
+    def begin(self) -> bool:
+        """A forward of the model starts: whether weights may be cast together in it."""
+        if not HOOKS_CAN_BE_SEEN or not _hears_of_all(self._model):
+            return False
+        if self._has_hooks or any(self._hook_tables):
+            self._divide()
+        return True
+
+    def learn(self, new: Iterable[Tensor], unused: Iterable[int]) -> None:
+        """A forward has ended.  `new` are weights, in the order of use, that were cast by
+        themselves; `unused` the ids of those that were cast with others and not used.
+        """
+        changed = False
+        for key in unused:
+            self._left_out.add(key)
+            changed = self._order.pop(key, None) is not None or changed
+        for weight in new if self._changes < MOST_CHANGES else ():
+            key = id(weight)
+            if key not in self._order and key not in self._left_out:
+                self._order[key], self._places[key] = weight, _place(weight)
+                changed = True
+        if changed:
+            self._changes += 1
+            self._divide()
+
+    def _divide(self) -> None:
+        """Divide the weights into buckets; drop those that have left the model."""
+        modules = list(self._model.modules())
+        own = {id(p) for module in modules for p in module._parameters.values() if p is not None}
+        if self._changes == MOST_CHANGES:
+            own = set()
+        self._left_out.update(key for key in self._order if key not in own)
+        self._order = {key: weight for key, weight in self._order.items() if key in own}
+        self._hook_tables = [*_GLOBAL_TABLES]
+        for module in modules:
+            self._hook_tables += [module._backward_hooks, module._backward_pre_hooks]
+        hooked = _below_hooks(modules) if any(self._hook_tables) else set()
+        self._has_hooks = bool(hooked)
+        bucket_of: dict[int, list[Tensor]] = {}
+        open_buckets: dict[Any, list[Tensor]] = {}
+        for key, weight in self._order.items():
+            if key in hooked:
+                continue
+            bucket = open_buckets.get(self._places[key])
+            if bucket is None or not _has_room(bucket, weight):
+                bucket = open_buckets[self._places[key]] = []
+            bucket.append(weight)
+            bucket_of[key] = bucket
+        self.bucket_of = bucket_of
+
+
+def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
+    """Those of a bucket that may be cast in one node with `weight`; none, if it may not itself.
+
+    One that has another dtype or device by now is not looked for: its copy is not used.
+    """
+    if not may_be_planned(weight):
+        return []
+    wanted = weight.requires_grad
+    wanting = map(_wants_grad, bucket)
+    if (
+        all(wanting if wanted else map(operator.not_, wanting))
+        and not any(map(_backward_hooks_of, bucket))
+        and not any(map(_late_hooks_of, bucket))
+    ):
+        return bucket
+    return [one for one in bucket if one.requires_grad is wanted and may_be_planned(one)]
+
+
+_wants_grad = operator.attrgetter("requires_grad")
+_backward_hooks_of, _late_hooks_of = map(operator.attrgetter, _HOOKS)
+
+
+def may_be_planned(weight: Tensor) -> bool:
+    """Whether a weight, as it is, may be cast together with others."""
+    return (
+        type(weight) is Parameter
+        and weight.dtype is torch.float32
+        and weight.is_leaf
+        and weight.layout is torch.strided
+        and not any(_hooks_of(weight))
+    )
+
+
+def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
+    size = sum(one.numel() for one in bucket) + weight.numel()
+    return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= MOST_BYTES
+
+
+def _place(weight: Tensor) -> Any:
+    """Weights of one bucket share it: the device and, there, the stream of their use."""
+    if weight.is_cuda:
+        return weight.device, torch.cuda.current_stream(weight.device).cuda_stream
+    return weight.device
+
+
+_GLOBAL_TABLES = [
+    table
+    for name in ("_global_backward_hooks", "_global_backward_pre_hooks")
+    if (table := getattr(torch.nn.modules.module, name, None)) is not None
+]
+
+
+def _below_hooks(modules: list[nn.Module]) -> set[int]:
+    """Ids of the weights of modules with backward hooks, their children's among them.
+
+    Such a hook runs when the gradients of its module are complete, not those of a bucket.
+    """
+    if any(_GLOBAL_TABLES):
+        hooked = modules
+    else:
+        hooked = [one for one in modules if one._backward_hooks or one._backward_pre_hooks]
+    return {id(weight) for module in hooked for weight in module.parameters()}
+
+
+def _hears_of_all(model: nn.Module) -> bool:
+    """Whether nobody asks which weights a pass has left unused: DDP may, other ranks might.
+
+    DDP that looks for unused weights counts all those of a bucket as used.
+    """
+    if not are_ranks():
+        return True
+    ddp = (
+        model
+        if isinstance(model, DistributedDataParallel)
+        else getattr(DistributedDataParallel, "_active_ddp_module", None)
+    )
+    return ddp is not None and not ddp.find_unused_parameters
