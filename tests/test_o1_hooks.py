@@ -537,3 +537,16 @@ def test_contexts_of_functions_are_as_torch_has_them_afterwards():
     ampatch.deactivate()
     assert dict(vars(BackwardCFunction)) == before
     assert "data" not in vars(nn.Parameter)
+
+
+def test_compiled_autograd():
+    import torch._dynamo.compiled_autograd as compiled
+
+    enable = getattr(compiled, "_enable", None) or compiled.enable
+    expected = autocast(lambda model: loss_of(model).backward())[1]
+    model = managed()
+    for _ in range(3):
+        model.zero_grad()
+        with enable(torch.compile(backend="aot_eager")):
+            loss_of(model).backward()
+        assert_equal(grads(model), expected)

@@ -25,16 +25,12 @@ from typing import Any
 import torch
 import torch.nn.modules.module
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import foreach
 from ..surroundings import are_ranks
-
-try:
-    from torch.autograd.function import _SingleLevelFunction as Function  # what `Function` is but
-except ImportError:  # for its questions about torch.func's transforms, in which none is cast here
-    from torch.autograd import Function
 
 MOST_WEIGHTS = 32
 MOST_BYTES = 8 * 2**20
@@ -67,6 +63,10 @@ class _CastTogether(Function):
         return None, *[None if grad is None else grad.float() for grad in grads]
 
 
+_apply = super(Function, _CastTogether).apply
+"""Without what `Function.apply` asks for torch.func's transforms, in which none is cast here."""
+
+
 def _layout_of(grad: Tensor | None) -> torch.layout | None:
     return None if grad is None else grad.layout
 
@@ -83,7 +83,7 @@ def cast_together(weights: list[Tensor], dtype: torch.dtype, in_graph: bool) -> 
     if len(weights) == 1:
         return [weights[0].to(dtype)]
     if in_graph:
-        return _CastTogether.apply(dtype, *weights)
+        return _apply(dtype, *weights)
     with torch.no_grad():
         return copies(weights, dtype)
 
