@@ -539,6 +539,7 @@ def test_contexts_of_functions_are_as_torch_has_them_afterwards():
     assert "data" not in vars(nn.Parameter)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch's own
 def test_compiled_autograd():
     import torch._dynamo.compiled_autograd as compiled
 
