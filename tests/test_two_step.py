@@ -176,7 +176,8 @@ def test_an_overflow_in_either_half_leaves_the_step_out(kind, level, way, where,
     assert all(map(torch.equal, model_weights, model.parameters()))
     after = [value for s in optimizer.base.state.values() for value in s.values()]
     assert all(map(torch.equal, state, after))
-    assert ampatch.loss_scale() == (64.0 if where == "both" else 128.0)
+    both_ran = where == "both" and way == "halves"  # `step(closure)` ends at the first overflow
+    assert ampatch.loss_scale() == (64.0 if both_ran else 128.0)
     assert all(param.grad is None for param in model.parameters())
     for step in range(3, 6):
         WAYS[way](model, optimizer, step)
@@ -193,7 +194,7 @@ class Struck(SAM):
     def _each(self):
         for index, found in enumerate(super()._each()):
             if index == 1 and self.struck == (half := inspect.stack()[1].function):
-                self.struck = None
+                Struck.struck = None  # its own attributes go back to what they were
                 raise KeyboardInterrupt(half)
             yield found
 
@@ -210,14 +211,14 @@ def test_ctrl_c_in_either_half_leaves_the_weights_from_before(level, way, where)
     ampatch.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
     WAYS[way](model, optimizer, 0)
     weights = values(optimizer)
-    optimizer.struck = where
+    Struck.struck = where
     with pytest.raises(KeyboardInterrupt):
         if where == "the closure":
             backward(model, optimizer, 1)
             optimizer.step(interrupted)
         else:
             WAYS[way](model, optimizer, 1)
-    assert optimizer.struck in (None, "the closure")
+    assert Struck.struck in (None, "the closure")
     assert all(map(torch.equal, weights, values(optimizer)))
     for param, weight in zip(model.parameters(), weights, strict=True):
         assert torch.equal(param, weight.to(param.dtype))

@@ -43,7 +43,9 @@ class Methods:
             seat.answer = answer
         else:
             seat = _Seat(answer)
-            method = types.MethodType(_asking(seat, original), self._optimizer)
+            of_class = None if name in own else getattr(type(self._optimizer), name, None)
+            asking = _asking(seat, name, original, of_class)
+            method = types.MethodType(asking, self._optimizer)
             self._put[name] = (name in own, own.get(name), method)
             own[name] = method
         self._seats.append(seat)
@@ -64,12 +66,29 @@ class Methods:
         self._put.clear()
 
 
-def _asking(seat: _Seat, original: Callable) -> Callable:
+def _asking(seat: _Seat, name: str, original: Callable, of_class: Any) -> Callable:
+    """A method that asks who sits in `seat`; `original` is what it stands for.
+
+    That was found on the class as `of_class`, if not None; what somebody puts there later
+    is called in its place, as Python would do without us.
+    """
+
     @functools.wraps(getattr(original, "__func__", original))
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        call = original
+        if of_class is not None:
+            present = getattr(type(optimizer), name, of_class)
+            if present is not of_class:
+                call = _bound(present, optimizer)
         if seat.answer is None:
-            return original(*args, **kwargs)
-        return seat.answer(original, args, kwargs)
+            return call(*args, **kwargs)
+        return seat.answer(call, args, kwargs)
 
     setattr(method, _SEAT, seat)
     return method
+
+
+def _bound(value: Any, optimizer: Any) -> Callable:
+    """What a lookup on the instance makes of an attribute of its class (a mock is no function)."""
+    bind = getattr(type(value), "__get__", None)
+    return value if bind is None else bind(value, optimizer, type(optimizer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from torch.nn import Parameter
 from ..log import logger
 from .apex_layouts import torch_layout
 from .bare_calls import bare_step, is_bare_zero_grad
-from .closures import step_with_closure
+from .closures import Evaluations, step_with_closure, with_closures
 from .fused import skips_in_kernel
 from .gradient_flow import GradientFlow
 from .methods import Methods
 from .scale_numbers import is_set
+from .snapshots import WeightsAndState
 from .states import FoundStates, move_state
 from .step_counts import StepCounter
 from .two_step import TwoSteps, has_two_steps
@@ -162,19 +163,26 @@ class ManagedOptimizer(GradientFlow):
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        closure = None
-        if args or kwargs:
-            closure, args, kwargs = _closure(args, kwargs)
-            if closure is not None and self._two_steps is not None:
-                return self._two_steps.step(original, closure, args, kwargs)
         self.before_step()
-        if closure is not None:
-            with self._casts_off():
-                result = step_with_closure(self, original, closure, args, kwargs)
+        if args or kwargs:
+            result = self._step_with_arguments(original, args, kwargs)
         else:
             result = self.step_on_gradients(original, args, kwargs)
         self.after_step()
         return result
+
+    def _step_with_arguments(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        evaluations = Evaluations(self)
+        has_closure, given, named = with_closures(evaluations, args, kwargs)
+        if not has_closure:
+            return self.step_on_gradients(original, args, kwargs)
+        halves = self._two_steps
+        with self._casts_off(), halves.inside_step(evaluations) if halves else nullcontext():
+            return step_with_closure(self, original, evaluations, given, named)
+
+    def snapshot(self) -> WeightsAndState:
+        """All that the optimizer updates and remembers, to go back to."""
+        return WeightsAndState(self.optimizer)
 
     def before_step(self) -> None:
         """Bring parameters, gradients and scalers up to date."""
@@ -286,13 +294,3 @@ class ManagedOptimizer(GradientFlow):
         if values:
             self.masters.push()
         return result
-
-
-def _closure(args: tuple, kwargs: dict) -> tuple[Callable | None, tuple, dict]:
-    """Take the closure out of the arguments of `step`."""
-    if args and callable(args[0]):
-        return args[0], args[1:], kwargs
-    if callable(kwargs.get("closure")):
-        rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return kwargs["closure"], args, rest
-    return None, args, kwargs

@@ -7,17 +7,17 @@
 
 An overflow in either half leaves out the whole step: `first_step` then moves
 nothing, `second_step` puts back the weights from before the first, as a half that
-raises does.  Their `step(closure)` calls the two halves itself.
+raises does.  Inside their own `step(closure)` the halves are parts of that one step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
+from .closures import Evaluations
 from .snapshots import Weights
 
 
@@ -33,9 +33,12 @@ class TwoSteps:
         self._managed = managed
         self._before = Weights()
         self._overflowed = False
+        self._inside: Evaluations | None = None  # of the `step(closure)` that is running
 
     def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `first_step`."""
+        if self._inside is not None:
+            return self._part(original, args, kwargs)
         self._managed.before_step()
         self._overflowed = self._managed.take_overflow()
         if self._overflowed:
@@ -45,6 +48,8 @@ class TwoSteps:
 
     def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `second_step`."""
+        if self._inside is not None:
+            return self._part(original, args, kwargs)
         self._managed.before_step()
         overflowed = self._managed.take_overflow() or self._overflowed
         self._overflowed = False
@@ -58,19 +63,20 @@ class TwoSteps:
         self._managed.after_step()
         return result
 
-    def step(self, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
-        """`step(closure)`: the optimizer calls the halves, and the closure between them."""
-
-        def evaluate() -> Any:
-            with self._managed.casts_on(), torch.enable_grad():
-                return closure()
-
+    @contextlib.contextmanager
+    def inside_step(self, evaluations: Evaluations) -> Iterator[None]:
+        """While the optimizer's own `step(closure)` runs."""
+        self._inside = evaluations
         try:
-            with self._managed.casts_off():
-                return original(evaluate, *args, **kwargs)
-        except BaseException:
-            self._go_back()
-            raise
+            yield
+        finally:
+            self._inside = None
+
+    def _part(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """A half that `step(closure)` calls; gradients from before the closure are looked at."""
+        if not self._inside.count:
+            self._inside.ask()
+        return original(*args, **kwargs)
 
     def _go_back(self) -> None:
         """To the weights from before the first half, if it has moved them."""
