@@ -10,6 +10,7 @@ from .control import (
     register_float_function,
     register_half_function,
     register_promote_function,
+    unregister_function,
 )
 from .errors import AmpatchError, BannedFunctionError
 from .frontend import (
@@ -70,5 +71,6 @@ __all__ = [
     "state_dict",
     "step_counts",
     "step_was_skipped",
+    "unregister_function",
     "unwrap",
 ]

@@ -52,7 +52,8 @@ def register_half_function(module: Any, name: str | None = None) -> None:
     `register_half_function(package.module, "function")` or one dotted string
     `"package.module.function"`, which may not be imported yet.  Before or
     after `initialize`.  The module may be a class, the name that of a method or
-    of an autograd Function class.  Raises `AttributeError` if the module lacks
+    of an autograd Function class.  It holds for this session and those to come, until
+    `unregister_function`; registered again the function follows the new rule.  Raises `AttributeError` if the module lacks
     the name, `TypeError` for what `half_function` refuses.
     """
     registry.register(module, name, Rule.HALF)
@@ -66,6 +67,15 @@ def register_float_function(module: Any, name: str | None = None) -> None:
 def register_promote_function(module: Any, name: str | None = None) -> None:
     """As `register_half_function`, casting to the widest dtype among the arguments."""
     registry.register(module, name, Rule.PROMOTE)
+
+
+def unregister_function(module: Any, name: str | None = None) -> None:
+    """Take back what one of the three `register_*_function` did, which `deactivate` leaves standing.
+
+    The function is what it was, at once, and later sessions leave it alone.  It is named as
+    there, or in the other of the two ways.  Raises `ValueError` if it is not registered.
+    """
+    registry.unregister(module, name)
 
 
 def disable_casts() -> Under:

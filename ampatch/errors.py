@@ -7,8 +7,10 @@ says what was done, what was expected and what to do.
 
 from __future__ import annotations
 
+import builtins
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class AmpatchError(RuntimeError):
@@ -33,3 +35,48 @@ def type_name(value: object) -> str:
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"
+
+
+class TakingOut:
+    """Many things to be taken out, each of them whatever happens to the others.
+
+    `what` is the user's call.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._errors: list[BaseException] = []
+
+    def do(self, action: Callable[..., Any], *args: Any) -> Any:
+        """`action(*args)`, or None if that raises."""
+        try:
+            return action(*args)
+        except BaseException as error:
+            if not any(_are_alike(error, known) for known in self._errors):
+                self._errors.append(error)
+            return None
+
+    def end(self) -> None:
+        """Raise what was raised: one error as it is, several as a group.
+
+        Where Python has no groups the first is raised, and names the others.
+        """
+        if not self._errors:
+            return
+        interrupts = [error for error in self._errors if not isinstance(error, Exception)]
+        if len(self._errors) == 1 or interrupts:
+            raise (interrupts or self._errors)[0]
+        message = (
+            f"{self._what}: {len(self._errors)} parts could not be taken out as they should; the "
+            "rest is as it was."
+        )
+        group = getattr(builtins, "ExceptionGroup", None)
+        if group is not None:
+            raise group(message, self._errors)
+        others = "; ".join(f"{type(error).__name__}: {error}" for error in self._errors)
+        raise AmpatchError(f"{message} {others}") from self._errors[0]
+
+
+def _are_alike(one: BaseException, other: BaseException) -> bool:
+    """Whether two errors say the same: one thing that is wrong may be met several times."""
+    return type(one) is type(other) and one.args == other.args

@@ -237,10 +237,14 @@ def cache_info() -> Any:
 def deactivate() -> None:
     """Take everything out: torch, models and optimizers are as they were.
 
-    Half weights get their masters' FP32 values.  Harmless when nothing is open.
+    Half weights get their masters' FP32 values.  Harmless when nothing is open.  What
+    cannot be taken out does not keep the rest: its error is raised at the end, several as
+    an `ExceptionGroup` (an `AmpatchError` that names them where Python has no groups).
     """
-    registry.close_all()
-    registry.tell("on_deactivate")
+    try:
+        registry.close_all()
+    finally:
+        registry.tell("on_deactivate")
 
 
 def observe(observer: Any) -> Callable[[], None]:

@@ -12,21 +12,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from . import averaging, broadcast, data_access, gradients, tracing
-from .casting import user_functions
 from .casting.early_names import keep_replaced
-from .casting.install import (
-    Installation,
-    parse_place,
-    raw_attribute,
-    resolve,
-    resolve_user_place,
-    when_importable,
-)
+from .casting.install import Installation, raw_attribute, resolve
 from .casting.patches import PatchSet
 from .casting.policy import CastState, Policy
 from .casting.tables import Rule
-from .errors import AmpatchError
-from .log import logger
+from .errors import AmpatchError, TakingOut
+from .registered import RegisteredFunctions
 from .schedulers import HeldSchedulers
 from .whereabouts import Whereabouts
 
@@ -53,7 +45,7 @@ class Registry:
         self._tracing_tools = PatchSet()
         self._observers: list[Any] = []
         self.is_observed = False
-        self._user_functions: list[tuple[Any, str, Rule]] = []
+        self.user_functions = RegisteredFunctions(self.installation)
         self._table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
@@ -81,8 +73,7 @@ class Registry:
             self.installation.undo()
         if by_tables and not self.installation.has_tables:
             self.installation.install()
-            for place in self._user_functions:
-                self._put_user_function(*place)
+            self.user_functions.put_all()
         for session, policy in casting:
             self._apply_special(session, policy)
         if casting:
@@ -129,15 +120,18 @@ class Registry:
                 session.close()
 
     def close_all(self) -> None:
-        """Close every session, newest first."""
+        """Close every session, newest first; one that fails does not keep the others.
+
+        Raises what was raised, when torch, and all that could be, is as it was.
+        """
+        taking_out = TakingOut("ampatch.deactivate()")
         self._closing_all = True
-        try:
-            for session in list(reversed(self.sessions)):
-                session.close()
-        finally:
-            self._closing_all = False
-            self.refresh()
-        self.schedulers.release()
+        for session in list(reversed(self.sessions)):
+            taking_out.do(session.close)
+        self._closing_all = False
+        taking_out.do(self.refresh)
+        taking_out.do(self.schedulers.release)
+        taking_out.end()
 
     # Questions
 
@@ -255,42 +249,22 @@ class Registry:
         if edits == self._table_edits:
             return
         self._table_edits = list(edits)
+        self._install_anew()
+
+    def register(self, place: Any, name: str | None, rule: Rule) -> None:
+        """Have a function of the user's follow a rule, now if patches are in, and when they are."""
+        if self.user_functions.register(place, name, rule):
+            self._install_anew()
+
+    def unregister(self, place: Any, name: str | None) -> None:
+        """Take that back."""
+        self.user_functions.forget(place, name)
+        self._install_anew()
+
+    def _install_anew(self) -> None:
         if self.installation.has_tables:
             self.installation.undo()
             self.refresh()
-
-    def register(self, place: Any, name: str | None, rule: Rule) -> None:
-        """Have a function of the user's follow a rule, now if patches are in, else when they are.
-
-        Raises `AttributeError` if the module is there and the name is not, `TypeError`
-        for something that cannot follow a rule.
-        """
-        owner, attribute = parse_place(place, name)
-        resolved = resolve_user_place(owner)
-        if resolved is not None:
-            title = getattr(resolved, "__name__", resolved)
-            if not hasattr(resolved, attribute):
-                raise AttributeError(
-                    f"{title} has no attribute {attribute!r}; nothing was registered."
-                )
-            what = f"ampatch.register_{rule.value}_function({title}, {attribute!r})"
-            user_functions.check(raw_attribute(resolved, attribute), what)
-        self._user_functions.append((owner, attribute, rule))
-        if self.installation.has_tables:
-            self._put_user_function(owner, attribute, rule)
-
-    def _put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
-        resolved = resolve_user_place(owner)
-        if resolved is not None:
-            self.installation.put_user_function(resolved, name, rule)
-            return
-
-        def on_import(module: Any) -> None:
-            if self.installation.has_tables:
-                self.installation.put_user_function(module, name, rule)
-
-        logger.info("%s.%s will be patched when %s is imported.", owner, name, owner)
-        when_importable(owner, on_import)
 
 
 def _first(found: Iterable[Any]) -> Any:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from . import frames, overrides, tracing
 from .casting.policy import CastState
 from .casting_members import CastingMembers
+from .errors import TakingOut
 from .handover import Handover
 from .log import logger
 from .managed_model import ManagedModel
@@ -83,21 +84,23 @@ class Session(CastingMembers):
 
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""
-        registry.tell("on_close", self)
-        registry.state.drop_interrupted()
+        taking_out = TakingOut("ampatch: a session closes")
+        taking_out.do(registry.tell, "on_close", self)
+        taking_out.do(registry.state.drop_interrupted)
         for optimizer in self.optimizers():
-            optimizer.settle()
+            taking_out.do(optimizer.settle)
         changed: set[int] = set()
-        for managed in list(self.models()):
-            managed.uninstall()
+        for managed in self.models():
+            taking_out.do(managed.uninstall)
             changed |= managed.converted()
-        for optimizer in list(self.optimizers()):
-            optimizer.uninstall()
-            optimizer.fit_state(changed)
-            optimizer.restore_found_state()
+        for optimizer in self.optimizers():
+            taking_out.do(optimizer.uninstall)
+            taking_out.do(optimizer.fit_state, changed)
+            taking_out.do(optimizer.restore_found_state)
         self.forget_members()
         self.is_open = False
-        registry.remove(self)
+        taking_out.do(registry.remove, self)
+        taking_out.end()
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
         found = overrides.matching(model, self._module_rules)

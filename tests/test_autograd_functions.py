@@ -64,7 +64,7 @@ def grads(output: torch.Tensor, leaves: list) -> list:
 
 @pytest.mark.parametrize("registered", [False, True])
 def test_forward_and_backward(leaves, registered, monkeypatch):
-    monkeypatch.setattr(ampatch.session.registry, "_user_functions", [])
+    monkeypatch.setattr(ampatch.session.registry.user_functions, "_rules", [])
     Product, _, seen = functions()
     plain = dict(vars(Product))
     exact = grads(Product.apply(*leaves), leaves)

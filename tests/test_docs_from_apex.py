@@ -28,7 +28,7 @@ def test_there_are_seven_patterns():
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    monkeypatch.setattr(ampatch.session.registry, "_user_functions", [])
+    monkeypatch.setattr(ampatch.session.registry.user_functions, "_rules", [])
     yield
     compat.uninstall()
     ampatch.deactivate()

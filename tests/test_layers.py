@@ -38,9 +38,10 @@ ALLOWED = {
     "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
     "tracing": LEAVES | {"casting", "managed_model", "models"},
     "registry": LEAVES
-    | {"averaging", "broadcast", "data_access", "casting", "gradients", "schedulers", "tracing"}
-    | {"whereabouts"}
+    | {"averaging", "broadcast", "casting", "data_access", "gradients", "registered"}
+    | {"schedulers", "tracing", "whereabouts"}
     | {"managed_model", "scaling", "session"},  # for type checking only
+    "registered": {"casting", "log"},
     "schedulers": {"casting"},
     "session": LEAVES
     | {"casting", "casting_members", "scaling", "managed_model", "opt_levels", "overrides"}

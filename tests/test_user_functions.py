@@ -50,7 +50,7 @@ def test_decorators(decorate):
 def library(monkeypatch):
     """A module of the user's, forgotten afterwards."""
     registry = ampatch.session.registry
-    monkeypatch.setattr(registry, "_user_functions", [])
+    monkeypatch.setattr(registry.user_functions, "_rules", [])
     module = types.ModuleType("users_library")
     module.dtype_of = lambda x: x.dtype
     monkeypatch.setitem(sys.modules, "users_library", module)

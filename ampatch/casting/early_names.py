@@ -4,7 +4,7 @@ What was bound before the patches is rebound, and given back with them.  What
 is bound while they are in (a module imported meanwhile) holds a replacement
 and gets the original when they go.
 
-Only globals of imported modules are looked at, and only through the modules'
+Of modules that were there before only globals are looked at, and only through the modules'
 dictionaries: asking some modules for an attribute makes them load others.
 """
 
@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from .left_behind import Arrivals, give_back_within
 from .patches import PatchSet
 
 _NOT_THE_USERS = ("torch", "ampatch")
@@ -41,12 +42,14 @@ def rebind(patches: PatchSet, replacements: Mapping[int, Any]) -> None:
         patches.rebind(namespace, name, replacements[id(value)])
 
 
-def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
+def give_back(pairs: Iterable[tuple[Any, Any]], arrivals: Arrivals) -> None:
     """Bind each global that still is a replacement to its original, `pairs` of these two.
 
-    To be called when the patches are out.
+    So it is with whatever else `arrivals` hold.  To be called when the patches are out.
     """
+    pairs = list(pairs)
     originals = {id(replacement): original for replacement, original in pairs}
+    give_back_within(arrivals.namespaces(), originals)
     for namespace, name, value in bound(originals):
         namespace[name] = originals[id(value)]
 
@@ -74,11 +77,14 @@ def keep_replaced(
     `made_of()` lists `(owner, name, make)`.
     """
     if not needed:
-        patches.undo()
+        if len(patches):
+            patches.undo()
+            patches.hand_over()
     elif not len(patches):
         made: dict[int, Any] = {}
         pairs: list[tuple[Any, Any]] = []
-        patches.on_undo(lambda: give_back(pairs))
+        arrivals = Arrivals()
+        patches.on_undo(lambda: give_back(pairs, arrivals))
         for owner, name, make in made_of():
             original = patches.replace(owner, name, make)
             put = made[id(original)] = vars(owner)[name]

@@ -21,6 +21,7 @@ from ..log import logger
 from . import backward_policy, composites, early_names, user_functions, weighted
 from .casts import APEX_CHOOSERS, CHOOSERS, banned, refuse, replacement
 from .compiler_tables import CompilerTables
+from .left_behind import Arrivals
 from .patches import PatchSet
 from .policy import CastState
 from .tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
@@ -63,6 +64,7 @@ class Installation:
         self._patches = PatchSet()
         self._compiler = CompilerTables(self._patches, self.original)
         self._originals: dict[int, tuple[Any, Any]] = {}  # id -> replacement, what it replaced
+        self._arrivals = Arrivals()
         self._by_original: dict[int, Any] = {}  # id of an original -> its replacement
         self.has_tables = False
         self._has_apex_rows = False
@@ -110,10 +112,12 @@ class Installation:
         self._patches.undo()
         if self._originals:
             early_names.give_back(
-                [(made, self.original(made)) for made, _ in self._originals.values()]
+                [(made, self.original(made)) for made, _ in self._originals.values()],
+                self._arrivals,
             )
         self._originals.clear()
         self._by_original.clear()
+        self._patches.hand_over()
         self.missing.clear()
         self._warned.clear()
         self.has_tables = self._has_apex_rows = False
@@ -203,6 +207,8 @@ class Installation:
             return made
 
         self._compiler.keep()
+        if not self._originals:
+            self._arrivals = Arrivals()
         self._patches.replace(owner, name, make_and_dress)
 
     def _register_for_script(self, made: Any, original: Any) -> None:

@@ -12,25 +12,32 @@ Three rules keep the restore exact:
   `torch.Tensor` only 64 are its own, and a written-back copy would hide any
   later change to the base;
 * what somebody else put over a replacement afterwards is left alone.  The
-  replacement beneath it is inert by then, since no policy is in force.
+  replacement beneath it is inert by then, since no policy is in force; whoever keeps it
+  to put it back is given the original, and where it comes back all the same, the next
+  `replace` there puts the original in its place first.
 """
 
 from __future__ import annotations
 
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import wrapt
 
 from ..log import logger
+from .left_behind import hand_over
 
 _INHERITED = object()
+_retired: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # what they covered
 
 
 class _Covered(NamedTuple):
     owner: Any
     name: str
     found: Any
+    original: Any
     put: Any
 
 
@@ -39,6 +46,7 @@ class PatchSet:
 
     def __init__(self) -> None:
         self._covered: list[_Covered | Callable[[], None]] = []
+        self._left_alone: list[tuple[Any, Any]] = []
 
     def __len__(self) -> int:
         return len(self._covered)
@@ -50,10 +58,13 @@ class PatchSet:
         matters is for the caller to say.
         """
         _, _, original = wrapt.resolve_path(owner, name)  # raw, not bound to the class
+        while type(original) is types.FunctionType and original in _retired:
+            _put_back(owner, name, _retired[original])
+            _, _, original = wrapt.resolve_path(owner, name)
         found = vars(owner).get(name, _INHERITED)
         replacement = make(original)
         setattr(owner, name, replacement)
-        self._covered.append(_Covered(owner, name, found, replacement))
+        self._covered.append(_Covered(owner, name, found, original, replacement))
         return original
 
     def rebind(self, namespace: dict, name: str, put: Any) -> None:
@@ -78,12 +89,25 @@ class PatchSet:
             entry = self._covered.pop()
             if not isinstance(entry, _Covered):
                 entry()
-            elif vars(entry.owner).get(entry.name) is not entry.put:
-                _tell_left_alone(getattr(entry.owner, "__name__", entry.owner), entry.name)
-            elif entry.found is _INHERITED:
-                delattr(entry.owner, entry.name)
+                continue
+            if type(entry.put) is types.FunctionType:
+                _retired[entry.put] = entry.found
+            if vars(entry.owner).get(entry.name) is entry.put:
+                _put_back(entry.owner, entry.name, entry.found)
             else:
-                setattr(entry.owner, entry.name, entry.found)
+                _tell_left_alone(getattr(entry.owner, "__name__", entry.owner), entry.name)
+                self._left_alone.append((entry.put, entry.original))
+
+    def hand_over(self) -> None:
+        """Find who keeps replacements that `undo` left alone; nobody of ours may by now."""
+        hand_over(self._left_alone)
+
+
+def _put_back(owner: Any, name: str, found: Any) -> None:
+    if found is _INHERITED:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, found)
 
 
 def _tell_left_alone(owner: Any, name: str) -> None:

@@ -152,9 +152,13 @@ class ManagedOptimizer(GradientFlow):
 
         The caller gives the half parameters their master's values first.
         """
-        self.finish_pending()
-        self.release_parameters({id(pair.half) for pair in self.masters})
-        self._methods.take_out()
+        try:
+            self.finish_pending()
+        finally:
+            try:
+                self.release_parameters({id(pair.half) for pair in self.masters})
+            finally:
+                self._methods.take_out()
 
     def restore_found_state(self) -> None:
         """Opening failed half-way: the state is as it was found, to the bit."""
