@@ -52,6 +52,9 @@ class Registry:
 
     def add(self, session: Session) -> None:
         """A session opens.  Sessions whose models and optimizers are all gone leave the list."""
+        for known in self.sessions:
+            if not known.is_alive():
+                known.skips.close()
         self.sessions = [known for known in self.sessions if known.is_alive()]
         self.sessions.append(session)
         self.refresh()
@@ -132,6 +135,11 @@ class Registry:
         taking_out.do(self.refresh)
         taking_out.do(self.schedulers.release)
         taking_out.end()
+
+    def report_closing(self) -> None:
+        """The process ends: say of each session what was skipped, unless that was said."""
+        for session in self.sessions:
+            session.skips.close()
 
     # Questions
 

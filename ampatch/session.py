@@ -7,6 +7,7 @@ the open sessions and what they share.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 from typing import Any
 
@@ -28,7 +29,7 @@ from .scaling.loss_scaler import make_scaler
 from .scaling.optimizer import ManagedOptimizer
 from .scaling.scale_settings import SETTINGS
 from .scaling.sharing import with_sharers
-from .scaling.skips import skip_report
+from .scaling.skips import SkipReports
 
 
 class Session(CastingMembers):
@@ -53,6 +54,7 @@ class Session(CastingMembers):
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.is_open = False
         self.scales_by_itself = False  # each pass, for all it reaches: nobody writes `scale_loss`
+        self.skips = SkipReports(properties.growth_interval)
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
 
     # Put in, take out
@@ -87,6 +89,7 @@ class Session(CastingMembers):
         taking_out = TakingOut("ampatch: a session closes")
         taking_out.do(registry.tell, "on_close", self)
         taking_out.do(registry.state.drop_interrupted)
+        taking_out.do(self.skips.close)
         for optimizer in self.optimizers():
             taking_out.do(optimizer.settle)
         changed: set[int] = set()
@@ -150,6 +153,7 @@ class Session(CastingMembers):
             process_group=self._process_group,
         )
         self.add_optimizer(managed)
+        self.skips.follow(managed)
         managed.install(*(weights or self._weights()))
         return managed
 
@@ -207,16 +211,14 @@ class Session(CastingMembers):
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._policy.cache.close()
         registry.state.drop_interrupted()
-        if managed.counter.stuck(self.properties.max_consecutive_skips):
-            self._report_skips(managed)
+        news = managed.counter.news(self.properties.max_consecutive_skips)
+        if news is not None:
+            self.skips.report(managed, news, self.parameter_names(), self.scalers)
         unfed = not (managed.was_fed or self.scales_by_itself)
         if unfed and any(scaler.is_dynamic for scaler in self.scalers):
             managed.report_unfed()
         if registry.is_observed:
             registry.tell("on_step", managed.optimizer, managed.skipped)
-
-    def _report_skips(self, managed: ManagedOptimizer) -> None:
-        logger.error(skip_report(managed, self.parameter_names(), self.scalers))
 
     # Changes at run time
 
@@ -296,4 +298,5 @@ def cast_state() -> CastState:
 
 
 registry = Registry(cast_state)
+atexit.register(registry.report_closing)
 frames.run_eagerly()

@@ -7,6 +7,7 @@ that has arrived by itself.
 
 from __future__ import annotations
 
+import collections
 from typing import NamedTuple
 
 import torch
@@ -23,34 +24,54 @@ class StepCounts(NamedTuple):
     skipped_in_a_row: int
 
 
+class News(NamedTuple):
+    """Skipped steps among the last ones, too many of them; `in_a_row`: all, and up to the limit."""
+
+    skipped: int
+    steps: int
+    in_a_row: bool
+
+
+WINDOW = 200  # steps that are looked back on
+_MANY = WINDOW // 20  # skipped steps among them that are still no news
+_SEARCH = 16  # skipped steps in front of the first taken one: a scale of 2**16 comes down to 1
+
+
 class StepCounter:
     """The counts of one optimizer."""
 
     def __init__(self) -> None:
         self._taken = self._skipped = self._row = 0  # while the host knows
-        self._on_device: list[Tensor] | None = None  # all steps, the skipped, those in a row
+        self._searched = 0  # of the skipped, those in front of the first that was taken
+        self._on_device: Tensor | None = None  # all steps, the skipped, those in a row
+        self._places: list[Tensor] = []  # the same, one by one
         self._copy: _Copy | None = None
         self._unseen = 0  # steps since the last look
         self._told = False
+        self._rate = _SkipRate()
 
     def note(self, skipped: bool | Tensor) -> None:
         """Count a step.  A tensor, 0-dim and not 0 for a skipped step, is not waited for."""
         if isinstance(skipped, Tensor):
             self._note_on_device(skipped)
         elif self._on_device is not None:
-            self._note_on_device(torch.full_like(self._on_device[0], float(skipped)))
+            self._note_on_device(torch.full_like(self._places[0], float(skipped)))
         elif skipped:
             self._skipped += 1
             self._row += 1
+            self._searched += not self._taken
         else:
             self._taken += 1
             self._row = 0
 
     def _note_on_device(self, found: Tensor) -> None:
         if self._on_device is None:
+            self._on_device = found.new_empty(3)
+            self._places = list(self._on_device.unbind())
             numbers = (self._taken + self._skipped, self._skipped, self._row)
-            self._on_device = [torch.full_like(found, float(number)) for number in numbers]
-        steps, left_out, row = self._on_device
+            for place, number in zip(self._places, numbers, strict=True):
+                place.fill_(float(number))
+        steps, left_out, row = self._places
         found = found.to(steps.device)
         foreach.add_([steps, left_out], [torch.ones_like(found), found])
         torch.addcmul(found, row, found, out=row)  # one more than before, or 0
@@ -59,57 +80,118 @@ class StepCounter:
         """The counts.  Waits for the device if it has them."""
         if self._on_device is None:
             return StepCounts(self._taken, self._skipped, self._row)
-        steps, left_out, row = (int(count.item()) for count in self._on_device)
+        steps, left_out, row = map(int, self._on_device.tolist())
         return StepCounts(steps - left_out, left_out, row)
 
-    def stuck(self, limit: int) -> bool:
-        """Whether `limit` steps in a row were skipped: True once for each such row.  Never waits.
-
-        On an accelerator that decides by itself it is known some steps late, at most
-        about a quarter of `limit`.
+    def skipped_in_training(self) -> int:
+        """The skipped steps but for those where the loss scale was looked for: up to 16 in front of
+        the first taken one.  Waits for the device if it has the counts.
         """
-        row = self._row
-        if self._on_device is not None:
-            row = self._row_on_device(max(1, limit // 4))
-        if row is None:
-            return False
-        told, self._told = self._told, row >= limit
-        return self._told and not told
+        counts = self.read()
+        if not counts.taken:
+            return counts.skipped if counts.skipped > _SEARCH else 0
+        if self._on_device is not None and not self._rate.has_begun:  # too few for a look
+            return max(0, counts.skipped - _SEARCH)
+        return counts.skipped - self._search()
 
-    def _row_on_device(self, every: int) -> int | None:
-        """Skipped steps in a row, or None if that is not known now."""
-        row = self._on_device[2]
-        if row.device.type == "cpu":
-            return int(row.tolist())  # memory of the host: nothing to wait for
+    def _search(self) -> int:
+        return self._searched if self._searched <= _SEARCH else 0
+
+    def news(self, limit: int) -> News | None:
+        """What is to be said after a step; never waits.
+
+        `limit` skipped steps in a row are said once for each such row; more than a twentieth
+        of the last 200 once for each such spell, those in front of the first taken step only
+        if they are more than 16.  On an accelerator that decides by itself it is known some
+        steps late, at most about a quarter of `limit`.
+        """
+        if self._on_device is None:
+            if not self._row:
+                self._told = False
+                return None
+            return self._judged(self._taken + self._skipped, self._skipped, self._row, limit)
+        numbers = self._numbers_on_device(max(1, limit // 4))
+        if numbers is None:
+            return None
+        steps, skipped, row = map(int, numbers)
+        if not self._rate.has_begun:  # how many were in front is not counted there
+            self._searched = skipped if skipped == steps else min(skipped, _SEARCH)
+        return self._judged(steps, skipped, row, limit)
+
+    def _judged(self, steps: int, skipped: int, row: int, limit: int) -> News | None:
+        told, self._told = self._told, row >= limit
+        news = None
+        if skipped < steps or skipped > _SEARCH:
+            news = self._rate.judge(steps, skipped, self._search())
+        if self._told:
+            return None if told else News(row, row, True)
+        return news
+
+    def _numbers_on_device(self, every: int) -> list[float] | None:
+        """All steps, the skipped and those in a row, or None if that is not known now."""
+        numbers = self._on_device
+        if numbers.device.type == "cpu":
+            return numbers.tolist()  # memory of the host: nothing to wait for
         self._unseen += 1
-        if _is_capturing(row):
+        if _is_capturing(numbers):
             return None
         if self._copy is None and self._unseen >= every:
-            self._copy, self._unseen = _Copy(row), 0
+            self._copy, self._unseen = _Copy(numbers), 0
         value = None if self._copy is None else self._copy.value()
         if value is not None:
             self._copy = None
         return value
 
 
+class _SkipRate:
+    """How many of the last steps were skipped, from counts that come in now and then."""
+
+    def __init__(self) -> None:
+        self._looks: collections.deque[tuple[int, int]] = collections.deque()
+        self._told = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was anything to judge."""
+        return bool(self._looks)
+
+    def judge(self, steps: int, skipped: int, searched: int) -> News | None:
+        """What the last steps of so many give to say; the first `searched` do not count."""
+        looks = self._looks
+        if not looks:
+            looks.append((searched, searched))
+        if skipped == looks[0][1]:  # none since
+            first = max(looks[0][0], steps - WINDOW)
+            looks.clear()
+            looks.append((first, skipped))
+        looks.append((steps, skipped))
+        while len(looks) > 1 and looks[1][0] <= steps - WINDOW:
+            looks.popleft()
+        inside = skipped - looks[0][1]
+        told, self._told = self._told, inside > (_MANY // 2 if self._told else _MANY)
+        if told or not self._told:
+            return None
+        return News(inside, min(steps - looks[0][0], WINDOW), False)
+
+
 class _Copy:
-    """A number on its way to the host."""
+    """Numbers on their way to the host."""
 
-    def __init__(self, number: Tensor) -> None:
+    def __init__(self, numbers: Tensor) -> None:
         self._event = None
-        if number.device.type == "cuda":
-            self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
-            self._host.copy_(number, non_blocking=True)
+        if numbers.device.type == "cuda":
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(number.device))
+            self._event.record(torch.cuda.current_stream(numbers.device))
         else:  # no way known to ask whether it has arrived
-            self._host = number.cpu()
+            self._host = numbers.cpu()
 
-    def value(self) -> int | None:
-        """The number, once it has arrived."""
+    def value(self) -> list[float] | None:
+        """The numbers, once they have arrived."""
         if self._event is not None and not self._event.query():
             return None
-        return int(self._host.tolist())
+        return self._host.tolist()
 
 
 def _is_capturing(tensor: Tensor) -> bool:
