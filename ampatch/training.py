@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from . import checks
 from .errors import AmpatchError, type_name
+from .log import logger
+from .scaling.loss_scaler import Scaler
 from .scaling.optimizer import ManagedOptimizer
 from .scaling.scale_settings import (
     checked_entry,
@@ -98,46 +101,81 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def state_dict() -> dict[str, dict[str, Any]]:
-    """The loss scalers of the session opened last, in apex's format.
+    """The loss scalers of all open sessions: those of the session opened last in apex's format.
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`, to which come
     `"dynamic": False` for a static scale, and the settings that
-    `set_loss_scale_settings` has changed.  Waits for the device.
+    `set_loss_scale_settings` has changed.  The scalers of the other sessions are called
+    `"session0.loss_scaler0"`, ..., numbered in the order in which `initialize` opened them.
+    Waits for the device.
     """
-    session = registry.latest("ampatch.state_dict()")
-    return {
-        f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(session.scalers)
-    }
+    registry.latest("ampatch.state_dict()")
+    return {name: scaler.state_dict() for name, scaler in _named_scalers().items()}
 
 
 def load_state_dict(state: dict[str, Any]) -> None:
-    """Restore the loss scalers of the session opened last.
+    """Restore the loss scalers of all open sessions.
 
     Takes what `state_dict` gave, apex's checkpoints, and the `state_dict()` of a
-    `torch.amp.GradScaler`, which then goes to every loss.  A dynamic scale is not
-    loaded into a static scaler nor the other way round; it is logged.
+    `torch.amp.GradScaler`, which then goes to every loss of the session opened last.  If
+    it holds nothing of the other sessions, theirs stay as they are; it is logged.  A
+    dynamic scale is not loaded into a static scaler nor the other way round; it is logged.
 
-    Raises `TypeError` or `ValueError` if the entries are not those of this session, and
+    Raises `TypeError` or `ValueError` if the entries are not those of the open sessions, and
     changes nothing.
     """
     session = registry.latest("ampatch.load_state_dict(...)")
-    expected = [f"loss_scaler{index}" for index in range(len(session.scalers))]
+    scalers = _named_scalers()
+    own = [f"loss_scaler{index}" for index in range(len(session.scalers))]
     if is_grad_scalers(state):
-        state = dict.fromkeys(expected, from_grad_scaler(state))
+        state = dict.fromkeys(own, from_grad_scaler(state))
     if not isinstance(state, dict):
         raise TypeError(
             f"ampatch.load_state_dict(state): expected a dictionary, got {type_name(state)}."
         )
-    if sorted(map(str, state)) != sorted(expected):
-        raise ValueError(
-            f"ampatch.load_state_dict(state): it holds {sorted(map(str, state))}, expected "
-            f"{expected}. Call initialize with the num_losses of the saved run."
+    others = [name for name in scalers if name not in own]
+    expected = own if not any(name in state for name in others) else [*own, *others]
+    if set(map(str, state)) != set(expected):
+        _refuse(set(map(str, state)), list(scalers))
+    entries = {
+        name: checked_entry(
+            f"ampatch.load_state_dict(state): state[{name!r}]", state[name], scalers[name].settings
         )
-    pairs = [(scaler, state[name]) for name, scaler in zip(expected, session.scalers, strict=True)]
-    for name, (scaler, entry) in zip(expected, pairs, strict=True):
-        checked_entry(f"ampatch.load_state_dict(state): state[{name!r}]", entry, scaler.settings)
-    for scaler, entry in pairs:
-        scaler.load_state_dict(entry)
+        for name in expected
+    }
+    for name in entries:
+        scalers[name].load_state_dict(state[name])
+    if expected == own and others:
+        logger.warning(
+            "ampatch.load_state_dict(state): it holds nothing of the sessions that were opened "
+            "before the last; their loss scales stay as they are: %s.",
+            ", ".join(f"{name} at {scalers[name].get():g}" for name in others),
+        )
+
+
+def _named_scalers() -> dict[str, Scaler]:
+    """The loss scalers of all open sessions by their names in `state_dict`."""
+    *others, latest = registry.sessions
+    named = {f"loss_scaler{index}": scaler for index, scaler in enumerate(latest.scalers)}
+    if others:
+        gc.collect()  # models and optimizers are in cycles, and those of a session may be garbage
+    alive = [session for session in others if session.is_alive()]
+    for number, session in enumerate(alive):
+        for index, scaler in enumerate(session.scalers):
+            named[f"session{number}.loss_scaler{index}"] = scaler
+    return named
+
+
+def _refuse(found: set[str], expected: list[str]) -> NoReturn:
+    unknown = sorted(found - set(expected))
+    missing = [name for name in expected if name not in found]
+    raise ValueError(
+        f"ampatch.load_state_dict(state): it holds {sorted(found)}, expected {expected}"
+        + (f"; missing: {', '.join(missing)}" if missing else "")
+        + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+        + ". Call initialize as often, in the same order, and with the num_losses of the saved run; "
+        "entries of sessions that are not wanted any more may be taken out of the dictionary."
+    )
 
 
 def loss_scale(loss_id: int = 0) -> float:
