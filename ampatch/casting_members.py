@@ -56,6 +56,11 @@ class CastingMembers(Members):
             return policy
         return self._outside_models(policy)
 
+    def _has_masters(self, properties: Properties) -> bool:
+        """As apex, its package makes none at O1: weights that came in half keep their gradients."""
+        as_apex = self._policy.apex_flavour and properties.patch_torch_functions
+        return super()._has_masters(properties) and not as_apex
+
     def _policy_under(self, properties: Properties) -> Policy | None:
         """What casts at an opt level: the tables, the overrides of functions alone, or nothing."""
         if properties.patch_torch_functions:

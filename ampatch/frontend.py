@@ -21,7 +21,7 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: Any = "O1",
-    cast_model_type: torch.dtype | str | None = None,
+    cast_model_type: torch.dtype | str | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
@@ -55,7 +55,8 @@ def initialize(
         opt_level: `"O0"` FP32; `"O1"` torch's functions cast their arguments, weights
             stay FP32; `"O2"` the model in half with FP32 master weights in the optimizer;
             `"O3"` everything in half.  `"O4"` and `"O5"` are O1 and O2 in bfloat16.
-        cast_model_type: dtype of weights and inputs, None as the level says.
+        cast_model_type: dtype of weights and inputs, None as the level says, False for
+            models that are left as they are.
         patch_torch_functions: whether torch's functions are patched, None as the level says.
         keep_batchnorm_fp32: whether BatchNorm and SyncBatchNorm stay in FP32 when the
             model is cast, None as the level says.
@@ -137,7 +138,12 @@ def initialize(
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = ([], {})
-    session = Session(properties, rules=rules, process_group=process_group)
+    session = Session(
+        properties,
+        rules=rules,
+        process_group=process_group,
+        apex_flavour=registry.opens_as_apex,
+    )
     with Handover(registry, listed_models, listed_optimizers):
         session.open(listed_models, listed_optimizers)
     registry.close_empty()

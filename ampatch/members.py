@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .managed_model import ManagedModel
-from .opt_levels import HALF_TYPES
+from .opt_levels import HALF_TYPES, Properties
 from .scaling.optimizer import ManagedOptimizer
 from .whereabouts import Whereabouts
 
@@ -163,12 +163,15 @@ class Members:
     def _originals(self) -> dict[int, Tensor]:
         return {key: value for model in self.models() for key, value in model.originals().items()}
 
+    def _has_masters(self, properties: Properties) -> bool:
+        return properties.master_weights is not False
+
     def _halves(self) -> set[int]:
         """Ids of the half parameters that get masters."""
         return {
             id(parameter)
             for managed in self.models()
-            if managed.properties.master_weights is not False  # at O1 for weights that came in half
+            if self._has_masters(managed.properties)  # at O1 for weights that came in half
             for parameter in managed.model.parameters()
             if parameter.dtype in HALF_TYPES and parameter.requires_grad
         }

@@ -128,8 +128,8 @@ def level_name(value: Any) -> str:
     if value in known and isinstance(value, str):
         return value
     if isinstance(value, (str, int)) and not isinstance(value, bool):
-        digits = str(value).strip().upper().lstrip("O0") or "0"
-        if "O" + digits in known and len(str(value).strip()) <= 2:
+        digits = str(value).strip().upper()[-1:]
+        if "O" + digits in known and str(value).strip().upper() in _spellings(digits):
             logger.warning(
                 'opt_level=%r was read as "O%s"; the opt levels are written with the letter O.',
                 value,
@@ -140,6 +140,10 @@ def level_name(value: Any) -> str:
         f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
         f'Expected "O0", "O1", "O2" or "O3" (the letter O, not the digit zero).'
     )
+
+
+def _spellings(digit: str) -> tuple[str, ...]:
+    return (f"O{digit}", f"0{digit}", digit)
 
 
 def half_type(value: Any, argument: str = "dtype") -> torch.dtype:
@@ -229,13 +233,18 @@ def _scope(argument: str, value: Any) -> str:
     return value
 
 
+def _model_type(argument: str, value: Any) -> torch.dtype | None:
+    """A floating dtype; None for False, apex's word for a model that is left as it is."""
+    return None if value is False else float_dtype(argument, value)
+
+
 def _optional_dtype(argument: str, value: Any) -> torch.dtype | None:
     return None if value is None else float_dtype(argument, value)
 
 
 _CHECKS = {
     "enabled": _truth,
-    "cast_model_type": float_dtype,
+    "cast_model_type": _model_type,
     "patch_torch_functions": _truth,
     "keep_batchnorm_fp32": _truth,
     "master_weights": _truth,

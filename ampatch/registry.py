@@ -39,6 +39,7 @@ class Registry:
         self.modelled = Whereabouts(operator.attrgetter("model"))
         self.care_of = self.cared_for.find  # an attribute: every `scale_loss` asks
         self.schedulers = HeldSchedulers(self.managed)
+        self.opens_as_apex = False  # whether a session that opens is to keep to what apex did
         self._closing_all = False
         self._gradient_tools = PatchSet()
         self._watching_tools = PatchSet()

@@ -170,11 +170,6 @@ class Session(CastingMembers):
             managed.policy = None
         registry.refresh()
 
-    def follow_apex(self) -> None:
-        """Keep to apex's tables where they differ from autocast's policy."""
-        self._policy.apex_flavour = True
-        registry.refresh()
-
     # Training
 
     def scaled_backward(
@@ -206,6 +201,7 @@ class Session(CastingMembers):
             delay_overflow_check,
             outsiders,
             self._policy.cache.close,
+            together=self._policy.apex_flavour,
         )
 
     def _after_step(self, managed: ManagedOptimizer) -> None:

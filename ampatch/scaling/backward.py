@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from .left_scaled import Seen
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
 from .pending import Pending, tell
+from .scale_numbers import either
 from .sharing import NOTHING_SHARED, sharing_among
 
 
@@ -21,7 +23,8 @@ class ScaledBackward:
     left alone.  If the unscaling itself is interrupted, the optimizers have no
     gradients afterwards: some would be scaled and some not.  `outsiders` are
     optimizers that it was not given to; if the backward pass reaches them, they
-    will say so when they step.
+    will say so when they step.  With `together` an overflow in the gradients of one
+    optimizer has all of them skip.
     """
 
     __slots__ = (
@@ -35,6 +38,7 @@ class ScaledBackward:
         "_delay_unscale",
         "_delay_check",
         "_done",
+        "_together",
     )
 
     def __init__(
@@ -46,6 +50,7 @@ class ScaledBackward:
         delay_overflow_check: bool,
         outsiders: Sequence[ManagedOptimizer],
         done: Callable[[], None],
+        together: bool = False,
     ) -> None:
         self._loss = loss
         self._optimizers = optimizers
@@ -57,6 +62,7 @@ class ScaledBackward:
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
         self._done = done
+        self._together = together and len(optimizers) > 1
 
     def __enter__(self) -> Tensor:
         for optimizer in self._optimizers:
@@ -108,4 +114,8 @@ class ScaledBackward:
             found = optimizer.after_backward(self._scaler, self._scale, self._sharing)
             if found is not None:
                 flags.append(found)
+        if self._together and flags:
+            found = functools.reduce(either, flags)
+            for optimizer in self._optimizers:
+                optimizer.note_overflow(found, self._scaler, self._scale)
         tell(self._scaler, flags, self._optimizers, at_step=self._delay_check)

@@ -112,6 +112,10 @@ class GradientState:
             flow._overflow.note(found, by)
         return found
 
+    def note_overflow(self, found: Flag, scaler: Scaler, scale: Any) -> None:
+        """Skip the next step if `found` is set, whoever's gradients that was seen in."""
+        self._overflow.note(found, Unscaled(scaler, scale))
+
     def note_outsider(self, before: Seen) -> None:
         """A block that this optimizer was not given to has ended; `before` is what was `seen`."""
         if not self.in_block:

@@ -47,7 +47,7 @@ class ScaleSettings:
         checked = {
             name: whole_number(f"{what}: {name}={value!r}", value, least=1)
             if name == "growth_interval"
-            else positive_number(f"{what}: {name}={value!r}", value)
+            else positive_number(f"{what}: {name}={value!r}", _bound(name, value))
             for name, value in given.items()
         }
         new = dataclasses.replace(self, **checked)
@@ -61,6 +61,16 @@ class ScaleSettings:
                 f"{new.max_loss_scale:g}. Expected min_loss_scale <= max_loss_scale."
             )
         return new
+
+
+def _bound(name: str, value: Any) -> Any:
+    """A limit that came as a string, which `initialize` takes too, as its number."""
+    if name in ("min_loss_scale", "max_loss_scale") and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value  # refused as any other string
+    return value
 
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleSettings))

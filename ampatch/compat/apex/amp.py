@@ -59,7 +59,7 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | None = None,
+    cast_model_type: torch.dtype | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
@@ -67,36 +67,40 @@ def initialize(
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
+    min_loss_scale: float | str | None = None,
+    max_loss_scale: float | str = 2.0**24,
 ) -> Any:
-    """`ampatch.initialize` with apex's signature and apex's tables.
+    """`ampatch.initialize` with apex's signature, apex's tables, and apex's ways at O1 and with
+    several optimizers (`docs/from_apex.md`).
 
     Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which
     scripts look for, until their session closes.
     """
     registry.edit_tables(lists.edits())
-    result = ampatch.initialize(
-        models,
-        optimizers,
-        enabled=enabled,
-        opt_level=opt_level,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        num_losses=num_losses,
-        verbosity=verbosity,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
-        allow_banned=False,
-    )
+    registry.opens_as_apex = True
+    try:
+        result = ampatch.initialize(
+            models,
+            optimizers,
+            enabled=enabled,
+            opt_level=opt_level,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+            cast_model_outputs=cast_model_outputs,
+            num_losses=num_losses,
+            verbosity=verbosity,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            allow_banned=False,
+        )
+    finally:
+        registry.opens_as_apex = False
     session = registry.sessions[-1]
     _amp_state.verbosity = verbosity
     if session.properties.enabled:
-        session.follow_apex()
         for managed in session.optimizers():
             _put_stash(managed.optimizer)
     return result
