@@ -503,3 +503,29 @@ def test_lazily_made_state_and_tensor_settings_go_back():
     optimizer.step(closure)
     assert lr.item() == pytest.approx(0.1) and optimizer.param_groups[0]["lr"] is lr
     assert "betas" not in optimizer.param_groups[0] and not hasattr(optimizer, "made")
+
+
+def test_a_step_inside_a_step():
+    """A wrapper and what it wraps are both managed; the wrapper's overflow ends both steps."""
+
+    class Around(Base):
+        def __init__(self, params):
+            super().__init__(params)
+            self.inner = torch.optim.LBFGS(self.param_groups[0]["params"], lr=0.1, max_iter=2)
+
+        @torch.no_grad()
+        def step(self, closure):
+            self.count()
+            return self.inner.step(closure) + 0
+
+    model = seeded()
+    optimizer = Around(model.parameters())
+    ampatch.initialize(model, [optimizer, optimizer.inner], opt_level="O1", verbosity=0)
+    before = everything_of(model, optimizer)
+    for faulty in (0, 1):
+        optimizer.step(closure_of(model, optimizer, [1.0] * faulty + [math.inf]))
+        assert same(everything_of(model, optimizer), before)
+        assert not optimizer.inner.state
+    assert ampatch.step_counts(optimizer) == (0, 2, 2)
+    assert optimizer.step(closure_of(model, optimizer)).isfinite()
+    assert ampatch.step_counts(optimizer) == (1, 2, 0)

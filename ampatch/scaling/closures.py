@@ -82,11 +82,10 @@ def step_with_closure(
         result = original(*args, **kwargs)
         if not evaluations.count:  # it stepped on the gradients there were
             evaluations.ask()
-    except Overflowed:
-        pass
-    except BaseException:
-        _go_back(managed, before)
-        raise
+    except BaseException as error:
+        if not (isinstance(error, Overflowed) and evaluations.overflowed):
+            _go_back(managed, before)  # an overflow seen by a step around this one, too
+            raise
     if evaluations.overflowed:
         _go_back(managed, before)
         managed.note_step(True)
