@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
+import os
+import subprocess
 import sys
 import textwrap
 from unittest import mock
@@ -13,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
+from ampatch.errors import TakingOut
 
 H = torch.float16
 FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")
@@ -135,14 +139,12 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         assert F.linear in patterns, patterns
         print("nothing left")
     """
-    import subprocess
-
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     done = subprocess.run(
         [sys.executable, str(tmp_path / "script.py")],
         capture_output=True,
         text=True,
-        env={**__import__("os").environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert "nothing left" in done.stdout, done.stderr
 
@@ -350,13 +352,20 @@ def test_several_errors_come_together(monkeypatch):
     registry = ampatch.session.registry
     for number, model in enumerate(models[:2]):
         monkeypatch.setattr(registry.managed_model(model), "uninstall", failing(f"model {number}"))
-    kind = getattr(__builtins__, "ExceptionGroup", None) or dict(vars(sys.modules["builtins"])).get(
-        "ExceptionGroup", ampatch.AmpatchError
-    )
+    kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
     with pytest.raises(kind, match="2 parts could not be taken out"):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions
     assert not models[2]._forward_hooks and "step" not in vars(optimizers[0])
+
+
+def test_errors_of_a_python_without_groups(monkeypatch):
+    monkeypatch.delattr(builtins, "ExceptionGroup", raising=False)
+    taking_out = TakingOut("deactivate()")
+    for name in ("one", "two", "two"):
+        assert taking_out.do(failing(name)) is None
+    with pytest.raises(ampatch.AmpatchError, match="2 parts.*ValueError: one; ValueError: two"):
+        taking_out.end()
 
 
 def test_ctrl_c_wins(monkeypatch):
