@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .casting.batched_casts import Plan
 from .casting.policy import CastState, Policy
+from .errors import TakingOut
 from .hooks import Hook, add_load_hook, add_state_dict_hook, drop_plain_hooks
 from .models import (
     Converted,
@@ -127,24 +128,30 @@ class ManagedModel:
         self._handles.clear()
         for name in _OWN_METHODS:
             vars(self.model).pop(name, None)
-        for tensor, dtype, original, grad in self._converted:
-            master = self._master_of(tensor)
-            if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
-                tensor.grad = None
-                tensor.data = original
-                tensor.grad = grad
-                if master is not None:
-                    master.grad = None
-            elif master is None:
-                set_data(tensor, tensor.data.to(dtype))
-            else:
-                tensor.grad = None
-                tensor.data = master.data.to(dtype)
-                if master.grad is not None:
-                    tensor.grad, master.grad = master.grad.to(dtype), None
+        taking_out = TakingOut("ampatch: a model's weights get their FP32 values")
+        for entry in self._converted:
+            taking_out.do(self._give_back, entry)
         if self._converted:
             flatten_rnns(self.model)
         self._converted = []
+        taking_out.end()
+
+    def _give_back(self, entry: Converted) -> None:
+        tensor, dtype, original, grad = entry
+        master = self._master_of(tensor)
+        if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
+            tensor.grad = None
+            tensor.data = original
+            tensor.grad = grad
+            if master is not None:
+                master.grad = None
+        elif master is None:
+            set_data(tensor, tensor.data.to(dtype))
+        else:
+            tensor.grad = None
+            tensor.data = master.data.to(dtype)
+            if master.grad is not None:
+                tensor.grad, master.grad = master.grad.to(dtype), None
 
     # Around a forward
 

@@ -347,6 +347,19 @@ def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch
     ampatch.deactivate()
 
 
+def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
+    model, optimizer = start(opt_level="O2")
+    managed = ampatch.session.registry.managed_model(model)
+    found = managed._master_of
+    monkeypatch.setattr(
+        managed, "_master_of", lambda t: failing("weight")() if t is model.weight else found(t)
+    )
+    bias = list(ampatch.master_params(optimizer))[1].detach().clone()
+    with pytest.raises(ValueError, match="weight"):
+        ampatch.deactivate()
+    assert torch.equal(model.bias, bias) and "step" not in vars(optimizer) and is_plain()
+
+
 def test_several_errors_come_together(monkeypatch):
     models, optimizers = zip(*[start() for _ in range(3)], strict=True)
     registry = ampatch.session.registry
