@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .casting.casts import tensors_in
+from .casting.casts import dtype_of, tensors_in
 from .casting.policy import Policy
 from .casting.weight_cache import CacheInfo
 from .members import Members
@@ -80,7 +80,7 @@ class CastingMembers(Members):
                         return True
                 elif value is not None and type(value) not in (int, float, bool):
                     for tensor in tensors_in((value,)):
-                        if tensor.dtype in HALF_TYPES or id(tensor) in parameters:
+                        if dtype_of(tensor) in HALF_TYPES or id(tensor) in parameters:
                             return True
             return False
 

@@ -17,10 +17,11 @@ from typing import Any
 import wrapt
 
 from . import hooks, managed_model, models, overrides, surroundings
-from .casting import batched_casts, policy, under, weight_cache
+from .casting import batched_casts, handlers, policy, under, weight_cache
 
 _OURS = (
     batched_casts,
+    handlers,
     hooks,
     managed_model,
     models,

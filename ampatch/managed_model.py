@@ -10,6 +10,7 @@ as the model is, for as long as the session is open.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from .casting import dtype_errors
 from .casting.batched_casts import Plan
+from .casting.handlers import is_mode_on, unseen
 from .casting.policy import CastState, Policy
 from .errors import TakingOut
 from .hooks import Hook, add_load_hook, add_state_dict_hook, drop_plain_hooks
@@ -157,6 +160,9 @@ class ManagedModel:
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         state, policy, dtype = self._state, self.policy, self.in_dtype
+        if state.modes and not is_dynamo_compiling() and is_mode_on():
+            with unseen():
+                return self._enter(model, args, kwargs)
         # Where it would change nothing and cover nothing, no push: `pop` finds none of ours then.
         if (state.thread.frames or policy is not state.process) and not state.under_user_control():
             state.push(policy, self)
@@ -173,11 +179,22 @@ class ManagedModel:
         return args, (cast_tensors(kwargs, dtype) if kwargs else kwargs)
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+            with unseen():
+                return self._leave(model, args, output)
+        if output is None and not is_dynamo_compiling():  # perhaps because the forward raised
+            dtype_errors.note(sys.exc_info()[1], self._why_half())
         if self._state.thread.frames:
             self._state.pop(self)
         if self.policy is not None and not is_dynamo_compiling():
             self.policy.cache.close(self, is_whole=output is not None)
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
+
+    def _why_half(self) -> str:
+        name, level = type(self.model).__name__, self.properties.opt_level
+        if self.policy is not None and self.policy.follows_tables:
+            return f"{name} is at {level}, whose casts make the listed calls' results half"
+        return f"{name} is at {level}, with weights and inputs in {self.properties.cast_model_type}"
 
     def _note_device(self) -> None:
         """The model may have moved since: cast where it lives now."""

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
+from .casting.handlers import is_mode_on, unseen
 from .casting.install import Installation
 from .casting.policy import CastState, Policy
 from .errors import did_you_mean, type_name
@@ -49,11 +51,17 @@ class ModuleOverride:
         ]
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+            with unseen():
+                return self._enter(module, args, kwargs)
         if self._policy is not None:
             self._state.push(self._policy, self)
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+            with unseen():
+                return self._leave(module, args, output)
         if self._policy is not None:
             self._state.pop(self)
         return None if self._cast_out is None else map_tensors(output, self._cast_out)

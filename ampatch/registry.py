@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import averaging, broadcast, data_access, gradients, tracing
 from .casting.early_names import keep_replaced
+from .casting.handlers import FunctionModes
 from .casting.install import Installation, raw_attribute, resolve
 from .casting.patches import PatchSet
 from .casting.policy import CastState, Policy
@@ -44,6 +45,7 @@ class Registry:
         self._gradient_tools = PatchSet()
         self._watching_tools = PatchSet()
         self._tracing_tools = PatchSet()
+        self._modes = FunctionModes(self.state)
         self._observers: list[Any] = []
         self.is_observed = False
         self.user_functions = RegisteredFunctions(self.installation)
@@ -75,13 +77,16 @@ class Registry:
         self.state.process = None
         if not casting or bool(by_tables) != self.installation.has_tables:
             self.installation.undo()
-        if by_tables and not self.installation.has_tables:
+        is_new = bool(by_tables) and not self.installation.has_tables
+        if is_new:
             self.installation.install()
             self.user_functions.put_all()
         for session, policy in casting:
             self._apply_special(session, policy)
         if casting:
             self.state.process = (by_tables or casting)[-1][1]
+        if is_new:
+            self.installation.regions.begin()
         self._refresh_tools()
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
@@ -94,6 +99,7 @@ class Registry:
             session.override_function(original, dtype)
 
     def _refresh_tools(self) -> None:
+        self._modes.watch(bool(self.sessions))
         keep_replaced(
             self._gradient_tools,
             any(session.optimizers() for session in self.sessions),

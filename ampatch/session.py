@@ -146,7 +146,9 @@ class Session(CastingMembers):
             suspend_casts=registry.state.suspend,
             resume_casts=registry.state.resume,
             casts_off=lambda: registry.state.under(lambda: None),
-            casts_on=lambda: registry.state.under(registry.outside_step),
+            casts_on=lambda: registry.state.under(
+                registry.outside_step, registry.state.covered_by_user()
+            ),
             after_step=self._after_step,
             halves=self._halves,
             master_of=self.master_of,

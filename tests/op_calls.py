@@ -21,14 +21,15 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampatch.casting.tables import BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Rule
 
 RULE_OF = {
     f"{row.where}.{name}": row.rule
-    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED)
+    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
     if not row.native
     for name in row.names
 }
+BEYOND_ROWS = {f"{row.where}.{name}" for row in BEYOND for name in row.names}
 HALVES = (torch.float16, torch.bfloat16)
 CASTABLE = (torch.float32, *HALVES)
 NAMES = [f"{op.name}-{op.variant_test_name}" if op.variant_test_name else op.name for op in op_db]
@@ -54,6 +55,11 @@ class Call:
     @property
     def rules(self) -> set[Rule]:
         return {RULE_OF[row] for row in self.rows}
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether a row of ours acts where autocast casts nothing."""
+        return any(row in BEYOND_ROWS for row in self.rows)
 
     def __str__(self) -> str:
         return self.place or getattr(self.function, "__name__", str(self.function))
@@ -113,7 +119,12 @@ def _call(name: str, function: Any, *places: str) -> Call:
 
 def _in_place(function: Any) -> Call:
     place = f"torch.Tensor.{getattr(function, '__name__', '')}"
-    return Call(place if _is_at(place, function) else "", function, in_place=True)
+    return Call(
+        place if _is_at(place, function) else "",
+        function,
+        (place,) if place in RULE_OF else (),
+        in_place=True,
+    )
 
 
 # Bound at import, hence before any session.

@@ -7,6 +7,10 @@ that is missing here, or meets other rows than it says, fails there.
 
 import torch.nn.functional as F
 
+LOW_RANK = (
+    "torch.Tensor.__matmul__", "torch.Tensor.matmul", "torch.linalg.qr", "torch.linalg.svd",
+    "torch.matmul",
+)  # fmt: skip
 WINDOWS = ("hamming", "hann", "blackman", "general_cosine", "general_hamming", "nuttall")
 CHUNKS = "torch.mm torch.Tensor.sum torch._C._nn.cross_entropy_loss torch.nn.functional.linear"
 NEWER = hasattr(F, "_linear_cross_entropy_chunked_applies")  # torch 2.15 has it written anew
@@ -69,9 +73,12 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
         "torch.nn.functional.linear",
     ),
     # Products around a decomposition; op_db's function for pinv makes its argument by one.
-    "linalg.pinv-singular": ("torch.Tensor.__matmul__",),
-    "pca_lowrank": ("torch.Tensor.__matmul__", "torch.Tensor.matmul", "torch.matmul"),
-    "svd_lowrank": ("torch.Tensor.__matmul__", "torch.Tensor.matmul", "torch.matmul"),
+    "linalg.pinv-singular": ("torch.Tensor.__matmul__", "torch.linalg.pinv"),
+    "pca_lowrank": LOW_RANK,
+    "svd_lowrank": LOW_RANK,
+    # Written in Python above builtins of other names.
+    "lu": ("torch._lu_with_info",),
+    "stft": ("torch._VF.stft",),
     # Windows compute with a tensor of their own, in the dtype asked for.
     **{f"signal.windows.{name}": ("torch.Tensor.sum",) for name in WINDOWS},
     "signal.windows.exponential": ("torch.exp",),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import ampatch
 from ampatch.casting import early_names, install
-from ampatch.casting.tables import BANNED, BLACKLIST, PROMOTE, WHITELIST
+from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
 
 H = torch.bfloat16
 X = torch.ones(2, 2)
@@ -215,7 +215,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
     changed = {key for key in before.keys() & after.keys() if before[key] is not after[key]}
     rows = {
         (row.where, name)
-        for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED)
+        for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
         for name in row.names
         if not row.native and isinstance(install.resolve(row.where), types.ModuleType)
     }
@@ -223,6 +223,10 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
         ("torch.backends.mha", "get_fastpath_enabled"),
         ("torch.utils.checkpoint", "checkpoint"),
         ("torch.jit", "script"),
+        *(("torch", name) for name in AUTOCAST_S),
+        *((where, name) for where in MODES_IN for name in ("_push_mode", "_pop_mode")),
+        *(("torch.overrides", name) for name in OVERRIDES),
+        ("torch.library", "register_autocast"),
         ("torch._dynamo.trace_rules", "get_tensor_method"),  # if another test imported Dynamo
         ("torch._dynamo.trace_rules", "is_callable_allowed"),
         ("torch._dynamo.trace_rules", "load_object"),
@@ -233,6 +237,20 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
         ("torch.nn.functional", "linear"),
         ("torch._C._nn", "mse_loss"),
     } <= changed
+
+
+AUTOCAST_S = (
+    "set_autocast_enabled", "is_autocast_enabled", "get_autocast_dtype",
+    "set_autocast_cpu_enabled", "is_autocast_cpu_enabled", "get_autocast_cpu_dtype",
+    "get_autocast_gpu_dtype",
+)  # fmt: skip
+
+
+MODES_IN = ("torch.overrides", "torch.utils._device")
+OVERRIDES = (
+    "get_ignored_functions", "get_testing_overrides", "_get_overridable_functions",
+    "_get_tensor_methods",
+)  # fmt: skip
 
 
 def torchs_globals() -> dict:

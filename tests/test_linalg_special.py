@@ -11,7 +11,7 @@ from op_samples import r
 from torch.utils._pytree import tree_leaves
 
 import ampatch
-from ampatch.casting.tables import BLACKLIST, PROMOTE, WHITELIST
+from ampatch.casting.tables import BEYOND, BLACKLIST, PROMOTE, WHITELIST
 
 
 def well(*batch: int) -> torch.Tensor:
@@ -71,8 +71,10 @@ CASES = [
     *[(torch.linalg, name) for name in public(torch.linalg)],
     *[(torch.special, name) for name in public(torch.special)],
 ]
+BEYOND_ROWS = {(row.where, name) for row in BEYOND for name in row.names}
 LISTED = [case for case in CASES if (case[0].__name__, case[1]) in ROWS]
-UNLISTED = [case for case in CASES if case not in LISTED]
+OURS = [case for case in CASES if (case[0].__name__, case[1]) in BEYOND_ROWS]
+UNLISTED = [case for case in CASES if case not in LISTED and case not in OURS]
 
 
 def arguments(module: Any, name: str) -> tuple:
@@ -81,13 +83,39 @@ def arguments(module: Any, name: str) -> tuple:
 
 
 def test_both_kinds_are_many():
-    assert len(LISTED) > 12 and len(UNLISTED) > 70
+    assert len(LISTED) > 12 and len(UNLISTED) > 45 and len(OURS) > 30
 
 
 @pytest.mark.parametrize("module, name", LISTED, ids=[name for _, name in LISTED])
 def test_with_a_row(module, name, half):
     args = arguments(module, name)
     check_like_autocast(lambda *args: getattr(module, name)(*args), args, half)
+
+
+@pytest.mark.parametrize("module, name", OURS, ids=[name for _, name in OURS])
+def test_beyond_autocast(module, name, half):
+    """In FP32 on half and on mixtures, which PyTorch refuses; FP32 and float64 as PyTorch has them."""
+    args = arguments(module, name)
+
+    def call(*args: Any) -> Any:
+        return getattr(module, name)(*args, **KEYWORDS.get(name, {}))
+
+    ways = {"float32": args, "half": to(half, args), "mixed": mixed(half, args),
+            "float64": to(torch.float64, args)}
+    plain = {
+        way: outcome(call, *(to(torch.float32, given) if way in ("half", "mixed") else given))
+        for way, given in ways.items()
+    }
+    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    for way, given in ways.items():
+        found = outcome(call, *given)
+        assert not isinstance(found, Exception), (way, found)
+        if name == "cross" and way == "half":  # which promotes, and has a kernel for half
+            assert dtypes(found) == [half]
+            continue
+        for new, old in zip(tree_leaves(found), tree_leaves(plain[way]), strict=True):
+            assert new.dtype is old.dtype
+            torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("module, name", UNLISTED, ids=[name for _, name in UNLISTED])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ampatch.casting import tables
-from ampatch.casting.tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ampatch.casting.tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Rule
 
 TABLES = {"WHITELIST": WHITELIST, "BLACKLIST": BLACKLIST, "PROMOTE": PROMOTE, "BANNED": BANNED}
 ROWS = [row for table in TABLES.values() for row in table]
@@ -29,6 +29,7 @@ OWNERS = {
     "torch._VF": torch._VF,
     "torch.linalg": torch.linalg,
     "torch.special": torch.special,
+    "torch.fft": torch.fft,
 }
 RULE_OF = {(row.where, name): row.rule for row in ROWS for name in row.names if not row.native}
 NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.native]
@@ -47,7 +48,7 @@ def places(names, *wheres):
 
 
 def test_no_op_has_two_rules():
-    count = Counter((row.where, name) for row in ROWS for name in row.names)
+    count = Counter((row.where, name) for row in (*ROWS, *BEYOND) for name in row.names)
     assert [op for op, rows in count.items() if rows > 1] == []
 
 
@@ -56,7 +57,7 @@ def test_no_op_has_two_rules_in_apex_flavour():
     assert [op for op, rows in count.items() if rows > 1] == []
 
 
-@pytest.mark.parametrize("row", ROWS + list(APEX), ids=lambda row: f"{row.where}-{row.names[0]}")
+@pytest.mark.parametrize("row", [*ROWS, *BEYOND, *APEX], ids=lambda row: f"{row.where}-{row.names[0]}")
 def test_every_row_names_functions_and_says_why(row):
     assert row.where in OWNERS
     assert row.names and all(name.isidentifier() for name in row.names)
@@ -75,7 +76,7 @@ def test_each_table_holds_its_own_rules(table, rules):
 
 
 def test_only_promoters_are_native():
-    assert {row.rule for row in ROWS + list(APEX) if row.native} == {Rule.PROMOTE}
+    assert {row.rule for row in [*ROWS, *BEYOND, *APEX] if row.native} == {Rule.PROMOTE}
 
 
 def test_tables_load_without_torch():
@@ -177,7 +178,7 @@ def test_unreachable_functions_are_no_builtins_of_ours():
 def test_every_row_resolves_in_this_torch():
     absent = {
         (row.where, name)
-        for row in ROWS + list(APEX)
+        for row in (*ROWS, *BEYOND, *APEX)
         for name in row.names
         if not hasattr(OWNERS[row.where], name)
     }
@@ -193,9 +194,20 @@ def test_spmm_and_dsmm_are_mm_under_other_names():
     assert calls["aten::mm"] == 2
 
 
-def test_in_place_functions_follow_no_rule():
+def test_in_place_functions_follow_no_rule_but_for_those_that_write_values_in():
     in_place = [name for _, name in RULE_OF if name.endswith("_") and not name.endswith("__")]
     assert in_place == []
+    written = {
+        (row.where, name) for row in BEYOND if row.rule is Rule.LIKE_FIRST for name in row.names
+    }
+    promoting = {
+        ("torch.Tensor", f"{name}_")
+        for row in (*PROMOTE, *BEYOND)
+        if row.rule is Rule.PROMOTE and row.where == "torch.Tensor" and not row.native
+        for name in row.names
+        if name not in {"addcdiv", "addcmul", "arctan2", "atan2", "cross", "dot", "vdot"}
+    }
+    assert written == promoting | {("torch.Tensor", "__setitem__"), ("torch", "index_put_")}
 
 
 # Native promotion: why the commonest functions are not patched.

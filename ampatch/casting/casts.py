@@ -22,7 +22,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
+from .dtype_errors import note_call
 from .foreign import Recorded, by_itself, is_internal, proxy_of
+from .handlers import Handled, hand_over, is_asked, is_mode_on, wants_to_see
 from .policy import FOLLOW, CastState, Policy
 from .tables import Rule
 
@@ -70,12 +72,16 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
             return value
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     if isinstance(value, Tensor):
+        if wants_to_see(value):
+            raise Handled
         if castable(value, policy) and value.dtype is not to and not is_internal(value):
             return value.to(to)
         return value
     proxy = proxy_of(value)
     if proxy is not None:
         raise Recorded(proxy)
+    if wants_to_see(value):
+        raise Handled
     return value
 
 
@@ -102,9 +108,20 @@ def call_in(
 
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
+    if type(value) not in _TENSORS and wants_to_see(value):
+        with torch._C.DisableTorchFunctionSubclass():  # our look at it is not the user's call
+            return castable(value, policy)
     return value.dtype in _CASTABLE and (
         policy.devices is None or value.device.type in policy.devices
     )
+
+
+def dtype_of(value: Tensor) -> torch.dtype:
+    """A tensor's dtype, which no handler is asked for."""
+    if type(value) not in _TENSORS and wants_to_see(value):
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.dtype
+    return value.dtype
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -121,7 +138,9 @@ def tensors_in(values: Any) -> list[Tensor]:
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """The dtype PROMOTE casts to: the widest castable one, FP32 for two different half types."""
     dtypes = {
-        value.dtype for value in tensors_in((*args, *kwargs.values())) if castable(value, policy)
+        dtype_of(value)
+        for value in tensors_in((*args, *kwargs.values()))
+        if castable(value, policy)
     }
     return dtypes.pop() if len(dtypes) == 1 else torch.float32 if dtypes else None
 
@@ -138,6 +157,11 @@ def _half_if_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | N
 
 def _float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.float_to
+
+
+def _single(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """FP32 even under `precision("half")`, for what has no kernel for half."""
+    return torch.float32
 
 
 def _float_unless_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -159,6 +183,12 @@ def _widest_unless_scalar(args: tuple, kwargs: dict, policy: Policy) -> torch.dt
     return widest(args, kwargs, policy)
 
 
+def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    first = args[0] if args else kwargs.get("input")
+    is_ours = isinstance(first, Tensor) and castable(first, policy)
+    return dtype_of(first) if is_ours else None
+
+
 def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.float_to if policy.apex_flavour else None
 
@@ -171,7 +201,9 @@ CHOOSERS: dict[Rule, Callable[[tuple, dict, Policy], torch.dtype | None]] = {
     Rule.FLOAT_UNLESS_SAME_SIZE: _float_unless_same_size,
     Rule.PROMOTE: widest,
     Rule.PROMOTE_UNLESS_SCALAR: _widest_unless_scalar,
+    Rule.LIKE_FIRST: _like_first,
 }
+BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _single}
 APEX_CHOOSERS = {Rule.FLOAT: _apex_float}
 
 
@@ -188,6 +220,8 @@ def replacement(
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy, call = state.process, original
         if state.overridden:  # as `state.current()`, without the price of a call
+            if state.modes and not is_dynamo_compiling() and is_mode_on():
+                return hand_over(state, recorded, original, args, kwargs)
             own = state.thread.policy
             if own is not FOLLOW:
                 policy = own
@@ -198,8 +232,14 @@ def replacement(
             or ("out" in kwargs and kwargs["out"] is not None)
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
+            for arg in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(arg)
+                if not (kind in _TENSORS or kind in _SCALARS) and is_asked(args, kwargs):
+                    return hand_over(state, recorded, original, args, kwargs)
             return call(*args, **kwargs)
         if policy.special:
+            if is_asked(args, kwargs):
+                return hand_over(state, recorded, original, args, kwargs)
             to = policy.special.get(original)
             return overridden(call, to, choose, recorded, args, kwargs, policy, state)
         if is_half:
@@ -209,6 +249,8 @@ def replacement(
         else:
             to = choose(args, kwargs, policy)
             if to is None:
+                if is_asked(args, kwargs):
+                    return hand_over(state, recorded, original, args, kwargs)
                 return call(*args, **kwargs)
         try:
             cast_args = []
@@ -225,11 +267,17 @@ def replacement(
             cast_kwargs = {}
             for name, arg in kwargs.items():
                 cast_kwargs[name] = arg if type(arg) in _SCALARS else cast(arg, to, policy)
+        except Handled:
+            return hand_over(state, recorded, original, args, kwargs)
         except Recorded as proxy:
             return proxy.record(recorded, args, kwargs)
         except NoHalfKernel:
             cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
-        return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
+        try:
+            return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
+        except RuntimeError as error:
+            note_call(error, recorded, args, kwargs, to)
+            raise
 
     recorded = patched if installed is None else installed
     return patched

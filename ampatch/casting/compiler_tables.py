@@ -26,17 +26,22 @@ from .foreign import is_by_itself
 from .patches import PatchSet
 
 Original = Callable[[Any], Any]
+Correction = Callable[[ModuleType, PatchSet, Original], None]
 
 
 class CompilerTables:
     """Keeps Dynamo's tables true, from the first patch to `patches.undo`.
 
-    `original` gives what a replacement stands for, and anything else back.
+    `original` gives what a replacement stands for, and anything else back.  `others` are
+    corrections by the module's name, beside those of the tables.
     """
 
-    def __init__(self, patches: PatchSet, original: Original) -> None:
+    def __init__(
+        self, patches: PatchSet, original: Original, others: dict[str, Correction]
+    ) -> None:
         self._patches = patches
         self._original = original
+        self._corrections = {**_CORRECTIONS, **others}
         self._awaited: set[str] = set()
         self._is_kept = False
 
@@ -46,7 +51,7 @@ class CompilerTables:
             return
         self._is_kept = True
         self._patches.on_undo(self._leave)
-        for title in _CORRECTIONS:
+        for title in self._corrections:
             module = sys.modules.get(title)
             if module is not None:
                 self._correct(module)
@@ -62,7 +67,7 @@ class CompilerTables:
             self._correct(module)
 
     def _correct(self, module: ModuleType) -> None:
-        _CORRECTIONS[module.__name__](module, self._patches, self._torch_s_own)
+        self._corrections[module.__name__](module, self._patches, self._torch_s_own)
 
     def _torch_s_own(self, function: Any) -> Any:
         """What `function` stands for; torch's tools, too, have replacements of ours."""
@@ -119,7 +124,7 @@ def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[
     patches.on_undo(found.cache_clear)  # what it remembers may be of the time between
 
 
-_CORRECTIONS: dict[str, Callable[[ModuleType, PatchSet, Original], None]] = {
+_CORRECTIONS: dict[str, Correction] = {
     "torch._dynamo.trace_rules": _correct_rules,
     "torch._dynamo.variables.torch": _correct_functions,
 }

@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
 from .casts import cast, castable
+from .handlers import unseen_where_modes_are
 from .policy import CastState, Policy
 
 Make = Callable[[Callable], Callable]
@@ -68,17 +69,23 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         policy = state.table_policy()
-        weights = self._flat_weights[0]
-        if (
-            policy is not None
-            and input.dtype is not weights.dtype
-            and castable(input, policy)
-            and castable(weights, policy)
-        ):
-            input = input.new_empty(input.shape, dtype=weights.dtype)
+        if policy is not None:
+            with unseen_where_modes_are(state):
+                input = _like_weights(input, self._flat_weights[0], policy)
         return original(self, input, batch_sizes)
 
     return check_input
+
+
+def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
+    """What stands in for `input` where its dtype is compared to the weights'."""
+    if (
+        input.dtype is not weights.dtype
+        and castable(input, policy)
+        and castable(weights, policy)
+    ):
+        return input.new_empty(input.shape, dtype=weights.dtype)
+    return input
 
 
 def _fast_path(original: Callable, state: CastState) -> Callable:
@@ -93,7 +100,10 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
         policy = state.table_policy()
         if is_dynamo_compiling():
             return policy is None and getattr(torch.backends.mha, "_is_fastpath_enabled", True)
-        return original() and (policy is None or _left_alone(sys._getframe(1), policy))
+        if policy is None or not original():
+            return original()
+        with unseen_where_modes_are(state):
+            return _left_alone(sys._getframe(1), policy)
 
     return get_fastpath_enabled
 

@@ -19,12 +19,15 @@ import wrapt
 
 from ..log import logger
 from . import backward_policy, composites, early_names, user_functions, weighted
-from .casts import APEX_CHOOSERS, CHOOSERS, banned, refuse, replacement
+from .autocast_regions import AutocastRegions
+from .casts import APEX_CHOOSERS, BEYOND_CHOOSERS, CHOOSERS, banned, refuse, replacement
 from .compiler_tables import CompilerTables
+from .handlers import fresh_tables, overridable
+from .library_ops import LibraryOps
 from .left_behind import Arrivals
 from .patches import PatchSet
 from .policy import CastState
-from .tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
+from .tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
 
 try:
     from torch.jit._builtins import _get_builtin_table
@@ -62,10 +65,20 @@ class Installation:
         self._state = state
         self._ask_state = ask_state
         self._patches = PatchSet()
-        self._compiler = CompilerTables(self._patches, self.original)
+        self.regions = AutocastRegions(state)
+        self._compiler = CompilerTables(
+            self._patches,
+            self.original,
+            {
+                "torch._dynamo.variables.ctx_manager": lambda module, patches, original: (
+                    self.regions.correct_dynamo(module, patches, ask_state)
+                )
+            },
+        )
         self._originals: dict[int, tuple[Any, Any]] = {}  # id -> replacement, what it replaced
         self._arrivals = Arrivals()
         self._by_original: dict[int, Any] = {}  # id of an original -> its replacement
+        self._library_ops = LibraryOps(state, self.regions, self._patches)
         self.has_tables = False
         self._has_apex_rows = False
         self._warned: set[str] = set()
@@ -74,13 +87,19 @@ class Installation:
         """Patch everything the tables list.  Takes out what it put in if it fails halfway."""
         self.has_tables = True
         try:
-            for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED):
+            for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND):
                 if not row.native:
                     self._put_row(row)
-            for where, name, make in composites.module_parts(self._state):
+            for where, name, make in (
+                *composites.module_parts(self._state),
+                *self.regions.places(),
+            ):
                 self._put_if_there(where, name, make)
             for owner, name, make in backward_policy.parts(self._state):
                 self._patches.replace(owner, name, make)
+            self._library_ops.install()
+            fresh_tables(self._patches)
+            self._patches.on_undo(self._state.tables.give_back)
             early_names.rebind(self._patches, self._by_original)
         except BaseException:
             self.undo()
@@ -136,7 +155,7 @@ class Installation:
         """Patch `function` where torch keeps it, so that overrides for it can act."""
         if id(function) not in self._by_original:
             for owner, name in _places_of(function):
-                self._put(owner, name, self._maker(lambda *call: None))
+                self._put(owner, name, self._maker(lambda *call: None), shared=True)
             early_names.rebind(self._patches, self._by_original)
 
     def can_patch(self, function: Callable) -> bool:
@@ -165,40 +184,57 @@ class Installation:
         self._put(
             owner,
             name,
-            lambda raw: user_functions.torch_function(raw, choose, self._ask_state),
+            self._overridable(
+                lambda raw, state: user_functions.torch_function(raw, choose, self._ask_state)
+            ),
         )
         early_names.rebind(self._patches, {id(found): self._by_original[id(found)]})
 
     def _put_row(self, row: Row) -> None:
         for name in row.names:
-            self._put_if_there(row.where, name, self._make_for(row, name))
+            make = self._make_for(row, name)
+            self._put_if_there(row.where, name, make, shared=row not in APEX)
 
-    def _put_if_there(self, where: str, name: str, make: Callable[[Any], Any]) -> None:
+    def _put_if_there(
+        self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
+    ) -> None:
         if has(where, name):
-            self._put(resolve(where), name, make)
+            self._put(resolve(where), name, make, shared)
         else:
             self.missing.append(f"{where}.{name}")
 
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
         where = f"{row.where}.{name}"
         if row.rule is Rule.POWER:
-            return lambda original: composites.matrix_power(original, self._state)
+            return self._overridable(composites.matrix_power)
         if row.rule in (Rule.BANNED, Rule.REFUSE_IN_PLACE):
             message = f"{_public_name(where)} was called with a half precision argument. {row.why}"
             choose = refuse(message, self._warn_once)
             if row.rule is Rule.REFUSE_IN_PLACE:
-                return lambda original: composites.refused(original, message, self._state)
-            return lambda original: banned(original, choose, self._state)
+                return self._overridable(
+                    lambda original, state: composites.refused(original, message, state)
+                )
+            return self._overridable(lambda original, state: banned(original, choose, state))
         if row.rule is Rule.HALF and name in weighted.NAMES:
             return lambda original: weighted.weighted(original, self._state)
-        choosers = APEX_CHOOSERS if row in APEX else CHOOSERS
+        choosers = (
+            APEX_CHOOSERS if row in APEX else BEYOND_CHOOSERS if row in BEYOND else CHOOSERS
+        )
         return self._maker(choosers[row.rule])
 
     def _maker(self, choose: Callable) -> Callable[[Any], Any]:
         return lambda original: replacement(original, choose, self._state)
 
-    def _put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def _overridable(self, make: Callable[[Any, CastState], Any]) -> Callable[[Any], Any]:
+        return lambda original: overridable(make(original, self._state), original, self._state)
+
+    def _put(
+        self, owner: Any, name: str, make: Callable[[Any], Any], shared: bool = False
+    ) -> None:
         def make_and_dress(original: Any) -> Any:
+            found = self._by_original.get(id(original)) if shared else None
+            if found is not None:  # one object under several names stays one
+                return found
             made = make(original)
             _dress(made, original, owner, name)
             self._originals[id(made)] = (made, original)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .handler_tables import HandlerTables
 from .under import Under
 from .weight_cache import WeightCache
 
@@ -90,8 +91,11 @@ class CastState:
     def __init__(self) -> None:
         self.process: Policy | None = None
         self.overridden = False  # a thread has a policy of its own, or somebody watches
+        self.tables = HandlerTables()
+        self.modes = 0  # threads that are in a TorchFunctionMode; counted in `overridden` too
         self.thread = _ThreadPolicy()
         self._casts_off = self.under(lambda: None)
+        self._region = self.under(lambda: None, by_user=True)
         self._own = 0
         self._lock = threading.Lock()
 
@@ -176,6 +180,14 @@ class CastState:
                 self._own -= 1
                 self.overridden = self._own > 0
 
+    def enter_region(self) -> None:
+        """Casts off, in managed models too, until `leave_region`: what Dynamo traces."""
+        self.push(None, self._region)
+
+    def leave_region(self) -> None:
+        """Back to what `enter_region` found."""
+        self.pop(self._region)
+
     def _take_out(self, owner: Under) -> None:
         frames = self.thread.frames
         places = [place for place, frame in enumerate(frames) if frame[0] is owner]
@@ -203,6 +215,11 @@ class CastState:
         """Whether the innermost policy here is from a `with` block of the user's."""
         frames = self.thread.frames
         return bool(frames) and isinstance(frames[-1][0], Under) and frames[-1][0].by_user
+
+    def covered_by_user(self) -> bool:
+        """Whether what the innermost push here covers is from a `with` block of the user's."""
+        beneath = self.thread.frames[-2:-1]
+        return bool(beneath) and isinstance(beneath[0][0], Under) and beneath[0][0].by_user
 
     def covered(self) -> Policy | None:
         """The policy that the innermost push here covers; without one, that in force."""

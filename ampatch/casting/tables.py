@@ -2,13 +2,14 @@
 
 A row reads "these names, in this namespace, follow this rule, because ...".
 `why` is shown to users, in errors and by `ampatch tables`, so write it for
-them.  The order of rows does not matter, and within the four tables no
+them.  The order of rows does not matter, and within the first five tables no
 (where, name) appears twice: a test checks.
 
 `where` is the place of the patch, not of the documentation: where a function
 of `torch.nn.functional` is written in Python, the row names the builtin below
-it (`torch._C._nn`, `torch._VF`, `torch`).  In-place functions and calls with
-`out=` follow no rule; PyTorch decides about them.
+it (`torch._C._nn`, `torch._VF`, `torch`).  Calls with `out=` and in-place functions
+follow no rule, PyTorch decides about them, but for those that write values in, which
+it refuses in another dtype.
 
 The numbers in the reasons are those of FP16.  Bfloat16 has the range of FP32
 but only eight significant bits, and gets the same rules.
@@ -30,6 +31,7 @@ class Rule(Enum):
     FLOAT_UNLESS_SAME_SIZE = "float unless same size"  # as FLOAT, if there is anything to sum
     PROMOTE = "promote"  # the widest floating dtype among the inputs
     PROMOTE_UNLESS_SCALAR = "promote unless scalar"  # nothing where an input has no dimension
+    LIKE_FIRST = "like first"  # that of the first input, which the call writes into
     POWER = "matrix power"  # HALF from the first multiplication on
     BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
     REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; apex's flavour only
@@ -84,6 +86,13 @@ _ZERO_DIM = "PyTorch promotes these inputs itself, except for tensors of no dime
 _ONE_DTYPE = "PyTorch refuses inputs of two dtypes here, so the widest one decides."
 _SCALED = "PyTorch refuses inputs of two dtypes here, except a scalar, by which it only multiplies."
 _WRITES = "Writes one tensor into another, which PyTorch refuses for two dtypes; the widest wins."
+_INTO = (
+    "Writes into its first input, whose dtype stays; PyTorch refuses values of another dtype, and"
+    " where casts are, one of the two may be half."
+)
+_FOURIER = "Sums that overflow FP16, in half for powers of 2 on GPUs alone and never on the CPU."
+_DECOMPOSITION = "PyTorch has it in no half type, and it needs the precision."
+_SERIES = "Adds up powers of a matrix, which leave the range of FP16 soon."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
 
 # Names that two namespaces share.
@@ -95,6 +104,28 @@ _CONVOLUTIONS = (
 _RECURRENTS = (
     "gru", "gru_cell", "lstm", "lstm_cell",
     "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell",
+)
+_WRITERS = (
+    "index_add", "index_copy", "index_reduce", "lerp", "masked_scatter", "put", "scatter",
+    "scatter_reduce",
+)
+_WRITERS_IN_PLACE = (
+    "__setitem__", "index_add_", "index_copy_", "index_put_", "index_reduce_", "lerp_",
+    "masked_scatter_", "put_", "scatter_", "scatter_add_", "scatter_reduce_",
+)
+_TRANSFORMS = (
+    "fft", "fft2", "fftn", "hfft", "hfft2", "hfftn", "ifft", "ifft2", "ifftn", "ihfft", "ihfft2",
+    "ihfftn", "irfft", "irfft2", "irfftn", "rfft", "rfft2", "rfftn",
+)
+_DECOMPOSITIONS = (
+    "cholesky", "cholesky_inverse", "cholesky_solve", "det", "geqrf", "inverse", "logdet",
+    "lu_solve", "orgqr", "ormqr", "pinverse", "qr", "slogdet", "svd", "triangular_solve",
+)
+_LINALG = (
+    "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh",
+    "householder_product", "inv", "inv_ex", "ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq",
+    "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank", "pinv", "qr", "slogdet",
+    "solve", "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
 )
 _NATIVES = (
     "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "hypot",
@@ -222,6 +253,26 @@ BANNED: tuple[Row, ...] = (
         " logarithm of zero; leave out the sigmoid and use binary_cross_entropy_with_logits"
         " (BCEWithLogitsLoss), which takes half logits safely.",
     ),
+)
+
+# Beyond autocast: what plain PyTorch refuses in the dtypes that casts make.
+
+BEYOND: tuple[Row, ...] = (
+    Row("torch", _WRITERS, Rule.PROMOTE, _WRITES),
+    Row("torch", ("index_put_",), Rule.LIKE_FIRST, _INTO),
+    Row("torch", ("embedding_bag",), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch.Tensor", _WRITERS, Rule.PROMOTE, _WRITES),
+    Row("torch.Tensor", _WRITERS_IN_PLACE, Rule.LIKE_FIRST, _INTO),
+    Row("torch.linalg", ("cross",), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", (*_DECOMPOSITIONS, "_lu_with_info"), Rule.FLOAT, _DECOMPOSITION),
+    Row("torch.Tensor", _DECOMPOSITIONS, Rule.FLOAT, _DECOMPOSITION),
+    Row("torch.linalg", _LINALG, Rule.FLOAT, _DECOMPOSITION),
+    Row("torch", ("matrix_exp",), Rule.FLOAT, _SERIES),
+    Row("torch.Tensor", ("matrix_exp",), Rule.FLOAT, _SERIES),
+    Row("torch.linalg", ("matrix_exp", "vander"), Rule.FLOAT, _SERIES),
+    Row("torch.fft", _TRANSFORMS, Rule.FLOAT, _FOURIER),
+    Row("torch", ("istft",), Rule.FLOAT, _FOURIER),
+    Row("torch._VF", ("istft", "stft"), Rule.FLOAT, _FOURIER),
 )
 
 # Apex's flavour: these rows come on top, and win over a row above for the same place.

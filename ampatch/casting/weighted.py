@@ -30,11 +30,20 @@ NAMES = frozenset(
 """Functions that begin with `(input, weight, bias=None`; what follows are no tensors."""
 
 
+_ABSENT = object()
+"""An argument not given by position: handlers see a call as the caller made it."""
+
+
 def weighted(original: Callable, state: CastState) -> Callable:
     """As `replacement(original, HALF, state)`, for one of the functions in `NAMES`."""
 
     def patched(
-        input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **kwargs: Any
+        input: Any = _ABSENT,
+        weight: Any = _ABSENT,
+        bias: Any = _ABSENT,
+        /,
+        *rest: Any,
+        **kwargs: Any,
     ) -> Any:
         policy = state.process
         if (
@@ -45,7 +54,7 @@ def weighted(original: Callable, state: CastState) -> Callable:
             or type(input) is not Tensor
             or is_dynamo_compiling()
         ):
-            return in_general(input, weight, bias, *rest, **kwargs)
+            return in_general(*_given(input, weight, bias), *rest, **kwargs)
         to, cache = policy.half_to, policy.cache
         if input.dtype is to:
             half_input = input
@@ -56,18 +65,18 @@ def weighted(original: Callable, state: CastState) -> Callable:
         ):
             half_input = input.to(to)
         else:
-            return in_general(input, weight, bias, *rest)
+            return in_general(*_given(input, weight, bias), *rest)
         half_weight = cache.find(weight, to)
         if half_weight is None:
             if not _is_ordinary(weight, policy):
-                return in_general(input, weight, bias, *rest)
+                return in_general(*_given(input, weight, bias), *rest)
             half_weight = cache.make(weight, to)
         half_bias = None
-        if bias is not None:
+        if bias is not None and bias is not _ABSENT:
             half_bias = cache.find(bias, to)
             if half_bias is None:
                 if not _is_ordinary(bias, policy):
-                    return in_general(input, weight, bias, *rest)
+                    return in_general(*_given(input, weight, bias), *rest)
                 half_bias = cache.make(bias, to)
         if rest:
             return original(half_input, half_weight, half_bias, *rest)
@@ -75,6 +84,11 @@ def weighted(original: Callable, state: CastState) -> Callable:
 
     in_general = replacement(original, CHOOSERS[Rule.HALF], state, patched)
     return patched
+
+
+def _given(*arguments: Any) -> list:
+    """Those that were given by position."""
+    return [argument for argument in arguments if argument is not _ABSENT]
 
 
 def _is_ordinary(weight: Any, policy: Policy) -> bool:

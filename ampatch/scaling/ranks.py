@@ -25,6 +25,6 @@ def share_flag(flag: Flag, group: Any, grads: list[Tensor]) -> Flag:
     shared = flag
     if not isinstance(flag, Tensor):
         device = grads[0].device if grads else torch.device("cpu")
-        shared = torch.tensor(float(flag), device=device)
+        shared = torch.tensor(float(flag), dtype=torch.float32, device=device)
     torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
     return shared if isinstance(flag, Tensor) else bool(shared.item())

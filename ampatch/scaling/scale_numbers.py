@@ -59,7 +59,7 @@ class HostNumbers:
         self.device = device
         self.unskipped = unskipped
         self._zeros: list[Tensor] = []  # flags that were not set: each serves again
-        self._inverse: tuple[float, Tensor] = (1.0, torch.ones((), device="cpu"))
+        self._inverse: tuple[float, Tensor] = (1.0, torch.ones((), dtype=torch.float32, device="cpu"))
         self.fill(scale)
 
     def fill(self, scale: float) -> None:
@@ -99,7 +99,7 @@ class HostNumbers:
                 else:
                     self._zeros.append(found)
             else:
-                found = torch.zeros((), device=device)
+                found = torch.zeros((), dtype=torch.float32, device=device)
                 check_and_unscale_(group, found, inverse.to(device))
                 bad = bool(found.item()) or bad
         return bad
@@ -109,7 +109,7 @@ class HostNumbers:
         try:
             return self._zeros.pop()
         except IndexError:  # none left, or another thread was faster
-            return torch.zeros((), device="cpu")
+            return torch.zeros((), dtype=torch.float32, device="cpu")
 
     def update(self, found: Flag, rule: ScaleSettings) -> None:
         """The rule of `kernels.update_scale_`, and the limits."""

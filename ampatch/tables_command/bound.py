@@ -20,7 +20,7 @@ import torch
 
 import ampatch
 from ampatch.casting.install import has, raw_attribute, resolve
-from ampatch.casting.tables import BANNED, BLACKLIST, PROMOTE, WHITELIST
+from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
 
 _DEEPEST = 8  # attribute of an item of an attribute of ...
 
@@ -105,7 +105,7 @@ def _import_module(name: str) -> str:
 def listed_functions() -> dict[int, str]:
     """The patched functions' ids and public names; to be asked before the patches are in."""
     found: dict[int, str] = {}
-    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED):
+    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND):
         for name in row.names:
             if not row.native and has(row.where, name):
                 found.setdefault(id(raw_attribute(resolve(row.where), name)), f"{row.where}.{name}")

@@ -17,6 +17,7 @@ TITLES = {
     "BLACKLIST": "To FP32.",
     "PROMOTE": "To the widest floating dtype among the inputs.",
     "BANNED": "Refused in half, or run in FP32 with a warning.",
+    "BEYOND": "What PyTorch refuses in half or in two dtypes, where autocast casts nothing.",
     "APEX": "Only in apex's flavour (`ampatch.init()`, the `apex` package), on top.",
 }
 RULES = {
@@ -24,6 +25,7 @@ RULES = {
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",
     Rule.PROMOTE: "Inputs are cast to the widest floating dtype among them.",
+    Rule.LIKE_FIRST: "Inputs are cast to the dtype of the first, which the call writes into.",
     Rule.POWER: "As half from the first multiplication on.",
     Rule.BANNED: "A call with a half input runs in FP32 and warns once; with "
     "`allow_banned=False` it raises NotImplementedError.",
@@ -78,7 +80,7 @@ def _entry(table: str, row: Row) -> Entry:
         why=row.why,
         native=row.native,
         missing=tuple(name for name in row.names if is_missing(row.where, name)),
-        autocast=differences.from_autocast(row, in_flavour),
+        autocast=differences.from_autocast(row, table in ("APEX", "BEYOND")),
         apex="" if in_flavour else differences.from_apex(row),
     )
 

@@ -23,7 +23,7 @@ IN_FLAVOUR = {
     "interpolate": 'runs it in FP32 too, but for mode="area", which stays half.',
 }
 LEFT_ALONE = "leaves them as PyTorch has them."
-"""What autocast does where apex's flavour has a row of its own: `IN_FLAVOUR`, or nothing."""
+"""What autocast does where a row is ours alone: `IN_FLAVOUR`, or nothing."""
 
 APEX = {
     Rule.HALF: (
@@ -48,14 +48,14 @@ APEX = {
 }
 """Apex's rule for a function, wherever it put it: it patched `F.cross_entropy`, we the leaf below."""
 
-_NEWER = ("torch.linalg", "torch.special")  # than apex's lists
+_NEWER = ("torch.fft", "torch.linalg", "torch.special")  # than apex's lists
 
 _RULE_OF = {name: rule for rule, names in APEX.items() for name in names.split()}
 
 
-def from_autocast(row: Row, in_flavour: bool) -> str:
+def from_autocast(row: Row, is_ours_alone: bool) -> str:
     """How autocast for CUDA treats the functions of a row differently, or nothing."""
-    if in_flavour:
+    if is_ours_alone:
         return IN_FLAVOUR.get(row.names[0], LEFT_ALONE)
     return "" if row.native else AUTOCAST.get(row.rule, "")
 

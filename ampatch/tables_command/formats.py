@@ -26,7 +26,8 @@ whitelist and blacklist.
 
 A row names functions where they are patched, which is the place that others reach them through:
 `torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`. Whatever is in no row
-is the same object as without ampatch, and so are in-place functions (`exp_`). In a patched function
+is the same object as without ampatch, and so are in-place functions (`exp_`) but for those that write
+values in (`index_add_`). In a patched function
 calls with `out=`, and float64, complex, integer and bool tensors, are left alone.
 
 The last two columns say where `torch.autocast` for CUDA and apex differ; empty: they do the same.

@@ -153,7 +153,7 @@ class FusedAdam(Fused, torch.optim.Adam):
         for param in params:
             state = self.state[param]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
             state["step"] += 1

@@ -1,0 +1,171 @@
+"""What handlers of `__torch_function__` hold of torch's functions from before the session.
+
+`@implements(torch.nn.functional.linear)` at the top of a module fills a table with the
+original; while a replacement stands in its place, the handler is called with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_DEEP = 4
+_LARGE = 64
+
+
+Table = dict | set
+
+
+class HandlerTables:
+    """Tables of functions in which handlers look up what they are called with.
+
+    A table of handlers that has an original gets its replacement beside it, with the same
+    value, and loses it in `give_back`; what was entered under a replacement meanwhile is
+    then found under the original.
+    """
+
+    def __init__(self) -> None:
+        self._met: dict[tuple[int, int], tuple[Table, Callable, Callable, bool]] = {}
+
+    def still_asks_for(self, original: Callable, patched: Callable, holder: Any) -> bool:
+        """Whether a handler can do nothing with the replacement, and needs the original.
+
+        `holder` is the mode or the tensor whose handler it is.
+        """
+        if type(holder).__module__ == "torch.nested._internal.nested_tensor":
+            return _names_below({"_nn", original.__name__}, original)
+        found = _Search(original, patched)
+        handler = holder.__torch_function__
+        found.into_function(getattr(handler, "__func__", handler), 0)
+        for cls in type(holder).__mro__:
+            if cls not in _ROOTS:
+                found.into_values(vars(cls).values(), 1)
+        if isinstance(holder, TorchFunctionMode):
+            found.into_values(vars(holder).values(), 1)
+        for table in found.entered:
+            self._met.setdefault((id(table), id(patched)), (table, original, patched, False))
+        if found.patched:
+            return False
+        for table in found.tables:
+            self._met[id(table), id(patched)] = (table, original, patched, True)
+            if isinstance(table, dict):
+                table[patched] = table[original]
+            else:
+                table.add(patched)
+        return found.original
+
+    def give_back(self) -> None:
+        """Leave the tables without replacements."""
+        for table, original, patched, is_ours in self._met.values():
+            if patched not in table:
+                continue
+            if isinstance(table, dict):
+                value = table.pop(patched)
+                if not is_ours or value is not table.get(original, value):
+                    table[original] = value
+            else:
+                table.remove(patched)
+                table.add(original)
+        self._met.clear()
+
+
+_ROOTS = frozenset((*torch.nn.Parameter.__mro__, *TorchFunctionMode.__mro__))
+
+
+class _Search:
+    """Looks for two functions in what a function's code, a class or an instance refers to.
+
+    `tables` have the original, and can take the replacement beside it; `original` says that
+    something else has it.  `entered` have the replacement, as `patched` says of anything.
+    """
+
+    def __init__(self, original: Callable, patched: Callable) -> None:
+        self.original = self.patched = False
+        self.tables: list[Table] = []
+        self.entered: list[Table] = []
+        self._is_logging = False
+        self._pair = (original, patched)
+        self._seen: set[int] = set()
+
+    def into_function(self, function: Any, depth: int) -> None:
+        function = inspect.unwrap(function) if callable(function) else function
+        if not isinstance(function, FunctionType) or id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty as yet
+                values.append(cell.cell_contents)
+        names = set(_names(function.__code__))
+        self.original = self.original or _names_below(names, self._pair[0])
+        self._is_logging = self._is_logging or not names.isdisjoint(("add", "append"))
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            values.append(value)
+            if isinstance(value, ModuleType) and not _is_torch_s(value.__name__):
+                values.extend(vars(value)[inner] for inner in names & vars(value).keys())
+        self.into_values(values, depth)
+
+    def into_values(self, values: Iterable, depth: int) -> None:
+        for value in list(values):
+            value = getattr(value, "__func__", value)
+            if isinstance(value, FunctionType) and value not in self._pair:
+                if depth < _DEEP and not _is_torch_s(value.__module__ or ""):
+                    self.into_function(value, depth + 1)
+            elif isinstance(value, list) and self._is_logging:
+                continue  # a record of calls, not a table of functions
+            elif self._into(value) and isinstance(value, dict) and len(value) <= _LARGE:
+                for inner in list(value.values()):
+                    self._into(inner)
+
+    def _into(self, value: Any) -> bool:
+        """Note what `value` is or has as a member; whether it has members at all."""
+        original, patched = self._pair
+        if value is original:
+            self.original = True
+        elif isinstance(value, (dict, set, frozenset)):
+            if patched in value:
+                self.patched = True
+                if not isinstance(value, frozenset):
+                    self.entered.append(value)
+            elif original in value:
+                if self._can_take(value):
+                    self.tables.append(value)
+                else:
+                    self.original = True
+            return True
+        elif isinstance(value, (list, tuple)) and len(value) <= _LARGE:
+            self.original = self.original or any(item is original for item in value)
+            self.patched = self.patched or any(item is patched for item in value)
+            return True
+        return False
+
+
+    def _can_take(self, table: Any) -> bool:
+        """Whether a table leads to handlers: counts and records are not for us to add to."""
+        if type(table) is set:
+            return not self._is_logging
+        return isinstance(table, dict) and callable(table[self._pair[0]])
+
+
+def _names_below(names: set[str], original: Callable) -> bool:
+    """Whether these names in a handler are of the module that F has some functions from."""
+    name = getattr(original, "__name__", "")
+    return "_nn" in names and name in names and getattr(torch._C._nn, name, None) is original
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_torch_s(module: str) -> bool:
+    return module.partition(".")[0] == "torch"

@@ -1,0 +1,253 @@
+"""Calls that somebody asked to see: `__torch_function__` of classes, TorchFunctionModes.
+
+Handlers compare what they are called with to torch's functions, and look it up in
+tables.  While `torch.nn.functional.linear` is a replacement of ours, they are given
+that replacement, with the caller's own arguments, before anything is cast; it casts
+when they call it.  A handler that still holds the original, in a table filled before
+the session, is given the original, and its call of it is led to the replacement by
+torch's own machinery: a mode of ours beneath the handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.overrides
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode, has_torch_function
+
+from .patches import PatchSet
+from .policy import CastState
+
+try:
+    from torch._C import _is_torch_function_mode_enabled as is_mode_on
+    from torch.overrides import (
+        _get_overloaded_args,
+        _len_torch_function_stack,
+        _pop_mode,
+        _push_mode,
+    )
+except ImportError:  # no way to ask: handlers see the original, and the casts
+
+    def is_mode_on() -> bool:
+        """No mode is known of."""
+        return False
+
+    def _len_torch_function_stack() -> int:
+        return 0
+
+    def _pop_mode() -> Any:
+        raise NotImplementedError("no mode is known of")
+
+    def _push_mode(mode: Any) -> None:
+        raise NotImplementedError("no mode is known of")
+
+    def _get_overloaded_args(relevant: Iterable) -> list:
+        found = [value for value in relevant if has_torch_function((value,))]
+        return list({type(value): value for value in found}.values())
+
+
+_OPERATOR = torch.Tensor.__matmul__
+
+
+try:
+    from torch.utils import _device
+except ImportError:
+    _device = None
+
+
+class Handled(Exception):
+    """An argument's class wants to see the call; the casts raise it, the patched call catches."""
+
+
+def wants_to_see(value: Any) -> bool:
+    """Whether the class of `value` has a say in torch's calls, here and now."""
+    return not is_dynamo_compiling() and has_torch_function((value,))
+
+
+def is_asked(args: tuple, kwargs: dict) -> bool:
+    """Whether a call with these arguments is somebody's to handle."""
+    return not is_dynamo_compiling() and has_torch_function(tuple(_leaves(args, kwargs)))
+
+
+def hand_over(
+    state: CastState, patched: Callable, original: Callable, args: Any, kwargs: dict
+) -> Any:
+    """What `torch.overrides.handle_torch_function` does, with the function each handler knows."""
+    if original is _OPERATOR:  # of which torch speaks as of the method
+        patched, original = torch.Tensor.matmul, torch._C.TensorBase.matmul
+    overloaded = _get_overloaded_args(tuple(_leaves(args, kwargs)))
+    types = tuple(map(type, overloaded))
+
+    def ask(handler: Any) -> Any:
+        if not state.tables.still_asks_for(original, patched, handler):
+            return handler.__torch_function__(patched, types, tuple(args), kwargs)
+        with _pushed(_LedBack(original, patched)):
+            return handler.__torch_function__(original, types, tuple(args), kwargs)
+
+    if is_mode_on():
+        with _popped() as mode:
+            result = ask(mode)
+        if result is not NotImplemented:
+            return result
+    for value in overloaded:
+        result = ask(value)
+        if result is not NotImplemented:
+            return result
+    raise TypeError(
+        f"no implementation found for {getattr(patched, '__module__', 'torch')}."
+        f"{getattr(patched, '__name__', patched)} on types that implement __torch_function__: "
+        f"{[type(value) for value in overloaded]}"
+    )
+
+
+def overridable(made: Callable, original: Callable, state: CastState) -> Callable:
+    """`made` for handlers to see as they see torch's functions: for replacements of few calls."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if is_asked(args, kwargs):
+            return hand_over(state, patched, original, args, kwargs)
+        return made(*args, **kwargs)
+
+    return patched
+
+
+def _leaves(args: Iterable, kwargs: dict) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value, {})
+        else:
+            yield value
+
+
+@contextlib.contextmanager
+def _popped() -> Iterator[TorchFunctionMode]:
+    mode = _pop_mode()
+    try:
+        yield mode
+    finally:
+        _push_mode(mode)
+
+
+@contextlib.contextmanager
+def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        _pop_mode()
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """No mode sees what is done here: our work in hooks is none of the user's calls."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def unseen_where_modes_are(state: CastState) -> AbstractContextManager[None]:
+    """`unseen()`, where any thread is in a mode at all."""
+    return unseen() if state.modes and not is_dynamo_compiling() else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def fresh_tables(patches: PatchSet) -> None:
+    """Have torch's tables of overridable functions name what is in torch now.
+
+    torch fills them once; filled before they would know no replacement, filled meanwhile
+    they would know them for good.
+    """
+    for name in _TABLES:
+        if hasattr(getattr(torch.overrides, name, None), "cache_clear"):
+            patches.replace(
+                torch.overrides, name, lambda found: functools.cache(found.__wrapped__)
+            )
+
+
+_TABLES = (
+    "get_ignored_functions",
+    "get_testing_overrides",
+    "_get_overridable_functions",
+    "_get_tensor_methods",
+)
+
+
+class _LedBack(TorchFunctionMode):
+    """Leads calls of one original to its replacement, and lets all others pass."""
+
+    def __init__(self, original: Callable, patched: Callable) -> None:
+        super().__init__()
+        self._names = (original, patched)
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        # torch names a method by what its class has in that place: perhaps the replacement.
+        if function in self._names:
+            function = self._names[1]
+        return function(*args, **(kwargs or {}))
+
+
+class FunctionModes:
+    """Notes whether this thread is in a TorchFunctionMode: calls go the long way meanwhile.
+
+    Each change of torch's own stack is followed by a look at it, so that no order of
+    entries and exits confuses it, nor a mode entered before or left after.
+    """
+
+    def __init__(self, state: CastState) -> None:
+        self._state = state
+        self._threads: set[int] = set()
+        self._lock = threading.Lock()
+        self._patches = PatchSet()
+
+    def watch(self, needed: bool) -> None:
+        """Know of modes from now on, or no longer."""
+        if not needed:
+            self._patches.undo()
+        elif not len(self._patches):
+            self._patches.on_undo(self._forget)
+            for owner in (torch.overrides, _device):
+                for name in ("_push_mode", "_pop_mode"):
+                    if hasattr(owner, name):
+                        self._patches.replace(owner, name, self._looking)
+            self.look()
+
+    def look(self) -> None:
+        """Find out how it is in this thread."""
+        thread, is_in = threading.get_ident(), _len_torch_function_stack() > 0
+        with self._lock:
+            if is_in is (thread in self._threads):
+                return
+            (self._threads.add if is_in else self._threads.discard)(thread)
+            self._state.modes = len(self._threads)
+        self._state.watch(+1 if is_in else -1)
+
+    def _forget(self) -> None:
+        with self._lock:
+            count = len(self._threads)
+            self._threads.clear()
+            self._state.modes = 0
+        self._state.watch(-count)
+
+    def _looking(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def push_or_pop(*mode: TorchFunctionMode) -> Any:
+            found = original(*mode)
+            if not is_dynamo_compiling():
+                self.look()
+            return found
+
+        return push_or_pop

@@ -1,0 +1,97 @@
+"""Custom operators that were told how to run under autocast: our casts count as autocast there.
+
+`custom_op(...).register_autocast` and `torch.library.register_autocast` put a kernel of
+torch's in front of an operator: it casts the inputs to the dtype that was named, and runs
+the operator without autocast.  Called while our casts are in force, such an operator runs
+with torch's autocast switched on and our casts off, for that one call.
+
+Without any such operator nothing is replaced but the two ways to register one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.library
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.compiler import is_dynamo_compiling
+
+from .autocast_regions import AutocastRegions, autocast_on
+from .patches import PatchSet
+from .policy import CastState
+
+_DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
+
+
+class LibraryOps:
+    """Has operators with an autocast kernel run it while our casts are in force."""
+
+    def __init__(self, state: CastState, regions: AutocastRegions, patches: PatchSet) -> None:
+        self._state = state
+        self._regions = regions
+        self._patches = patches
+        self._is_watching = False
+
+    def install(self) -> None:
+        """To be called with the patches; `patches.undo` takes it out."""
+        for owner in (torch.library.CustomOpDef, torch.library):
+            if hasattr(owner, "register_autocast"):
+                self._patches.replace(owner, "register_autocast", self._registering)
+        self._patches.on_undo(self._forget)
+        self._watch_if_needed()
+
+    def _forget(self) -> None:
+        self._is_watching = False
+
+    def _watch_if_needed(self) -> None:
+        if not self._is_watching and any("/Autocast" in place for place in _registered()):
+            self._is_watching = True
+            for owner in (OpOverload, OpOverloadPacket):
+                self._patches.replace(owner, "__call__", self._calling)
+
+    def _registering(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def register_autocast(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            self._watch_if_needed()
+            return found
+
+        return register_autocast
+
+    def _calling(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __call__(self_: Any, /, *args: Any, **kwargs: Any) -> Any:
+            state = self._state
+            if state.process is None and not state.overridden or is_dynamo_compiling():
+                return original(self_, *args, **kwargs)
+            devices = [
+                device
+                for device in _devices_of(_name(self_))
+                if self._regions.counts_as_autocast(device) is not None
+            ]
+            if not devices:
+                return original(self_, *args, **kwargs)
+            with state.under(lambda: None), autocast_on(devices):
+                return original(self_, *args, **kwargs)
+
+        return __call__
+
+
+def _registered() -> set[str]:
+    """`namespace/name/key` of every kernel registered from Python."""
+    return getattr(torch.library, "_impls", set())
+
+
+def _name(operator: OpOverload | OpOverloadPacket) -> str:
+    if isinstance(operator, OpOverload):
+        return operator._schema.name
+    return operator._qualified_op_name
+
+
+def _devices_of(name: str) -> list[str]:
+    place = name.replace("::", "/")
+    registered = _registered()
+    return [device for key, device in _DEVICES.items() if f"{place}/{key}" in registered]
