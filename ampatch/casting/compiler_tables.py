@@ -87,7 +87,12 @@ def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> 
         patches.replace(rules, "load_object", lambda found: lambda name: original(found(name)))
     if hasattr(rules, "is_callable_allowed"):
         patches.replace(rules, "is_callable_allowed", _or_by_itself)
-    _correct_table(rules, "get_tensor_method", patches, lambda found: found | _methods(original))
+    _correct_table(
+        rules,
+        "get_tensor_method",
+        patches,
+        lambda found: frozenset(map(original, found)) | _methods(original),
+    )
 
 
 def _or_by_itself(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
