@@ -1,7 +1,9 @@
-"""`torch.optim.swa_utils.AveragedModel` averages FP32 values at O2 and O3 too.
+"""Averages of a half model's weights: in FP32, or a warning.
 
-It copies a managed model in FP32, as every copy is, and would then be fed the
-half weights: rounded at best, refused for their dtype in most of its ways.
+`torch.optim.swa_utils.AveragedModel` copies a managed model in FP32, as every copy is, and
+would then be fed the half weights: rounded at best, refused for their dtype in most of its ways.  It
+averages FP32 values here, of parts of a model too.  An average that is kept by hand in half
+moves no more: its updates are smaller than what half can tell apart.
 """
 
 from __future__ import annotations
@@ -10,23 +12,105 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from .log import logger
+
 MasterOf = Callable[[Tensor], "Tensor | None"]
+_HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def replacement(master_of: MasterOf) -> tuple[Any, str, Callable[[Any], Any]]:
-    """`(owner, name, make)` of the method to replace; `master_of` gives up to date masters."""
+def replacements(
+    master_of: MasterOf, name_of: Callable[[Tensor], str | None]
+) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """`(owner, name, make)` of what to replace.
 
-    def make(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-            original(self, _Widened(model, self.module, master_of))
+    `master_of` gives up to date masters, `name_of(tensor)` names a managed half parameter
+    or what shares its memory.
+    """
+    told: list[str] = []
+    ways = [
+        (torch.Tensor, "add_", lambda args, kwargs: kwargs.get("alpha", 1)),
+        (torch.Tensor, "lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
+        (torch, "_foreach_add_", lambda args, kwargs: kwargs.get("alpha", 1)),
+        (torch, "_foreach_lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
+    ]
+    return [
+        (AveragedModel, "update_parameters", lambda original: _update(original, master_of)),
+        (AveragedModel, "__init__", lambda original: _init(original, master_of, name_of)),
+        *(
+            (owner, name, functools.partial(_watched, weight_of=weight_of, name_of=name_of, told=told))
+            for owner, name, weight_of in ways
+            if hasattr(owner, name)
+        ),
+    ]
 
-        return update_parameters
 
-    return AveragedModel, "update_parameters", make
+def _update(original: Callable, master_of: MasterOf) -> Callable:
+    @functools.wraps(original)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        original(self, _Widened(model, self.module, master_of))
+
+    return update_parameters
+
+
+def _init(
+    original: Callable, master_of: MasterOf, name_of: Callable[[Tensor], str | None]
+) -> Callable:
+    """A part of a managed model is copied as it is: the copy of its half weights is widened."""
+
+    @functools.wraps(original)
+    def __init__(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, model, *args, **kwargs)
+        for copied, own in zip(self.module.parameters(), model.parameters(), strict=True):
+            if copied.dtype in _HALF_TYPES and name_of(own) is not None:
+                master = master_of(own)
+                values = (own if master is None else master).detach()
+                copied.data = values.to(copied.device, torch.float32, copy=True)
+
+    return __init__
+
+
+def _watched(
+    original: Callable,
+    *,
+    weight_of: Callable[[tuple, dict], Any],
+    name_of: Callable[[Tensor], str | None],
+    told: list[str],
+) -> Callable:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        average = self
+        if type(average) is list:
+            average = average[0] if average else None
+        if getattr(average, "dtype", None) in _HALF_TYPES and args and not told:
+            weight = weight_of(args, kwargs)
+            if isinstance(weight, float) and 0 < weight < 0.5:
+                source = args[0][0] if type(args[0]) in (list, tuple) and args[0] else args[0]
+                if isinstance(source, Tensor) and source.shape == average.shape:
+                    _tell(average, source, name_of, told)
+        return original(self, *args, **kwargs)
+
+    return update
+
+
+def _tell(
+    average: Tensor, source: Tensor, name_of: Callable[[Tensor], str | None], told: list[str]
+) -> None:
+    name = name_of(source)
+    if name is None or name_of(average) is not None:
+        return
+    told.append(name)
+    logger.warning(
+        "An average of %s is kept in %s, as its half weight is: updates of an average are smaller "
+        "than what this type can tell apart, and vanish. Average FP32 values instead: those "
+        "of ampatch.master_params(optimizer) or model.state_dict(), into copy.deepcopy(model), or "
+        "use torch.optim.swa_utils.AveragedModel(model).",
+        name,
+        average.dtype,
+    )
 
 
 class _Widened:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .casting.casts import dtype_of, tensors_in
 from .casting.policy import Policy
@@ -41,6 +42,7 @@ class CastingMembers(Members):
             devices=_device_limit(),
         )
         self._overrides_only = dataclasses.replace(self._policy, follows_tables=False)
+        self.mixed_policy = dataclasses.replace(self._policy, gate=mixes)
 
     @property
     def policy(self) -> Policy | None:
@@ -52,7 +54,8 @@ class CastingMembers(Members):
             policy = self._policy if self._policy in policies else next(iter(policies), None)
         else:
             policy = self._policy_under(self.properties)
-        if policy is None or self.properties.patch_scope == "process":
+        outside = self.properties.patch_scope == "process" or policy is self.mixed_policy
+        if policy is None or outside:
             return policy
         return self._outside_models(policy)
 
@@ -114,11 +117,34 @@ class CastingMembers(Members):
             self.cast_on({_accelerator()})
 
     def _cast_to(self, dtype: torch.dtype) -> None:
-        for policy in (self._policy, self._overrides_only):
+        for policy in (self._policy, self._overrides_only, self.mixed_policy):
             policy.half_to = policy.half_type = dtype
 
     def _drop_cache(self) -> None:
         self._policy.cache.close()
+
+
+def mixes(args: tuple, kwargs: dict) -> bool:
+    """The gate of half models with FP32 buffers or inputs: calls that mix FP32 and half tensors.
+
+    PyTorch refuses them where the tables have a row.
+    """
+    half = single = False
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            found = (value,)
+        elif value is None or kind in (int, float, bool):
+            continue
+        else:
+            found = tensors_in((value,))
+        for tensor in found:
+            dtype = tensor.dtype
+            if dtype is torch.float32:
+                single = True
+            elif dtype in HALF_TYPES:
+                half = True
+    return half and single
 
 
 def _device_limit() -> set[str] | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .errors import AmpatchError, did_you_mean, type_name
 from .opt_levels import HALF_TYPES, Properties
@@ -190,7 +191,14 @@ def weights_convert(models: list[nn.Module], properties: Properties) -> None:
     if properties.cast_model_type not in HALF_TYPES:
         return
     for model in models:
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(parameter):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
+                    f"{type(model).__name__} has no shape yet (a lazy module), so it has no values "
+                    "to keep in FP32 and to round. Nothing was changed. Run one forward of the "
+                    'model, model(example), before initialize; or use opt_level="O1".'
+                )
             if hasattr(parameter, "__tensor_flatten__"):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "

@@ -16,16 +16,18 @@ from typing import Any
 
 import wrapt
 
-from . import hooks, managed_model, models, overrides, surroundings
+from . import hooks, inputs, managed_model, models, overrides, parts, surroundings
 from .casting import batched_casts, handlers, policy, under, weight_cache
 
 _OURS = (
     batched_casts,
     handlers,
     hooks,
+    inputs,
     managed_model,
     models,
     overrides,
+    parts,
     policy,
     surroundings,
     under,

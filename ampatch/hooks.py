@@ -32,6 +32,7 @@ _HOOK_TABLES = (
     "_forward_pre_hooks",
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
 _HOOK_FLAGS = (
     "_forward_hooks_with_kwargs",
@@ -55,10 +56,15 @@ def _is_plain(hook: Any) -> bool:
 
 
 def add_state_dict_hook(module: nn.Module, call: Callable) -> Any:
-    """Have `call(module, state_dict, prefix, metadata)` run after `state_dict()`."""
+    """Have `call(module, state_dict, prefix, metadata)` run after `state_dict()`, before other hooks."""
     if hasattr(module, "register_state_dict_post_hook"):
-        return module.register_state_dict_post_hook(Hook(call))
-    return module._register_state_dict_hook(Hook(call))
+        handle = module.register_state_dict_post_hook(Hook(call))
+    else:
+        handle = module._register_state_dict_hook(Hook(call))
+    hooks = getattr(module, "_state_dict_hooks", None)
+    if handle.id in (hooks or ()):  # where torch keeps them elsewhere, in the order they came
+        hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def add_load_hook(module: nn.Module, call: Callable) -> Any:
@@ -66,3 +72,8 @@ def add_load_hook(module: nn.Module, call: Callable) -> Any:
     if hasattr(module, "register_load_state_dict_pre_hook"):
         return module.register_load_state_dict_pre_hook(Hook(call))
     return module._register_load_state_dict_pre_hook(Hook(call, module))
+
+
+def add_loaded_hook(module: nn.Module, call: Callable) -> Any:
+    """Have `call(module, incompatible_keys)` run when the module and its children have loaded."""
+    return module.register_load_state_dict_post_hook(Hook(call))

@@ -11,8 +11,10 @@ from torch.nn import Parameter
 
 from .managed_model import ManagedModel
 from .opt_levels import HALF_TYPES, Properties
+from .plain_parameters import PlainParameters
 from .scaling.optimizer import ManagedOptimizer
 from .whereabouts import Whereabouts
+from .widened import WidenedCopies
 
 
 class Members:
@@ -29,6 +31,8 @@ class Members:
         self._models: list[weakref.ref[ManagedModel]] = []
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self.bystanders: list[weakref.ref] = []  # optimizers of a disabled session
+        self.stand_ins = PlainParameters()
+        self.widened = WidenedCopies()
 
     def add_model(self, managed: ManagedModel) -> None:
         """A model joins."""
@@ -80,6 +84,12 @@ class Members:
             if master is not None:
                 return master
         return None
+
+    def has_parameter(self, tensor: Tensor) -> bool:
+        """Whether one of the models has this parameter."""
+        return any(
+            parameter is tensor for managed in self.models() for parameter in managed.model.parameters()
+        )
 
     def load_master(self, half: Tensor, values: Tensor) -> None:
         """Give the master of a half parameter a checkpoint's values."""
@@ -165,6 +175,12 @@ class Members:
 
     def _has_masters(self, properties: Properties) -> bool:
         return properties.master_weights is not False
+
+    def halves_to_step_on(self) -> set[int]:
+        """As `_halves`, for an optimizer that holds half weights itself: they are up to date."""
+        if self.widened.copies:
+            self.widened.take_over()
+        return self._halves()
 
     def _halves(self) -> set[int]:
         """Ids of the half parameters that get masters."""

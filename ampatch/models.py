@@ -24,40 +24,58 @@ _BATCH_NORMS: tuple[type, ...] = (
     nn.BatchNorm3d,
     nn.SyncBatchNorm,
 )
-_BATCH_NORM_NAMES = {norm.__name__ for norm in _BATCH_NORMS}
+_INSTANCE_NORMS: tuple[type, ...] = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORM_NAMES = {norm.__name__ for norm in (*_BATCH_NORMS, *_INSTANCE_NORMS)}
 try:
     from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.instancenorm import _InstanceNorm
 
     _BATCH_NORMS = (_BatchNorm,)  # their common base, and that of other people's
+    _INSTANCE_NORMS = (_InstanceNorm,)
 except ImportError:
     pass
 
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+"""What is ever converted: not float64, and not the floats of 8 bits."""
 
-def map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+
+def map_tensors(
+    value: Any, convert: Callable[[Tensor], Tensor], copied: list | None = None
+) -> Any:
     """`value` with `convert` applied to each tensor in it; container types are kept.
 
     Looks into mappings (`ModelOutput`-like ones too), lists, tuples,
     namedtuples and dataclasses; anything else is returned as it is, and so is
     a container in which nothing changed.  A torch.fx proxy counts as a tensor.
+    Lists and mutable mappings of which a copy is made are noted in `copied`: the
+    original, the copy, and another copy of its items.
     """
     if isinstance(value, (Tensor, torch.fx.Proxy)):
         return convert(value)
     if isinstance(value, Mapping):
-        return _map_mapping(value, convert)
+        items = {key: map_tensors(item, convert, copied) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        mapped = _with_items(value, items)
+        if copied is not None and isinstance(value, MutableMapping):
+            copied.append((value, mapped, items))
+        return mapped
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, convert) for item in value]
+        items = [map_tensors(item, convert, copied) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        mapped = type(value)(items)
+        if copied is not None and isinstance(value, list):
+            copied.append((value, mapped, items))
+        return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(value, convert)
+        return _map_dataclass(value, convert, copied)
     return value
 
 
-def _map_mapping(value: Mapping, convert: Callable) -> Any:
-    items = {key: map_tensors(item, convert) for key, item in value.items()}
-    if all(items[key] is value[key] for key in items):
-        return value
+def _with_items(value: Mapping, items: dict) -> Any:
     if type(value) in (dict, OrderedDict):
         return type(value)(items)
     if not isinstance(value, MutableMapping):
@@ -72,11 +90,11 @@ def _map_mapping(value: Mapping, convert: Callable) -> Any:
     return mapped
 
 
-def _map_dataclass(value: Any, convert: Callable) -> Any:
+def _map_dataclass(value: Any, convert: Callable, copied: list | None) -> Any:
     old = {
         f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
     }
-    items = {name: map_tensors(item, convert) for name, item in old.items()}
+    items = {name: map_tensors(item, convert, copied) for name, item in old.items()}
     if all(items[name] is old[name] for name in items):
         return value
     mapped = copy.copy(value)
@@ -86,7 +104,7 @@ def _map_dataclass(value: Any, convert: Callable) -> Any:
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Converts floating tensors to `dtype` and leaves the others alone.
+    """Converts FP32 and half tensors to `dtype` and leaves the others alone.
 
     Where torch.fx is recording, the conversion of whatever a proxy stands for is recorded.
     """
@@ -95,16 +113,16 @@ def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         if isinstance(tensor, torch.fx.Proxy):
             record = tensor.tracer.create_proxy
             return record("call_function", cast_tensors, (tensor, dtype), {})
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor
 
     return convert
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with each floating tensor in it converted to `dtype`."""
+    """`value` with each FP32 or half tensor in it converted to `dtype`."""
     if type(value) is Tensor:
         found = value.dtype
-        return value.to(dtype) if found is not dtype and found.is_floating_point else value
+        return value.to(dtype) if found is not dtype and found in CASTABLE else value
     return map_tensors(value, caster(dtype))
 
 
@@ -117,10 +135,15 @@ class Converted(NamedTuple):
     grad: Tensor | None
 
 
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether `keep_batchnorm_fp32` is about this module (BatchNorm, SyncBatchNorm, scripted ones)."""
+def has_statistics(module: nn.Module) -> bool:
+    """Whether `keep_batchnorm_fp32` is about this module: BatchNorm, SyncBatchNorm, InstanceNorm
+    with running statistics, scripted ones.
+    """
     if isinstance(module, torch.jit.ScriptModule):
-        return module.original_name in _BATCH_NORM_NAMES
+        known = module.original_name in _NORM_NAMES
+        return known and getattr(module, "running_mean", None) is not None
+    if isinstance(module, _INSTANCE_NORMS):
+        return module.running_mean is not None
     return isinstance(module, _BATCH_NORMS)
 
 
@@ -130,17 +153,24 @@ def convert_weights(
     skip: Callable[[nn.Module], bool],
     skipped_dtype: torch.dtype = torch.float32,
 ) -> list[Converted]:
-    """Convert floating parameters and buffers in place; returns what was changed, and from what.
+    """Convert parameters in FP32 or half in place; returns what was changed, and from what.
 
-    Modules for which `skip` is true go to `skipped_dtype` instead.  Tensors
-    shared between modules are converted once.
+    Modules for which `skip` is true go to `skipped_dtype` instead.  FP32 buffers stay as
+    they are, but for the statistics of a norm, whose kernels want them in the dtype
+    of its weights.  Tensors shared between modules are converted once.
     """
     converted: dict[int, Converted] = {}
     for module in model.modules():
         target = skipped_dtype if skip(module) else dtype
-        for tensor in _own_tensors(module):
+        tensors = list(module.parameters(recurse=False))
+        tensors += [
+            buffer
+            for buffer in module.buffers(recurse=False)
+            if buffer.dtype is not torch.float32 or has_statistics(module)
+        ]
+        for tensor in tensors:
             if (
-                tensor.is_floating_point()
+                tensor.dtype in CASTABLE
                 and tensor.dtype is not target
                 and id(tensor) not in converted
             ):
@@ -151,9 +181,26 @@ def convert_weights(
     return list(converted.values())
 
 
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def float_buffers(model: nn.Module, skip: Callable[[nn.Module], bool]) -> dict[str, Tensor]:
+    """The FP32 buffers, by name, that meet half tensors in a half model's forward."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        if not skip(module)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype is torch.float32
+    }
+
+
+def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether FP32 `values` would be lost in `dtype`, not merely rounded: finite ones that overflow,
+    or whole numbers that it cannot count.  Waits for the device.
+    """
+    values = values.detach()
+    large = values[values.isfinite() & (values.abs() >= 2 / torch.finfo(dtype).eps)]
+    whole = bool((large == large.round()).all())
+    rounded = large.to(dtype).to(values.dtype)
+    return bool(rounded.isinf().any()) or (whole and bool((rounded != large).any()))
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:

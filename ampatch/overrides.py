@@ -20,7 +20,7 @@ from .casting.install import Installation
 from .casting.policy import CastState, Policy
 from .errors import did_you_mean, type_name
 from .hooks import Hook
-from .models import caster, is_batch_norm, map_tensors
+from .models import caster, has_statistics, map_tensors
 from .opt_levels import HALF_TYPES, Properties
 
 PRECISIONS = ("float", "half")
@@ -137,7 +137,7 @@ def stays_float(properties: Properties, found: dict[nn.Module, str]) -> Callable
     }
     halves = {module for module, precision in found.items() if precision == "half"}
     return lambda module: (
-        module in floats or (keep and is_batch_norm(module) and module not in halves)
+        module in floats or (keep and has_statistics(module) and module not in halves)
     )
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import contextlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from . import averaging, broadcast, data_access, gradients, tracing
+from . import averaging, broadcast, conversions, data_access, distributed_state, gradients, tracing
 from .casting.early_names import keep_replaced
 from .casting.handlers import FunctionModes
 from .casting.install import Installation, raw_attribute, resolve
 from .casting.patches import PatchSet
 from .casting.policy import CastState, Policy
 from .casting.tables import Rule
+from .casting_members import mixes
 from .errors import AmpatchError, TakingOut
 from .registered import RegisteredFunctions
 from .schedulers import HeldSchedulers
@@ -46,6 +49,9 @@ class Registry:
         self._watching_tools = PatchSet()
         self._tracing_tools = PatchSet()
         self._modes = FunctionModes(self.state)
+        self._conversions = PatchSet()
+        self._distributed_state = PatchSet()
+        self._awaits_distributed_state = False
         self._observers: list[Any] = []
         self.is_observed = False
         self.user_functions = RegisteredFunctions(self.installation)
@@ -76,15 +82,17 @@ class Registry:
         by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
         self.state.process = None
         if not casting or bool(by_tables) != self.installation.has_tables:
+            self._gradient_tools.undo()  # some lie over patches of the tables
             self.installation.undo()
         is_new = bool(by_tables) and not self.installation.has_tables
         if is_new:
+            self._gradient_tools.undo()
             self.installation.install()
             self.user_functions.put_all()
         for session, policy in casting:
             self._apply_special(session, policy)
-        if casting:
-            self.state.process = (by_tables or casting)[-1][1]
+        outside = [policy for _, policy in by_tables or casting if policy.gate is not mixes]
+        self.state.process = outside[-1] if outside else None
         if is_new:
             self.installation.regions.begin()
         self._refresh_tools()
@@ -100,13 +108,14 @@ class Registry:
 
     def _refresh_tools(self) -> None:
         self._modes.watch(bool(self.sessions))
+        have_optimizers = any(session.optimizers() for session in self.sessions)
         keep_replaced(
             self._gradient_tools,
-            any(session.optimizers() for session in self.sessions),
+            have_optimizers,
             lambda: [
                 *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
                 *broadcast.replacements(self.agree_masters),
-                averaging.replacement(self.current_master_of),
+                *averaging.replacements(self.current_master_of, self.name_of_half),
             ],
         )
         keep_replaced(
@@ -121,6 +130,20 @@ class Registry:
             self._tracing_tools,
             self.state.process is not None or any(session.models() for session in self.sessions),
             lambda: tracing.replacements(self.managed_model, self.state),
+        )
+
+        keep_replaced(
+            self._conversions,
+            any(session.models() for session in self.sessions),
+            lambda: conversions.replacements(self.model_with, self.masters_in),
+        )
+        if have_optimizers and not (distributed_state.is_imported() or self._awaits_distributed_state):
+            self._awaits_distributed_state = True
+            distributed_state.when_imported(self._refresh_tools)
+        keep_replaced(
+            self._distributed_state,
+            have_optimizers and distributed_state.is_imported(),
+            lambda: distributed_state.replacements(self.current_master_of, self.without_methods),
         )
 
     def close_empty(self) -> None:
@@ -174,6 +197,36 @@ class Registry:
     def managed_model(self, model: Any) -> ManagedModel | None:
         """Our side of a model, or None."""
         return self.modelled.ours(model)
+
+    def name_of_half(self, tensor: Tensor) -> str | None:
+        """The name of the managed half parameter that a tensor is, or shares memory with."""
+        place = tensor.data_ptr()
+        for session in self.sessions:
+            for managed in session.models():
+                for name, parameter in managed.model.named_parameters():
+                    if parameter.dtype is tensor.dtype and parameter.data_ptr() == place:
+                        return f"{type(managed.model).__name__}.{name}"
+        return None
+
+    def without_methods(self, optimizer: Any) -> AbstractContextManager:
+        """Context manager: an optimizer is without methods of ours, if it has any."""
+        managed = self.managed(optimizer)
+        return contextlib.nullcontext() if managed is None else managed.without_methods()
+
+    def model_with(self, module: Any) -> Any:
+        """The managed model that has tensors which `module` has too, or None."""
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        for session in self.sessions:
+            for managed in session.models():
+                tensors = (*managed.model.parameters(), *managed.model.buffers())
+                if not own.isdisjoint(map(id, tensors)):
+                    return managed.model
+        return None
+
+    def masters_in(self, module: Any) -> list[tuple[Tensor, Tensor]]:
+        """The half parameters of a module that have masters, with these."""
+        pairs = [(half, self.current_master_of(half)) for half in module.parameters()]
+        return [(half, master) for half, master in pairs if master is not None]
 
     def master_of(self, half: Tensor) -> Tensor | None:
         """The FP32 master of a half parameter in any session, or None."""
@@ -278,6 +331,7 @@ class Registry:
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
+            self._gradient_tools.undo()
             self.installation.undo()
             self.refresh()
 

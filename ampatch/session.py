@@ -23,6 +23,7 @@ from .handover import Handover
 from .log import logger
 from .managed_model import ManagedModel
 from .opt_levels import NULLABLE, Properties, resolve
+from .optimizer_copies import OptimizerCopies
 from .registry import Registry
 from .scaling.backward import ScaledBackward
 from .scaling.loss_scaler import make_scaler
@@ -114,6 +115,9 @@ class Session(CastingMembers):
             policy=self._policy_under(properties),
             master_of=self.current_master_of,
             load_master=self.load_master,
+            stand_ins=self.stand_ins,
+            widened=self.widened,
+            mix=self._mix,
             overrides=[
                 self._module_override(module, precision, properties)
                 for module, precision in found.items()
@@ -122,8 +126,17 @@ class Session(CastingMembers):
         self.add_model(managed)
         if properties.casts_model:
             managed.convert(overrides.stays_float(properties, found))
+            if managed.mixes:
+                self._mix(managed)
         managed.install()
         tracing.note_scripted_parts(model, managed.policy)
+
+    def _mix(self, managed: ManagedModel) -> None:
+        """FP32 meets half in a model's forward: what PyTorch refuses then follows the tables."""
+        if managed.policy is None:
+            managed.policy = self.mixed_policy
+            if self.is_open:
+                registry.refresh()
 
     def _module_override(
         self, module: nn.Module, precision: str, properties: Properties
@@ -150,10 +163,11 @@ class Session(CastingMembers):
                 registry.outside_step, registry.state.covered_by_user()
             ),
             after_step=self._after_step,
-            halves=self._halves,
+            halves=self.halves_to_step_on,
             master_of=self.master_of,
             process_group=self._process_group,
         )
+        managed.add_methods(OptimizerCopies(managed, self.has_parameter, self.stand_ins).methods())
         self.add_optimizer(managed)
         self.skips.follow(managed)
         managed.install(*(weights or self._weights()))
@@ -209,6 +223,8 @@ class Session(CastingMembers):
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._policy.cache.close()
         registry.state.drop_interrupted()
+        if self.widened.copies:
+            self.widened.take_over()
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
             self.skips.report(managed, news, self.parameter_names(), self.scalers)

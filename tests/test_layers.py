@@ -22,30 +22,44 @@ ALLOWED = {
     "checks": LEAVES | {"opt_levels"},
     "environment": {"opt_levels", "scaling"},
     "hooks": set(),
-    "frames": {"casting", "hooks", "managed_model", "models", "overrides", "surroundings"},
+    "frames": {"casting", "hooks", "inputs", "managed_model", "models", "overrides", "parts"}
+    | {"surroundings"},
     "whereabouts": {"members"},  # for type checking only
-    "members": {"casting", "managed_model", "opt_levels", "scaling", "whereabouts"},
+    "members": {"casting", "managed_model", "opt_levels", "plain_parameters", "scaling"}
+    | {"whereabouts", "widened"},
+    "widened": set(),
+    "checkpoints": {"hooks"},
     "casting_members": {"casting", "members", "opt_levels", "whereabouts"},
     "handover": {"managed_model", "scaling"} | {"registry", "session"},  # for type checking only
     "models": set(),
     "gradients": set(),
-    "averaging": set(),
+    "averaging": LEAVES,
+    "distributed_state": set(),
     "broadcast": set(),
     "data_access": set(),
     "casting": LEAVES | {"casting"},
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
-    "managed_model": LEAVES | {"casting", "hooks", "models", "opt_levels", "overrides"},
+    "managed_model": LEAVES
+    | {"casting", "checkpoints", "hooks", "inputs", "model_copies", "models", "opt_levels"}
+    | {"overrides", "parts", "plain_parameters", "widened"},
+    "conversions": LEAVES,
+    "parts": {"hooks", "inputs", "opt_levels"},
+    "inputs": LEAVES | {"models", "opt_levels"},
+    "model_copies": {"hooks", "models", "plain_parameters"},
+    "optimizer_copies": {"model_copies", "opt_levels", "plain_parameters", "scaling"},
+    "plain_parameters": set(),
     "tracing": LEAVES | {"casting", "managed_model", "models"},
     "registry": LEAVES
     | {"averaging", "broadcast", "casting", "data_access", "gradients", "registered"}
     | {"schedulers", "tracing", "whereabouts"}
+    | {"casting_members", "conversions", "distributed_state"}
     | {"managed_model", "scaling", "session"},  # for type checking only
     "registered": {"casting", "log"},
     "schedulers": {"casting"},
     "session": LEAVES
     | {"casting", "casting_members", "scaling", "managed_model", "opt_levels", "overrides"}
-    | {"frames", "handover", "registry", "tracing"},
+    | {"frames", "handover", "optimizer_copies", "registry", "tracing"},
     "frontend": LEAVES
     | {"checks", "environment", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "scaling", "session"},

@@ -133,3 +133,153 @@ def test_cast_model_outputs(level):
 @pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O1", torch.float16)])
 def test_outputs_without_being_asked(level, dtype):
     assert linear(level)(torch.randn(4, 3)).dtype is dtype
+
+
+# Values that half cannot hold
+
+BIG = {
+    "million": torch.tensor([[1e6, 2e6, 0.5]]),
+    "time": torch.tensor([[1.7e9, 1.7e9 + 256, 1.7e9]]),
+    "mask": torch.tensor([[0.0, -1e9, 0.0]]),
+    "counter": torch.tensor([[4097.0, 3.0, 8193.0]]),
+}
+
+
+class Normalized(nn.Module):
+    """Does with large inputs what models do with them before a layer sees them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x, big, scale=1.0):
+        h = self.first(x) @ self.second.weight.t()
+        weights = torch.softmax(h + big.clamp(max=0), -1)
+        return self.second(self.first(big / scale)) + weights @ self.first.weight.t()[:, :3]
+
+
+@pytest.mark.parametrize("kind", BIG)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("by", ["position", "keyword", "later"])
+def test_inputs_that_half_cannot_hold_count(kind, level, by, half, caplog):
+    model, plain, big = Normalized(), Normalized(), BIG[kind].expand(5, 3)
+    ampatch.initialize(model, opt_level=level, dtype=half)
+    x, scale = torch.randn(5, 3), big.abs().max().item()
+    if by == "later":
+        model(x, torch.zeros(5, 3))
+    for _ in range(2):
+        if by == "keyword":
+            found = model(x, big=big, scale=scale)
+        else:
+            found = model(x, big, scale)
+        torch.testing.assert_close(found, plain(x, big, scale), rtol=0.05, atol=0.05)
+    said = [record.getMessage() for record in caplog.records if "cannot" in record.getMessage()]
+    assert len(said) == 1 and "Normalized" in said[0] and "(5, 3)" in said[0]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_infinite_inputs_stay_infinite(level, half):
+    model = Echo()
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    given = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.5])
+    output = model(given)
+    assert model.seen[0].dtype is half and str(output.tolist()) == str(given.tolist())
+
+
+def test_without_a_look_float16_inputs_are_clamped():
+    """As in a compiled or captured forward; infinite ones are not."""
+    from ampatch.inputs import ModelInputs
+
+    inputs = ModelInputs("M", torch.float16, lambda: None)
+    given = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), 2.0])
+    assert inputs._saturated(given).tolist() == [65504, -65504, float("inf"), -float("inf"), 2]
+
+
+# What the forward writes
+
+
+class Writes(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.write = write
+
+    def forward(self, given, *, extra=None):
+        self.write(given if extra is None else extra)
+        return self.weight * 1
+
+
+def _delete(given):
+    del given["n"]
+
+
+def _nested(given):
+    given["deep"][0]["new"] = 5
+    given["deep"].append(given["x"])
+
+
+def _fill(given):
+    given.update(x=given["x"] * 0 + 4.0, y=given["x"], z="text")
+
+
+WRITTEN = {"add": _fill, "delete": _delete, "nested": _nested}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_the_caller_sees_what_the_forward_writes_into_its_containers(written, level, keyword, kind):
+    def batch():
+        x = torch.tensor([1 / 3, 2.5])
+        return kind(x=x, n=3, deep=[{"a": x.clone()}, 1])
+
+    def call(model):
+        given = batch()
+        own, deep = given["x"], given["deep"]
+        model(None, extra=given) if keyword else model(given)
+        assert given["deep"] is deep
+        return given, own
+
+    model, plain = Writes(WRITTEN[written]), Writes(WRITTEN[written])
+    ampatch.initialize(model, opt_level=level, verbosity=0)
+    (found, own), (expected, _) = call(model), call(plain)
+    assert shape_of(found) == shape_of(expected)
+    assert [t.tolist() for t in tensors_in(found)] == [t.tolist() for t in tensors_in(expected)]
+    if written == "add":
+        assert found["y"] is own  # the caller's own tensor, not our cast of it
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_forward_gets_the_callers_own_container_where_nothing_is_cast(level):
+    model = Echo()
+    ampatch.initialize(model, opt_level=level, verbosity=0)
+    for given in ({}, {"n": torch.arange(3)}, [], {"d": torch.ones(1, dtype=torch.float64)}):
+        model(given)
+        assert model.seen[0] is given
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_caller_sees_what_the_forward_writes_into_tensors(level, half):
+    """Elements that it left alone keep their FP32 values."""
+
+    def write(given):
+        given["x"][0] = 7.0
+        return given["x"]
+
+    model = Writes(write)
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    x = torch.tensor([1 / 3, 1 / 7])
+    model({"x": x})
+    assert torch.equal(x, torch.tensor([7.0, 1 / 7]))
+
+
+def test_a_forward_that_raises_leaves_nothing_behind():
+    model = Writes(lambda given: given["missing"])
+    ampatch.initialize(model, opt_level="O2", verbosity=0)
+    with pytest.raises(KeyError):
+        model({"x": torch.ones(2)})
+    managed = ampatch.session.registry.managed_model(model)
+    assert not managed._inputs._open.given

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Answer = Callable[[Callable, tuple, dict], Any]
@@ -50,20 +51,40 @@ class Methods:
             own[name] = method
         self._seats.append(seat)
 
+    def put_own(self, name: str, method: Callable) -> None:
+        """Have `method` on the optimizer under a name that only its class has, if anyone."""
+        own = vars(self._optimizer)
+        self._put[name] = (name in own, own.get(name), method)
+        own[name] = method
+
+    @contextlib.contextmanager
+    def out(self) -> Iterator[None]:
+        """The optimizer is without these methods, as far as nobody has wrapped them."""
+        own = vars(self._optimizer)
+        inside = [name for name, (_, _, put) in self._put.items() if own.get(name) is put]
+        for name in inside:
+            self._take_out(name)
+        try:
+            yield
+        finally:
+            own.update({name: self._put[name][2] for name in inside})
+
     def take_out(self) -> None:
         """Give the optimizer its own methods back, as far as nobody has wrapped ours."""
         for seat in self._seats:
             seat.answer = None
-        for name, (had_own, found, put) in self._put.items():
-            own = vars(self._optimizer)
-            if own.get(name) is not put:
-                continue
-            if had_own:
-                own[name] = found
-            else:
-                del own[name]
+        for name, (_, _, put) in self._put.items():
+            if vars(self._optimizer).get(name) is put:
+                self._take_out(name)
         self._seats.clear()
         self._put.clear()
+
+    def _take_out(self, name: str) -> None:
+        had_own, found, _ = self._put[name]
+        if had_own:
+            vars(self._optimizer)[name] = found
+        else:
+            del vars(self._optimizer)[name]
 
 
 def _asking(seat: _Seat, name: str, original: Callable, of_class: Any) -> Callable:

@@ -65,6 +65,7 @@ class ManagedOptimizer(GradientFlow):
         self._halves = halves
         self._master_of = master_of
         self._methods = Methods(optimizer)
+        self._own_methods: dict[str, Callable] = {}
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
         self._found_states = FoundStates()
 
@@ -80,6 +81,14 @@ class ManagedOptimizer(GradientFlow):
         self.adopt_parameters(originals, halves, {})
         self._put_methods()
 
+    def add_methods(self, methods: dict[str, Callable]) -> None:
+        """Have the optimizer have these methods too, which its class asks the instance for."""
+        self._own_methods.update(methods)
+
+    def without_methods(self) -> AbstractContextManager:
+        """Context manager: the optimizer is without methods of ours, for who copies it."""
+        return self._methods.out()
+
     def reinstall(self) -> None:
         """Take over the methods again after `uninstall`; `adopt_parameters` does the rest."""
         self._methods.take_out()
@@ -90,12 +99,15 @@ class ManagedOptimizer(GradientFlow):
             "step": self._step,
             "zero_grad": self._zero_grad,
             "load_state_dict": self._load_state_dict,
+            "add_param_group": self._add_param_group,
         }
         if self._two_steps is not None:
             answers |= {"first_step": self._two_steps.first, "second_step": self._two_steps.second}
         for name, answer in answers.items():
             if hasattr(self.optimizer, name):
                 self._methods.put(name, answer)
+        for name, method in self._own_methods.items():
+            self._methods.put_own(name, method)
 
     def adopt_parameters(
         self, originals: dict[int, Tensor], halves: set[int], masters: dict[int, Parameter]
@@ -278,6 +290,23 @@ class ManagedOptimizer(GradientFlow):
             for param in group["params"]:
                 param.grad = None
         return None
+
+    def _add_param_group(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """As the original, which knows of masters and not of their half weights."""
+        group = args[0] if args else kwargs.get("param_group")
+        params = group.get("params") if isinstance(group, dict) else None
+        if params is not None:
+            given = group["params"] = [params] if isinstance(params, Tensor) else list(params)
+            held = set(map(id, self.parameters()))
+            for param in given:
+                param = param[1] if isinstance(param, tuple) else param
+                if id(self.masters.of(param)) in held:
+                    raise ValueError(
+                        "some parameters appear in more than one parameter group: "
+                        f"{type(self.optimizer).__name__}.add_param_group was given a half weight "
+                        f"of shape {tuple(param.shape)} whose FP32 master it has already."
+                    )
+        return original(*args, **kwargs)
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """As the original; understands apex's layouts, and takes their masters' values over."""

@@ -1,0 +1,99 @@
+"""`state_dict()` and `load_state_dict()` of a half model speak of FP32 values.
+
+Ours is the first state-dict hook of each module and touches only what is the module's
+half tensor itself, so that whatever the user's own hooks, `_save_to_state_dict` or
+`state_dict` put there comes out.  What is loaded reaches the masters as the user's load
+hooks have left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .hooks import add_load_hook, add_loaded_hook, add_state_dict_hook
+
+
+class Checkpoints:
+    """The hooks of one model.  `float_value(tensor)` is what a checkpoint holds for a tensor,
+    `load(tensor, values)` takes a checkpoint's values to where they are kept in FP32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        float_value: Callable[[Tensor], Tensor],
+        load: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        self._model = model
+        self._float_value = float_value
+        self._load = load
+        self._loading: dict[int, tuple[dict, str, dict[str, Tensor]]] = {}
+
+    def install(self) -> list[Any]:
+        """Hang the hooks on every module; returns their handles."""
+        handles = []
+        for module in _hookable(self._model):
+            handles.append(add_state_dict_hook(module, self._save_float))
+            handles.append(add_load_hook(module, self._before_load))
+            handles.append(add_loaded_hook(module, self._after_load))
+        return handles
+
+    def _save_float(self, module: nn.Module, state_dict: dict, prefix: str, metadata: Any) -> None:
+        for name, tensor in _own_tensors(module):
+            saved = state_dict.get(prefix + name)
+            if saved is not None and _is_same_memory(saved, tensor):
+                value = self._float_value(tensor)
+                if value is not tensor:
+                    kept = saved is tensor or not value.requires_grad
+                    state_dict[prefix + name] = value if kept else value.detach()
+
+    def _before_load(self, module: nn.Module, state_dict: dict, prefix: str, *rest: Any) -> None:
+        """The values as they are now; hooks of the user's may come after this one."""
+        given = {}
+        for name, tensor in _own_tensors(module):
+            loaded = given[name] = state_dict.get(prefix + name)
+            if isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
+                self._load(tensor, loaded)
+        self._loading[id(module)] = state_dict, prefix, given
+
+    def _after_load(self, module: nn.Module, keys: Any) -> None:
+        """The values that the user's load hooks have put since, where they have."""
+        state_dict, prefix, given = self._loading.pop(id(module), ({}, "", {}))
+        for name, tensor in _own_tensors(module):
+            loaded = state_dict.get(prefix + name)
+            if isinstance(loaded, Tensor) and loaded is not given.get(name):
+                if loaded.shape == tensor.shape:
+                    self._load(tensor, loaded)
+
+
+def _is_same_memory(saved: Any, tensor: Tensor) -> bool:
+    """Whether what is in a state dict is the module's own tensor, or `tensor.detach()`."""
+    if saved is tensor:
+        return True
+    if not isinstance(saved, Tensor) or saved.dtype is not tensor.dtype:
+        return False
+    if saved.shape != tensor.shape:
+        return False
+    is_plain = type(saved) is Tensor  # others may have no memory to point at
+    return saved.data_ptr() == tensor.data_ptr() if is_plain else True
+
+
+def _hookable(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module but TorchScript ones, which take no state_dict hooks; the model itself."""
+    for module in model.modules():
+        if module is model or not isinstance(module, torch.jit.ScriptModule):
+            yield module
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`(name, tensor)` of what a module's hooks answer for: its own, its TorchScript children's."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+    for name, child in module.named_children():
+        if isinstance(child, torch.jit.ScriptModule):
+            yield from child.named_parameters(name, remove_duplicate=False)
+            yield from child.named_buffers(name, remove_duplicate=False)

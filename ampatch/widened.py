@@ -1,0 +1,116 @@
+"""FP32 copies handed out for half tensors without a master: what is written into them counts.
+
+In plain PyTorch a `state_dict()` aliases the weights.  A half weight without a master
+(O3, frozen weights) has no FP32 memory to alias, so the copies handed out are watched
+instead: until the model is used next they are held, afterwards as long as somebody else
+holds them, and each time the two are compared with what was handed out.  What was written into
+the copy goes into the half tensor, what happened to the half tensor goes into the copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+
+class _Copy:
+    """One copy, and the half tensor and its values at that time."""
+
+    __slots__ = ("half", "held", "of_then", "value", "version")
+
+    def __init__(self, half: Tensor, value: Tensor) -> None:
+        self.half = half
+        self.value = weakref.ref(value)
+        self.held: Tensor | None = value
+        self.of_then = half.detach().clone()
+        self.version = value._version
+
+
+class WidenedCopies:
+    """The copies of a session's half tensors; `copies` is empty while there are none to look at.
+
+    Some buffers have FP32 originals here: elements that still equal their rounding
+    are widened to them, so that converting a model loses nothing.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[int, _Copy] = {}
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep_original(self, half: Tensor, original: Tensor) -> None:
+        """`half` was rounded from `original`."""
+        if not torch.equal(half.to(original.dtype), original):
+            self._originals[id(half)] = half, original
+
+    def load(self, half: Tensor, values: Tensor) -> None:
+        """A checkpoint's `values` are about to be copied into `half`."""
+        known, original = self._originals.get(id(half), (None, None))
+        if known is half:
+            original.copy_(values)
+
+    def value(self, half: Tensor) -> Tensor:
+        """What `half` holds, in FP32, to be read."""
+        copy = self.copies.get(id(half))
+        with torch.no_grad():
+            if copy is not None and copy.half is half:
+                self._compared(copy)
+            return self._widen(half, half)
+
+    def _widen(self, half: Tensor, values: Tensor) -> Tensor:
+        """`values`, those that `half` has or had, in FP32."""
+        known, original = self._originals.get(id(half), (None, None))
+        wide = values.detach().float()
+        if known is not half or original.shape != values.shape:
+            return wide
+        original = original.to(values.device)
+        return torch.where(values == original.to(values.dtype), original, wide)
+
+    def give(self, half: Tensor) -> Tensor:
+        """The FP32 copy of `half`, up to date; the same one for as long as it lives."""
+        with torch.no_grad():
+            copy = self.copies.get(id(half))
+            value = self._compared(copy) if copy is not None and copy.half is half else None
+            if value is None:
+                value = self._widen(half, half)
+                copy = self.copies[id(half)] = _Copy(half, value)
+            copy.held = value
+        return value
+
+    def take_over(self) -> None:
+        """Take what was written into copies; from now on somebody else must hold them."""
+        with torch.no_grad():
+            for key, copy in list(self.copies.items()):
+                value, copy.held = self._compared(copy), None
+                if value is None:
+                    del self.copies[key]
+                del value
+                if copy.value() is None:
+                    self.copies.pop(key, None)
+
+    def release(self, half: Tensor) -> Tensor:
+        """The FP32 values of `half`: its copy, where somebody has one.  Nobody looks again."""
+        copy = self.copies.pop(id(half), None)
+        with torch.no_grad():
+            value = self._compared(copy) if copy is not None and copy.half is half else None
+            if value is None:
+                value = self._widen(half, half)
+        self._originals.pop(id(half), None)
+        return value
+
+    def _compared(self, copy: _Copy) -> Tensor | None:
+        """Bring a copy and its half tensor together; returns the copy, None if it is gone."""
+        value, half = copy.value(), copy.half
+        if value is None or value.shape != half.shape:
+            return None
+        written = (value != self._widen(half, copy.of_then)).to(half.device)
+        merged = torch.where(written, value.to(half.device, half.dtype), half)
+        if value._version != copy.version:
+            half.copy_(merged)
+        else:  # as a write through `.data`: no version rises, no graph becomes invalid
+            half.data.copy_(merged)
+        value.data.copy_(self._widen(half, half))
+        copy.of_then.copy_(half)
+        copy.version = value._version
+        return value

@@ -1,0 +1,299 @@
+"""Half models whose parts and methods are called from outside their forward; their dtype stays."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import ampatch
+
+HALF_LEVELS = pytest.mark.parametrize("level", ["O2", "O3"])
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4))
+        self.norm = nn.BatchNorm1d(4)
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 4)
+        self.embed = nn.Embedding(5, 4)
+
+    def encode(self, x):
+        h = torch.relu(self.encoder(x))
+        return self.norm(h)
+
+    def project(self, x, *, memo):
+        memo["seen"] = self.head(x)
+        return F.normalize(memo["seen"], dim=-1)
+
+    def forward(self, x):
+        return self.head(self.rnn(self.encode(x)[:, None])[0][:, 0])
+
+
+class Block(nn.Module):
+    """Takes a dict and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Net()
+        self.q = nn.Linear(4, 4)
+
+    def attend(self, x, mask):
+        return torch.softmax(self.q(x) @ self.q(x).t() + mask, -1)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+CALLS = {
+    "a layer": lambda model: model.head(X),
+    "a container": lambda model: model.encoder(X),
+    "a method": lambda model: model.encode(X),
+    "a method with keywords": lambda model: model.project(X, memo={}),
+    "an RNN": lambda model: model.rnn(X[:, None])[0],
+    "a chain": lambda model: model.head(model.norm(model.encoder(X))),
+    "a wrapper": lambda model: nn.Sequential(model.encoder, model.head)(X),
+    "a batch norm": lambda model: model.norm(X),
+    "an embedding": lambda model: model.embed(torch.arange(5)),
+}
+
+
+def start(level, dtype=torch.bfloat16, model=None):
+    model = Net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+
+
+@HALF_LEVELS
+@pytest.mark.parametrize("name", CALLS)
+def test_parts_and_methods_take_float_inputs(level, name, half):
+    (model, _), plain = start(level, half), Net()
+    model.train()
+    for _ in range(2):
+        torch.testing.assert_close(
+            CALLS[name](model).float(), CALLS[name](plain), rtol=0.05, atol=0.05
+        )
+        model(X)
+        plain(X)
+
+
+def test_they_train(half):
+    """The gradients of a loss on a part reach the optimizer."""
+    (model, optimizer), plain = start("O2", half), Net()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with ampatch.scale_loss(model.encode(X).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        theirs.zero_grad()
+        plain.encode(X).square().mean().backward()
+        theirs.step()
+    for (name, ours), other in zip(model.state_dict().items(), plain.state_dict().values()):
+        torch.testing.assert_close(ours, other, rtol=0.05, atol=0.02, msg=name)
+
+
+@HALF_LEVELS
+def test_a_part_of_a_wrapped_model(level):
+    model, _ = start(level)
+    wrapped = nn.DataParallel(model)
+    assert wrapped.module.head(X).shape == (3, 4)
+
+
+@HALF_LEVELS
+def test_large_inputs_of_a_part_count(level):
+    model, _ = start(level, torch.float16, Block())
+    mask = torch.full((3, 3), -1e9).triu(1)
+    plain = Block()
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(
+        model.attend(X, mask).float(), plain.attend(X, mask), rtol=0.02, atol=0.02
+    )
+    big = torch.full((3, 4), 1e5)
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x / 1e5)
+
+    inner = nn.Sequential(Scaled())
+    plain = copy.deepcopy(inner)
+    start(level, torch.float16, inner)
+    torch.testing.assert_close(inner[0](big).float(), plain[0](big), rtol=0.02, atol=0.02)
+
+
+@HALF_LEVELS
+def test_a_part_may_call_itself_and_may_fail(level):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, depth):
+            if depth < 0:
+                raise ValueError("too deep")
+            x = self.layer(x)
+            return self(x, depth - 1) if depth else x
+
+    model, _ = start(level, model=nn.Sequential(Deep()))
+    for _ in range(2):
+        assert model[0](X, 3).shape == (3, 4)
+        with pytest.raises(ValueError, match="too deep"):
+            model[0](X, -1)
+        assert model[0].layer(X).shape == (3, 4)
+
+
+@HALF_LEVELS
+def test_in_its_own_forward_a_model_has_no_hooks_on_its_parts(level):
+    counts = []
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            counts.append(len(self.layer._forward_pre_hooks) + len(self.layer._forward_hooks))
+            return self.layer(x)
+
+    model, _ = start(level, model=Counting())
+    model(X)
+    outside = len(model.layer._forward_pre_hooks) + len(model.layer._forward_hooks)
+    ampatch.deactivate()
+    assert counts == [0] and outside == 2
+    assert not model.layer._forward_pre_hooks and not model.layer._forward_hooks
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@HALF_LEVELS
+def test_recomputation_gets_the_inputs_of_its_forward(level, reentrant):
+    """A mask that is in FP32 within the forward is so in its recomputation."""
+    dtypes = []
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            dtypes.append(mask.dtype)
+            return self.layer(x) + mask.to(x.dtype)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            mask = torch.full((3, 4), 0.5)
+            x = x.requires_grad_()
+            return torch.utils.checkpoint.checkpoint(self.inner, x, mask, use_reentrant=reentrant)
+
+    model, optimizer = start(level, model=Outer())
+    with ampatch.scale_loss(model(X.clone()).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert dtypes == [torch.float32] * 2
+
+
+# Their dtype
+
+CHANGES = {
+    "float": lambda model: model.float(),
+    "double": lambda model: model.double(),
+    "half": lambda model: model.half(),
+    "to": lambda model: model.to(torch.float32),
+    "to device and dtype": lambda model: model.to("cpu", torch.float64),
+    "type": lambda model: model.type(torch.float32),
+    "a part": lambda model: model.encoder.float(),
+    "a wrapper": lambda model: nn.Sequential(model).float(),
+}
+
+
+@HALF_LEVELS
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_dtype_is_refused_and_nothing_changed(level, name):
+    model, optimizer = start(level)
+    before = {n: (t, t.dtype, t.clone()) for n, t in model.named_parameters()}
+    with pytest.raises(ampatch.errors.AmpatchError, match=r"(?s)Net.*initialize.*deactivate"):
+        CHANGES[name](model)
+    for parameter_name, parameter in model.named_parameters():
+        known, dtype, value = before[parameter_name]
+        assert parameter is known and parameter.dtype is dtype and torch.equal(parameter, value)
+    with ampatch.scale_loss(model(X).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_half_and_double_are_refused_at_every_level(level):
+    model, _ = start(level)
+    for change in (model.half, model.double, model.bfloat16):
+        with pytest.raises(ampatch.errors.AmpatchError, match="Net"):
+            change()
+    assert model.float() is model and model.head.weight.dtype is torch.float32
+
+
+def test_what_changes_no_dtype_works(opt_level):
+    model, optimizer = start(opt_level)
+    assert model.to("cpu") is model and model.cpu() is model
+    assert model.to(memory_format=torch.channels_last) is model
+    assert model.requires_grad_() is model and model.share_memory() is model
+    other = nn.Linear(2, 2)
+    assert other.half().weight.dtype is torch.float16  # nobody manages it
+    with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    ampatch.deactivate()
+    assert model.double().head.weight.dtype is torch.float64
+
+
+@HALF_LEVELS
+def test_swapping_parameters_on_conversion(level):
+    """`set_swap_module_params_on_conversion(True)` exchanges what is inside the parameters."""
+    model, optimizer = start(level)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to("cpu")
+        model.to(memory_format=torch.channels_last)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for _ in range(2):
+        optimizer.zero_grad()
+        with ampatch.scale_loss(model(X).square().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    after = model.state_dict()
+    assert not torch.equal(after["head.weight"], before["head.weight"])
+    assert torch.equal(after["head.weight"].bfloat16(), model.head.weight)
+
+
+def test_moving_a_model_with_gradients_keeps_them(half):
+    """Those of the masters; a step after it is the one that would have been taken."""
+    ends = []
+    for swaps in (None, False, True):
+        model, optimizer = start("O2", half)
+        with ampatch.scale_loss(model(X).square().sum(), optimizer) as scaled:
+            scaled.backward()
+        if swaps is not None:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+            try:
+                model.to(memory_format=torch.channels_last).to("cpu")
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+        optimizer.step()
+        ends.append([value.clone() for value in model.state_dict().values()])
+        ampatch.deactivate()
+    assert all(map(torch.equal, ends[0], ends[1])) and all(map(torch.equal, ends[0], ends[2]))
