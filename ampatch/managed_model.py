@@ -24,6 +24,7 @@ from .casting.batched_casts import Plan
 from .casting.handlers import is_mode_on, unseen
 from .casting.policy import CastState, Policy
 from .errors import TakingOut
+from .half_grads import undress
 from .hooks import Hook, add_load_hook, add_state_dict_hook, drop_plain_hooks
 from .models import (
     Converted,
@@ -44,7 +45,8 @@ class ManagedModel:
     `policy` is what the model's forward runs under: the session's rules at O1,
     None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are what
     floating inputs and outputs are cast to, None for as they are.  `master_of` finds the FP32 master of a
-    half parameter, up to date; `load_master` gives it a checkpoint's values.
+    half parameter, up to date, `show_master_of` for who may write into it; `load_master` gives it a checkpoint's values.  `before_forward`
+    is told of each forward of a model whose weights may have masters.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class ManagedModel:
         policy: Policy | None,
         overrides: list[ModuleOverride],
         master_of: Callable[[Tensor], Tensor | None],
+        show_master_of: Callable[[Tensor], Tensor | None],
         load_master: Callable[[Tensor, Tensor], None],
+        before_forward: Callable[[nn.Module], None],
     ) -> None:
         self.model = model
         self.properties = properties
@@ -69,7 +73,10 @@ class ManagedModel:
             self.out_dtype = properties.cast_model_outputs
         self._overrides = overrides
         self._master_of = master_of
+        self._show_master_of = show_master_of
         self._load_master = load_master
+        self._before_forward = before_forward
+        self._may_have_masters = False
         self._converted: list[Converted] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self._handles: list[Any] = []
@@ -117,6 +124,7 @@ class ManagedModel:
             self._handles.extend(override.install())
         dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
         if (dtypes | {self.properties.cast_model_type}) & set(HALF_TYPES):
+            self._may_have_masters = self.properties.master_weights is not False
             for module in _hookable(model):
                 self._handles.append(add_state_dict_hook(module, self._save_float))
                 self._handles.append(add_load_hook(module, self._load_masters))
@@ -142,6 +150,7 @@ class ManagedModel:
     def _give_back(self, entry: Converted) -> None:
         tensor, dtype, original, grad = entry
         master = self._master_of(tensor)
+        undress(tensor)
         if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
             tensor.grad = None
             tensor.data = original
@@ -170,6 +179,8 @@ class ManagedModel:
             policy.cache.open(self, self._plan)
             if policy.devices is not None:
                 self._note_device()
+        if self._may_have_masters and not is_dynamo_compiling():
+            self._before_forward(model)
         if dtype is None:
             return None
         if len(args) == 1:
@@ -217,7 +228,8 @@ class ManagedModel:
         for name, tensor in _own_tensors(module):
             saved = state_dict.get(prefix + name)
             if saved is not None:
-                value = self.float_value(tensor)
+                master = self._show_master_of(tensor)
+                value = self.float_value(tensor) if master is None else master
                 if value is not tensor:
                     state_dict[prefix + name] = value if saved is tensor else value.detach()
 

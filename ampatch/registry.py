@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from .casting.tables import Rule
 from .errors import AmpatchError, TakingOut
 from .registered import RegisteredFunctions
 from .schedulers import HeldSchedulers
+from .scaling.strangers import RefuseStrangers
 from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ class Registry:
         self._watching_tools = PatchSet()
         self._tracing_tools = PatchSet()
         self._modes = FunctionModes(self.state)
+        self._data_access = PatchSet()
+        self._strangers = RefuseStrangers(self._wanting_masters)
+        self._wrapped: list[tuple[weakref.ref, set[int]]] = []  # DDPs, and ids of modules in them
         self._observers: list[Any] = []
         self.is_observed = False
         self.user_functions = RegisteredFunctions(self.installation)
@@ -104,18 +109,22 @@ class Registry:
             self._gradient_tools,
             any(session.optimizers() for session in self.sessions),
             lambda: [
-                *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
-                *broadcast.replacements(self.agree_masters),
+                *gradients.replacements(self.ready_grads, self.forget_overflow),
+                *broadcast.replacements(self.agree_masters, self._note_wrapped),
                 averaging.replacement(self.current_master_of),
             ],
+        )
+        self._strangers.keep(any(session.wants_masters() for session in self.sessions))
+        keep_replaced(
+            self._data_access,
+            self.installation.has_tables
+            or any(len(one.masters) for session in self.sessions for one in session.optimizers()),
+            lambda: [data_access.replacement(self.note_data_access)],
         )
         keep_replaced(
             self._watching_tools,
             self.installation.has_tables,
-            lambda: [
-                data_access.replacement(self.note_data_access),
-                (Tensor, "register_hook", self._noting_hooks),
-            ],
+            lambda: [(Tensor, "register_hook", self._noting_hooks)],
         )
         keep_replaced(
             self._tracing_tools,
@@ -191,6 +200,22 @@ class Registry:
                     if managed.masters.of(parameter) is not None:
                         managed.masters.agree(parameter, send)
 
+    def reduces(self, model: Any) -> bool | None:
+        """Whether DDP averages the gradients of the forward that begins; None: no DDP has it."""
+        found = [
+            wrapper.require_backward_grad_sync
+            for ref, modules in self._wrapped
+            if id(model) in modules and (wrapper := ref()) is not None
+        ]
+        return any(found) if found else None
+
+    def _wanting_masters(self) -> set[int]:
+        return set().union(*(session.wanting_masters() for session in self.sessions))
+
+    def _note_wrapped(self, wrapper: Any) -> None:
+        self._wrapped = [entry for entry in self._wrapped if entry[0]() is not None]
+        self._wrapped.append((weakref.ref(wrapper), set(map(id, wrapper.module.modules()))))
+
     def ready_grads(self, tensors: list[Tensor]) -> None:
         """Gradients of these tensors are about to be used: gather and unscale what waits."""
         wanted = {id(tensor) for tensor in tensors}
@@ -198,10 +223,12 @@ class Registry:
             for managed in session.optimizers():
                 managed.ready(wanted)
 
-    def note_data_access(self, parameter: Tensor) -> None:
-        """Somebody uses `parameter.data`, and may write into it unseen."""
+    def note_data_access(self, parameter: Tensor, data: Tensor | None) -> None:
+        """Somebody was given `parameter.data`, to write into it unseen, or (None) replaced it."""
         for session in self.sessions:
             session.forget_copy(parameter)
+            for managed in session.optimizers():
+                managed.masters.touched(parameter, data)
 
     def _noting_hooks(self, original: Callable) -> Callable:
         @functools.wraps(original)

@@ -173,7 +173,7 @@ FORWARDS = {
     + ["_makes_fx", "_together", "alike", "may_be_planned", "cast_together", "copies", "<listcomp>"]
     + ["find", "_leave", "close", "_learn", "<listcomp>"],
     "O0": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
-    "O2": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
+    "O2": ["_enter", "_before_forward", "cast_tensors", "_leave", "cast_tensors"],
     "O3": ["_enter", "cast_tensors", "_leave", "cast_tensors"],
 }
 
