@@ -20,20 +20,26 @@ from torch.nn.parallel import DistributedDataParallel
 Agree = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
 
 
-def replacements(agree: Agree) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def replacements(
+    agree: Agree, note: Callable[[DistributedDataParallel], None]
+) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """`(owner, name, make)` of what to replace.
 
-    `agree(parameters, send)` calls `send` on the master of each parameter that has one.
+    `agree(parameters, send)` calls `send` on the master of each parameter that has one; `note` is
+    told of each wrapper that is made.
     """
     if not torch.distributed.is_available():
         return []
-    return [(DistributedDataParallel, "__init__", lambda original: _wrapping(original, agree))]
+    return [(DistributedDataParallel, "__init__", lambda original: _wrapping(original, agree, note))]
 
 
-def _wrapping(original: Callable, agree: Agree) -> Callable:
+def _wrapping(
+    original: Callable, agree: Agree, note: Callable[[DistributedDataParallel], None]
+) -> Callable:
     @functools.wraps(original)
     def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        note(self)
         if not kwargs.get("init_sync", True):
             return
         group = self.process_group

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ Apply = Callable[[Tensor], Tensor]
 def replacements(
     owner_of: Callable[[nn.Module], nn.Module | None],
     masters_of: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]],
+    undressed: Callable[[set[int]], AbstractContextManager],
 ) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """`(owner, name, make)` of the method to replace.
 
     `owner_of(module)` gives a managed model that shares tensors with a module, or None, and
-    `masters_of(module)` its half parameters with their masters.
+    `masters_of(module)` its half parameters with their masters.  Within `undressed(halves)`
+    these (by ids) are as torch made them.
     """
     if not hasattr(nn.Module, "_apply"):  # private to torch: without it conversions go through
         return []
@@ -45,17 +48,25 @@ def replacements(
                 pairs = [(half, half.data_ptr(), master) for half, master in masters_of(self)]
             running = True
             try:
-                result = original(self, fn, *args, **kwargs)
+                with undressed({id(half) for half, _, _ in pairs}):
+                    result = original(self, fn, *args, **kwargs)
             finally:
                 running = False
             for half, place, master in pairs:
                 if half.data_ptr() != place or half.device != master.device:
-                    master.data = fn(master.data)
+                    _move(master, fn)
             return result
 
         return _apply
 
     return [(nn.Module, "_apply", make)]
+
+
+def _move(master: Tensor, fn: Apply) -> None:
+    grad, master.grad = master.grad, None
+    master.data = fn(master.data)
+    if grad is not None:
+        master.grad = fn(grad)
 
 
 def _refuse_new_dtypes(module: nn.Module, fn: Apply, model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from .casting.handlers import is_mode_on, unseen
 from .casting.policy import CastState, Policy
 from .checkpoints import Checkpoints
 from .errors import TakingOut
+from .half_grads import undress
 from .hooks import Hook
 from .inputs import ModelInputs
 from .log import logger
@@ -49,8 +50,10 @@ class ManagedModel:
     `policy` is what the model's forward runs under: the session's rules at O1,
     None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are what
     floating inputs and outputs are cast to, None for as they are.  `master_of` finds the FP32 master of a
-    half parameter, up to date; `load_master` gives it a checkpoint's values.  `mix(self)` is
-    called when FP32 values are to meet half ones in the forward, for a `policy` that lets them.
+    half parameter, up to date, `show_master_of` for who may write into it; `load_master` gives it
+    a checkpoint's values.  `before_forward` is told of each forward of a model whose weights may
+    have masters.  `mix(self)` is called when FP32 values are to meet half ones in the forward,
+    for a `policy` that lets them.
     """
 
     def __init__(
@@ -62,10 +65,12 @@ class ManagedModel:
         policy: Policy | None,
         overrides: list[ModuleOverride],
         master_of: Callable[[Tensor], Tensor | None],
+        show_master_of: Callable[[Tensor], Tensor | None],
         load_master: Callable[[Tensor, Tensor], None],
         stand_ins: PlainParameters,
         widened: WidenedCopies,
         mix: Callable[[ManagedModel], None],
+        before_forward: Callable[[nn.Module], None],
     ) -> None:
         self.model = model
         self.properties = properties
@@ -83,8 +88,11 @@ class ManagedModel:
         self._parts = self._make_parts(mix) if self.in_dtype in HALF_TYPES else None
         self._overrides = overrides
         self._master_of = master_of
+        self._show_master_of = show_master_of
         self._load_master = load_master
         self._widened = widened
+        self._before_forward = before_forward
+        self._may_have_masters = False
         self._converted: list[Converted] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self.mixes = False  # FP32 buffers meet half tensors in its forward
@@ -97,7 +105,7 @@ class ManagedModel:
             self.model,
             is_inside=lambda: self._inputs.is_taken,
             make_inputs=lambda name: ModelInputs(name, self.in_dtype, lambda: mix(self)),
-            push=lambda owner: self._state.push(self.policy, owner),
+            push=self._enter_part,
             pop=self._state.pop,
         )
 
@@ -161,6 +169,7 @@ class ManagedModel:
             self._handles.extend(override.install())
         dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
         if (dtypes | {self.properties.cast_model_type}) & set(HALF_TYPES):
+            self._may_have_masters = self.properties.master_weights is not False
             checkpoints = Checkpoints(model, self._saved_value, self._load_float)
             self._handles.extend(checkpoints.install())
         self._copies.install()
@@ -184,6 +193,7 @@ class ManagedModel:
     def _give_back(self, entry: Converted) -> None:
         tensor, dtype, original, grad = entry
         master = self._master_of(tensor)
+        undress(tensor)
         if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
             tensor.grad = None
             tensor.data = original
@@ -209,8 +219,6 @@ class ManagedModel:
                 return self._enter(model, args, kwargs)
         taken = None
         if self._inputs is not None:
-            if self._widened.copies and not is_dynamo_compiling():
-                self._widened.take_over()
             taken = self._inputs.take(args, kwargs)
             if self._parts is not None and not is_dynamo_compiling():
                 self._parts.step_aside()
@@ -222,7 +230,20 @@ class ManagedModel:
             policy.cache.open(self, self._plan)
             if policy.devices is not None:
                 self._note_device()
+        if not is_dynamo_compiling():
+            if self._may_have_masters:
+                self._before_forward(model)
+            if self._widened.copies:
+                self._widened.take_over()
         return taken
+
+    def _enter_part(self, owner: Any) -> None:
+        """A part is called from outside."""
+        self._state.push(self.policy, owner)
+        if self._may_have_masters:
+            self._before_forward(self.model)
+        if self._widened.copies:
+            self._widened.take_over()
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
@@ -263,7 +284,7 @@ class ManagedModel:
 
     def _saved_value(self, tensor: Tensor) -> Tensor:
         """What a checkpoint holds for one of the model's tensors; writes into it count."""
-        master = self._master_of(tensor)
+        master = self._show_master_of(tensor)
         if master is not None:
             return master
         return self._widened.give(tensor) if tensor.dtype in HALF_TYPES else tensor

@@ -77,6 +77,15 @@ class Members:
                 return master
         return None
 
+    def share_master_of(self, half: Tensor) -> Tensor | None:
+        """As `master_of`, for another optimizer that takes it too."""
+        for optimizer in self.optimizers():
+            master = optimizer.masters.of(half)
+            if master is not None:
+                optimizer.masters.is_shared = True
+                return master
+        return None
+
     def current_master_of(self, half: Tensor) -> Tensor | None:
         """As `master_of`; what was written into the half parameter has been taken over."""
         for optimizer in self.optimizers():
@@ -90,6 +99,14 @@ class Members:
         return any(
             parameter is tensor for managed in self.models() for parameter in managed.model.parameters()
         )
+
+    def show_master_of(self, half: Tensor) -> Tensor | None:
+        """As `current_master_of`, for who hands it out to be written into."""
+        for optimizer in self.optimizers():
+            master = optimizer.masters.show(half)
+            if master is not None:
+                return master
+        return None
 
     def load_master(self, half: Tensor, values: Tensor) -> None:
         """Give the master of a half parameter a checkpoint's values."""
@@ -156,6 +173,20 @@ class Members:
             managed.settle()
             managed.uninstall()
             self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
+
+    def wants_masters(self) -> bool:
+        """Whether a model is at a level with master weights."""
+        return any(managed.properties.master_weights for managed in self.models())
+
+    def wanting_masters(self) -> set[int]:
+        """Ids of half weights of such models."""
+        return {
+            id(parameter)
+            for managed in self.models()
+            if managed.properties.master_weights
+            for parameter in managed.model.parameters()
+            if parameter.dtype in HALF_TYPES and parameter.requires_grad
+        }
 
     def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
         originals, halves = self._weights()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from .casting_members import mixes
 from .errors import AmpatchError, TakingOut
 from .registered import RegisteredFunctions
 from .schedulers import HeldSchedulers
+from .scaling.strangers import RefuseStrangers
 from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ class Registry:
         self._conversions = PatchSet()
         self._distributed_state = PatchSet()
         self._awaits_distributed_state = False
+        self._data_access = PatchSet()
+        self._strangers = RefuseStrangers(self._wanting_masters)
+        self._wrapped: list[tuple[weakref.ref, set[int]]] = []  # DDPs, and ids of modules in them
         self._observers: list[Any] = []
         self.is_observed = False
         self.user_functions = RegisteredFunctions(self.installation)
@@ -113,18 +118,22 @@ class Registry:
             self._gradient_tools,
             have_optimizers,
             lambda: [
-                *gradients.replacements(self.master_of, self.ready_grads, self.forget_overflow),
-                *broadcast.replacements(self.agree_masters),
+                *gradients.replacements(self.ready_grads, self.forget_overflow),
+                *broadcast.replacements(self.agree_masters, self._note_wrapped),
                 *averaging.replacements(self.current_master_of, self.name_of_half),
             ],
+        )
+        self._strangers.keep(any(session.wants_masters() for session in self.sessions))
+        keep_replaced(
+            self._data_access,
+            self.installation.has_tables
+            or any(len(one.masters) for session in self.sessions for one in session.optimizers()),
+            lambda: [data_access.replacement(self.note_data_access)],
         )
         keep_replaced(
             self._watching_tools,
             self.installation.has_tables,
-            lambda: [
-                data_access.replacement(self.note_data_access),
-                (Tensor, "register_hook", self._noting_hooks),
-            ],
+            lambda: [(Tensor, "register_hook", self._noting_hooks)],
         )
         keep_replaced(
             self._tracing_tools,
@@ -135,7 +144,7 @@ class Registry:
         keep_replaced(
             self._conversions,
             any(session.models() for session in self.sessions),
-            lambda: conversions.replacements(self.model_with, self.masters_in),
+            lambda: conversions.replacements(self.model_with, self.masters_in, self.undressed),
         )
         if have_optimizers and not (distributed_state.is_imported() or self._awaits_distributed_state):
             self._awaits_distributed_state = True
@@ -223,6 +232,15 @@ class Registry:
                     return managed.model
         return None
 
+    @contextlib.contextmanager
+    def undressed(self, halves: set[int]) -> Iterator[None]:
+        """Half weights (ids) are parameters as torch made them."""
+        with contextlib.ExitStack() as stack:
+            for session in self.sessions if halves else ():
+                for managed in session.optimizers():
+                    stack.enter_context(managed.masters.undressed(halves))
+            yield
+
     def masters_in(self, module: Any) -> list[tuple[Tensor, Tensor]]:
         """The half parameters of a module that have masters, with these."""
         pairs = [(half, self.current_master_of(half)) for half in module.parameters()]
@@ -244,6 +262,22 @@ class Registry:
                     if managed.masters.of(parameter) is not None:
                         managed.masters.agree(parameter, send)
 
+    def reduces(self, model: Any) -> bool | None:
+        """Whether DDP averages the gradients of the forward that begins; None: no DDP has it."""
+        found = [
+            wrapper.require_backward_grad_sync
+            for ref, modules in self._wrapped
+            if id(model) in modules and (wrapper := ref()) is not None
+        ]
+        return any(found) if found else None
+
+    def _wanting_masters(self) -> set[int]:
+        return set().union(*(session.wanting_masters() for session in self.sessions))
+
+    def _note_wrapped(self, wrapper: Any) -> None:
+        self._wrapped = [entry for entry in self._wrapped if entry[0]() is not None]
+        self._wrapped.append((weakref.ref(wrapper), set(map(id, wrapper.module.modules()))))
+
     def ready_grads(self, tensors: list[Tensor]) -> None:
         """Gradients of these tensors are about to be used: gather and unscale what waits."""
         wanted = {id(tensor) for tensor in tensors}
@@ -251,10 +285,12 @@ class Registry:
             for managed in session.optimizers():
                 managed.ready(wanted)
 
-    def note_data_access(self, parameter: Tensor) -> None:
-        """Somebody uses `parameter.data`, and may write into it unseen."""
+    def note_data_access(self, parameter: Tensor, data: Tensor | None) -> None:
+        """Somebody was given `parameter.data`, to write into it unseen, or (None) replaced it."""
         for session in self.sessions:
             session.forget_copy(parameter)
+            for managed in session.optimizers():
+                managed.masters.touched(parameter, data)
 
     def _noting_hooks(self, original: Callable) -> Callable:
         @functools.wraps(original)

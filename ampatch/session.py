@@ -114,10 +114,12 @@ class Session(CastingMembers):
             state=registry.state,
             policy=self._policy_under(properties),
             master_of=self.current_master_of,
+            show_master_of=self.show_master_of,
             load_master=self.load_master,
             stand_ins=self.stand_ins,
             widened=self.widened,
             mix=self._mix,
+            before_forward=self._before_forward,
             overrides=[
                 self._module_override(module, precision, properties)
                 for module, precision in found.items()
@@ -164,8 +166,9 @@ class Session(CastingMembers):
             ),
             after_step=self._after_step,
             halves=self.halves_to_step_on,
-            master_of=self.master_of,
+            master_of=self.share_master_of,
             process_group=self._process_group,
+            name_of=lambda half: self.parameter_names().get(id(half), "a weight"),
         )
         managed.add_methods(OptimizerCopies(managed, self.has_parameter, self.stand_ins).methods())
         self.add_optimizer(managed)
@@ -220,9 +223,20 @@ class Session(CastingMembers):
             together=self._policy.apex_flavour,
         )
 
+    def _before_forward(self, model: nn.Module) -> None:
+        if self._optimizers:
+            unscaled = all(scaler.is_one for scaler in self.scalers)
+            reduces = registry.reduces(model)
+            for managed in self.optimizers():
+                managed.before_forward(reduces, unscaled)
+
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._policy.cache.close()
         registry.state.drop_interrupted()
+        if managed.masters.is_shared:
+            for other in self.optimizers():
+                if other is not managed and other.masters.is_shared:
+                    other.masters.note_shared(managed.masters)
         if self.widened.copies:
             self.widened.take_over()
         news = managed.counter.news(self.properties.max_consecutive_skips)

@@ -40,7 +40,10 @@ def scale_loss(
             scaled_loss.backward()
 
     After the block the gradients in the optimizers' `param_groups` are FP32
-    and unscaled, added to what was there before.  If they hold an inf or NaN
+    and unscaled, added to what was there before.  At O2 `p.grad` of a half weight of the
+    model is the FP32 gradient of its master, the same tensor: look at it, change it, assign to
+    it or set it to None between the block and the step, and that counts.  Inside the block
+    `p.grad` is what autograd has left: scaled, in the half type, of this block alone.  If they hold an inf or NaN
     under a dynamic loss scale, the next `optimizer.step()` does nothing.
 
     Args:

@@ -11,10 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "ampatch"
 
-LEAVES = {"errors", "foreach", "log", "surroundings", "_version"}
+LEAVES = {"errors", "foreach", "half_grads", "log", "surroundings", "_version"}
 ALLOWED = {
     "errors": set(),
     "foreach": set(),
+    "half_grads": set(),
     "log": set(),
     "surroundings": set(),
     "_version": set(),

@@ -13,6 +13,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torchs
 
+from .strangers import are_others
+
 try:
     from torch.autograd import _profiler_enabled
 except ImportError:
@@ -47,7 +49,7 @@ def bare_step(original: Callable, optimizer: Any) -> Callable | None:
         or original.__self__ is not optimizer  # but one that it wraps
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or any(_EVERYBODYS_HOOKS)
+        or any(map(are_others, _EVERYBODYS_HOOKS))
         or _profiler_enabled()
     ):
         return None

@@ -20,6 +20,7 @@ import torch
 from torch.optim import optimizer as _torchs
 
 from .snapshots import WeightsAndState
+from .strangers import are_others
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -132,7 +133,7 @@ def evaluates_first(original: Callable, optimizer: Any) -> bool:
     """
     if type(optimizer) not in _torchs_own() or optimizer._optimizer_step_pre_hooks:
         return False
-    if getattr(_torchs, "_global_optimizer_pre_hooks", True):
+    if are_others(getattr(_torchs, "_global_optimizer_pre_hooks", True)):
         return False
     function = getattr(original, "__func__", original)
     while function is not None:  # around torch's own method only wrappers of torch's own

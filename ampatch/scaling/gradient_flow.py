@@ -54,8 +54,9 @@ class GradientFlow(GradientState):
             self.left_scaled.report()
         self._fed = True
         if self.masters.by_half:
-            self.masters.settle()
+            unreduced = self.is_unreduced
             self.take_unscaled()
+            self.is_unreduced = unreduced
         if self._overflow.spent is not None:
             self.check_spent()
         return [param for param in self.parameters() if param.grad is not None]
@@ -67,6 +68,7 @@ class GradientFlow(GradientState):
         if not held:
             self._aside = []
             self.in_block = True
+            self.is_unreduced = False
             self.pending = self._overflow.found = self._overflow.spent = None
             return
         owned = sharing.owned(self, held)
@@ -80,19 +82,23 @@ class GradientFlow(GradientState):
             param.grad = None
 
     def _put_back_scaled(self, owned: list[Tensor], pending: Pending) -> None:
-        """Leave earlier gradients where backward adds to them, so one all-reduce serves both."""
+        """Leave earlier gradients where backward adds to them, so one all-reduce serves both.
+
+        Those of masters stay there in FP32, unless DDP is about to average for the first
+        time what it was kept from (`no_sync`).
+        """
         if self.pending is None:
             pending.scale_up([param.grad for param in owned])
             self._wait_in(pending)
-        for param in owned:
-            half = self.masters.half_of(param)
-            if half is not None:
-                half.grad, param.grad = param.grad.to(half.dtype), None
+        if self.is_unreduced and self.reduces:
+            self.masters.put_grads_back(set(map(id, owned)))
 
     def after_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
         self.in_block = False
         taken = self.masters.take_grads() if self.masters.by_half else None
+        if self.reduces is not None:
+            self.is_unreduced = not self.reduces
         if self.pending is not None:
             self.pending = None
             if taken is not None:
@@ -127,6 +133,8 @@ class GradientFlow(GradientState):
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
         self.in_block = False
         taken = self.masters.take_grads()
+        if self.reduces is not None:
+            self.is_unreduced = not self.reduces
         if self.pending is None:
             masters = sharing.owned(self, [pair.master for pair in self.masters])
             earlier = [master.grad for master in masters if master.grad is not None]

@@ -13,8 +13,10 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..half_grads import is_in_backward, raw_grad, set_raw_grad
 from ..log import logger
 from .left_scaled import LeftScaled, Seen
 from .loss_scaler import Scaler
@@ -39,9 +41,10 @@ class GradientState:
         self,
         optimizer: Any,
         process_group: Any = None,
+        name_of: Callable[[Tensor], str] = lambda half: "a weight",
     ) -> None:
         self.optimizer = optimizer
-        self.masters = MasterWeights()
+        self.masters = MasterWeights(self, name_of)
         self.pending: Pending | None = None
         self._process_group = process_group
         self._overflow = Overflow()
@@ -49,6 +52,8 @@ class GradientState:
         self._fed = False  # a block was entered since the last step
         self._deferred: list[Scaler] = []  # their update waits for the step
         self.in_block = False
+        self.reduces: bool | None = None  # DDP averages the pass of the last forward; None: no DDP
+        self.is_unreduced = False  # masters' gradients that DDP has not averaged
         self._aside: list[tuple[Tensor, Tensor]] = []
 
     def parameters(self) -> Sequence[Tensor]:
@@ -140,6 +145,10 @@ class GradientState:
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
         self._aside = [(param, grad) for param, grad in self._aside if id(param) not in zeroed]
+        if self.in_block:  # what masters have is not to be seen there, but gone it is
+            for half, master in self.masters:
+                if id(half) in zeroed:
+                    master.grad = None
         if (self._overflow or self.left_scaled.known) and all(
             param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
             for param in self.parameters()
@@ -151,7 +160,49 @@ class GradientState:
         """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
         if self.masters.has_grads() and not self.in_block:
             self.finish_pending()
-            add_to(*self.masters.take_grads())
+            self._take_passed()
+
+    def _take_passed(self) -> None:
+        """Move what a finished pass left in half weights into their masters."""
+        add_to(*self.masters.take_grads())
+        self.is_unreduced = self.reduces is False
+
+    def before_forward(self, reduces: bool | None, unscaled: bool) -> None:
+        """An outermost forward of a model begins: what was written into masters reaches it.
+
+        Gradients that earlier passes without `scale_loss` left are added up in FP32 before the
+        next ones come.  `reduces` says whether DDP will average those over the ranks; then it gets
+        what it has not averaged yet where it looks for it: in the half weights.  With
+        a loss scale (not `unscaled`) it is for the block to do that.
+        """
+        if not self.masters.by_half:
+            return
+        if not (self.in_block or is_in_backward()):
+            self.masters.before_forward()
+            here = not (self.left_scaled.known or torch.is_inference_mode_enabled())
+            if here and (unscaled or reduces is None):
+                self.take_unscaled()
+                if reduces and self.is_unreduced:
+                    self.masters.put_grads_back()
+        self.reduces = reduces
+
+    # `.grad` of half weights that have masters
+
+    def grad_of_half(self, half: Tensor) -> Tensor | None:
+        """The master's gradient, what a plain backward pass has left added."""
+        pair = self.masters.by_half[id(half)]
+        grad = raw_grad(half)
+        if grad is not None:
+            with torch.inference_mode(False):
+                self.finish_pending()
+                set_raw_grad(half, None)
+                add_to([pair.master], [grad.float()])
+        return pair.master.grad
+
+    def set_grad_of_half(self, half: Tensor, grad: Tensor | None) -> None:
+        """Take a gradient, FP32 or half, in the place of the master's."""
+        set_raw_grad(half, None)
+        self.masters.by_half[id(half)].master.grad = None if grad is None else grad.float()
 
     def ready(self, wanted: set[int]) -> None:
         """Somebody is about to use gradients of these tensors (ids): leave none scaled or half."""

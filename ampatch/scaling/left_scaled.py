@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..half_grads import raw_grad
 from ..log import logger
 
 Seen = tuple[list[Tensor | None], list[int]]
@@ -27,7 +28,7 @@ class LeftScaled:
 
     def seen(self) -> Seen:
         """Gradients as backward has left them, and versions, to tell later what it changed."""
-        grads = list(map(_grad_of, self._leaves()))
+        grads = list(map(raw_grad, self._leaves()))
         return grads, [-1 if grad is None else grad._version for grad in grads]
 
     def note(self, before: Seen) -> None:

@@ -1,56 +1,59 @@
 """FP32 master copies of half weights: gradients down to them, weights up from them.
 
-The model keeps the half parameter, the optimizer gets the master.  Optimizers
+The model keeps the half parameter, the optimizer gets the master.  The master is the truth, the
+half weight is derived from it; what anybody writes into either is taken over.  Optimizers
 without half parameters have an empty mapping here; there is no second code
 path for "no master weights".
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .. import foreach
+from ..half_grads import Keeper, dress, is_dressed, set_raw_grad, undress
+from ..log import logger
 from ..surroundings import set_grad_enabled
+from .agreement import (
+    Agreement,
+    Pair,
+    agrees,
+    is_read_by_host,
+    is_unchanged,
+    plain_data,
+    set_plain_data,
+    take_over,
+)
+from .pairs import Pairs
 from .ranks import world_size
-
-_grad_of = operator.attrgetter("half.grad")
-_master_of = operator.attrgetter("master")
-_is_sparse = operator.attrgetter("is_sparse")
-_version_of = operator.attrgetter("_version")
-_SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
+from .writes import Writes
 
 
-class Pair(NamedTuple):
-    """A half parameter of the model and its FP32 master."""
+class MasterWeights(Pairs):
+    """The pairs of one optimizer, and what is in both tensors of each.
 
-    half: Tensor
-    master: Parameter
+    `keeper` answers for `.grad` of the half weights; `name_of` names them in messages.
+    """
 
-
-class MasterWeights:
-    """The pairs of one optimizer; `by_half` and `by_master` have them by an id, for reading."""
-
-    def __init__(self) -> None:
-        self.by_half: dict[int, Pair] = {}
-        self.by_master: dict[int, Pair] = {}
-        self._versions: dict[int, int] = {}  # of half weights, as we last wrote or read them
-        self._listed: tuple[list[Tensor], list[Tensor]] | None = None
-        self._parts: list[list[Pair]] = []
-        self._loaded: dict[int, int] = {}  # versions of half weights whose masters are known good
+    def __init__(
+        self, keeper: Keeper, name_of: Callable[[Tensor], str] = lambda half: "a weight"
+    ) -> None:
+        super().__init__()
+        self._dtypes: dict[int, torch.dtype] = {}
+        self.is_shared = False  # another optimizer has some of the masters
+        self._keeper = keeper
+        self._name_of = name_of
+        self._halves_seen = Writes()
+        self._masters_seen = Writes()
+        self._shown: dict[int, Tensor] = {}  # half weights as they were when a master was shown
+        self._agreement: Agreement | None = None
+        self._agreed: set[int] = set()  # ids of half weights whose masters all ranks share
         self._settled = True
-
-    def __len__(self) -> int:
-        return len(self.by_half)
-
-    def __iter__(self) -> Iterator[Pair]:
-        return iter(list(self.by_half.values()))
 
     def add(
         self, half: Tensor, original: Tensor | None, master: Parameter | None = None
@@ -63,125 +66,206 @@ class MasterWeights:
         if master is None:
             values = half.detach().float() if original is None else original
             master = Parameter(values, requires_grad=half.requires_grad)
+        grad = half.grad
         pair = Pair(half, master)
         self.by_half[id(half)] = self.by_master[id(master)] = pair
-        self._parts.clear()
-        self._listed = None
-        self._versions[id(half)] = half._version
+        self._dtypes[id(half)] = half.dtype
+        self._forget_lists()
+        self._halves_seen.note([half])
+        self._masters_seen.note([master])
         self._settled = False
+        set_raw_grad(half, None)
+        if grad is not None and master.grad is None:
+            master.grad = grad.float()
+        dress(half, self._keeper)
         return master
 
     def remove(self, half: Tensor) -> None:
-        """Forget a pair; the tensors stay as they are."""
+        """Forget a pair; the half weight has its gradient itself again, if it is nobody else's."""
         pair = self.by_half.pop(id(half))
-        self._parts.clear()
-        self._listed = None
-        del self.by_master[id(pair.master)], self._versions[id(half)]
+        del self.by_master[id(pair.master)], self._dtypes[id(half)]
+        self._forget_lists()
+        for seen, tensor in ((self._halves_seen, half), (self._masters_seen, pair.master)):
+            seen.forget(tensor)
+        grad = pair.master.grad
+        if undress(half, self._keeper) and grad is not None:
+            set_raw_grad(half, grad.to(half.dtype))
+            pair.master.grad = None
 
-    def of(self, half: Tensor) -> Parameter | None:
-        """The master of a half parameter, or None."""
-        pair = self.by_half.get(id(half))
-        return None if pair is None else pair.master
+    def _forget_lists(self) -> None:
+        super()._forget_lists()
+        self._agreement = None
+
+    # Values
+
+    @contextlib.contextmanager
+    def undressed(self, halves: set[int]) -> Iterator[None]:
+        """Half weights (ids) are plain parameters meanwhile, for who exchanges what is inside them.
+
+        Their masters' gradients stay where they are.
+        """
+        concerned = [pair.half for pair in self if id(pair.half) in halves]
+        for half in concerned:
+            undress(half, self._keeper)
+        try:
+            yield
+        finally:
+            for half in concerned:
+                dress(half, self._keeper)
 
     def current(self, half: Tensor) -> Parameter | None:
         """The master of a half parameter, what was written into the half taken over; or None."""
         pair = self.by_half.get(id(half))
         if pair is None:
             return None
-        if not self._settled or half._version != self._versions[id(half)]:
-            self._adopt([pair])
+        self._bring_together(pair)
         return pair.master
+
+    def show(self, half: Tensor) -> Parameter | None:
+        """As `current`, for who hands out memory of the master, to be written into perhaps.
+
+        A copy of the half weight is kept until both are compared again: it tells then which of
+        them was written into, whatever way that was done.
+        """
+        master = self.current(half)
+        if master is not None:
+            self._shown[id(half)] = half.detach().clone()
+        return master
 
     def load(self, half: Tensor, values: Tensor) -> None:
         """Take a master's values from a checkpoint, which is about to be copied into `half` too."""
         with torch.no_grad():
             self.by_half[id(half)].master.copy_(values)
-        self._loaded[id(half)] = half._version + 1
 
     def agree(self, half: Tensor, send: Callable[[Tensor], None]) -> None:
         """Ranks have made `half` equal; `send` makes its master equal too, one rank's for all."""
         pair = self.by_half[id(half)]
-        self._adopt([pair])
+        take_over(pair)
         send(pair.master.detach())
-        self._loaded[id(half)] = half._version
+        self._note(pair)
+        self._agreed.add(id(half))
 
-    def half_of(self, master: Tensor) -> Tensor | None:
-        """The half parameter of a master, or None."""
-        pair = self.by_master.get(id(master))
-        return None if pair is None else pair.half
+    def touched(self, tensor: Tensor, data: Tensor | None) -> None:
+        """Somebody has read `.data` of a half weight or a master, or (None) given it other data."""
+        if id(tensor) in self.by_half:
+            self._halves_seen.touched(tensor, data)
+            if data is None and tensor.dtype is not self._dtypes[id(tensor)] and is_dressed(tensor):
+                self._take_wide(self.by_half[id(tensor)])
+        elif id(tensor) in self.by_master:
+            self._masters_seen.touched(tensor, data)
+            if data is None:
+                self._agreement = None
+
+    def _take_wide(self, pair: Pair) -> None:
+        """The half weight was given data of another type: the master has it, the half rounds it."""
+        values = plain_data(pair.half)
+        if values.shape == pair.master.shape:
+            with torch.no_grad():
+                pair.master.copy_(values)
+            set_plain_data(pair.half, values.to(self._dtypes[id(pair.half)]))
+            self._note(pair)
 
     def settle(self) -> None:
-        """Take over what was written into half weights from outside.
+        """Bring half weights and masters together, whatever was written into either.
 
-        Before the first use every pair is compared, since a DDP broadcast or a
-        `.data` write may have come after `initialize`; later only weights whose
-        version has moved.  Elements that still equal their master's rounding
-        keep the master's precision.  With several ranks the first settling takes
-        all values from the half weights, which somebody may have made equal, except
-        those that `agree` made equal and those of a checkpoint loaded since.
+        All values are compared; elements of a half weight that still equal their master's
+        rounding keep the master's precision.  On an accelerator nothing waits, unless a master
+        is known to have been written into.  With several ranks the first settling takes
+        all values from the half weights, which somebody may have made equal, except those
+        that `agree` made equal and those whose masters were written into, or handed out for it.
         """
+        if not self.by_half:
+            return
+        halves, masters = self._lists()
         if not self._settled and world_size() > 1:
-            loaded = [p for p in self if self._loaded.get(id(p.half)) == p.half._version]
-            known = {id(pair.half) for pair in loaded}
-            changed = [pair for pair in self if id(pair.half) not in known]
-            if changed:
-                masters = [pair.master.detach() for pair in changed]
-                foreach.copy_(masters, [pair.half.detach() for pair in changed])
-            for pair in changed:
-                self._versions[id(pair.half)] = pair.half._version
-            self._adopt(loaded)
-        elif not self._settled:
-            self._adopt(list(self))
-        elif list(map(_version_of, self._lists()[0])) != list(self._versions.values()):
-            self._adopt([p for p in self if p.half._version != self._versions[id(p.half)]])
+            self._take_first()
         self._settled = True
-        self._loaded.clear()
+        self._agreed.clear()
+        on_host = is_read_by_host(halves[0])
+        if self._shown or self._masters_seen.is_touched or not on_host:
+            self._follow_masters(masters)
+        if self._agreement is None or not self._agreement.is_current():
+            with torch.inference_mode(False):  # it is used outside as well
+                self._agreement = Agreement(list(self.by_half.values()))
+        for pair in list(self._agreement.differing()):
+            self._bring_together(pair)
 
-    def _adopt(self, pairs: list[Pair]) -> None:
-        with torch.no_grad():
-            for half, master in pairs:
-                same = half == master.to(half.dtype)
-                if not half.is_meta and not bool(same.all()):
-                    master.copy_(torch.where(same, master, half.to(master.dtype)))
-                self._versions[id(half)] = half._version
+    def before_forward(self) -> None:
+        """Have masters that were written into since the last step reach the half weights."""
+        if self.by_half:
+            self._follow_masters(self._lists()[1])
 
-    def has_grads(self) -> bool:
-        """Whether a backward pass has left gradients in half weights."""
-        for half in self._lists()[0]:
-            if half.grad is not None:
-                return True
-        return False
+    def _follow_masters(self, masters: list[Tensor]) -> None:
+        """Bring those pairs together whose masters were written into.
 
-    def take_grads(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Move the gradients out of the half weights: masters, and their FP32 gradients.
-
-        Some at a time, so that there are never two whole sets of them.
+        Half weights alone written into can wait: an average swapped in may be swapped out again.
         """
-        masters: list[Tensor] = []
-        taken: list[Tensor] = []
-        if not self._parts:
-            self._parts = _in_parts(list(self.by_half.values()))
-        for part in self._parts:
-            grads = list(map(_grad_of, part))
-            if any(map(operator.is_, grads, itertools.repeat(None))):
-                part = [pair for pair in part if pair.half.grad is not None]
-                grads = list(map(_grad_of, part))
-            here = list(map(_master_of, part))
-            if any(map(_is_sparse, grads)):
-                taken += [grad.float() for grad in grads]
-            elif grads:
-                copies = list(map(torch.empty_like, here))
-                foreach.copy_(copies, grads)
-                taken += copies
-            for pair in part:
-                pair.half.grad = None
-            masters += here
-        return masters, taken
+        if self._shown or self._masters_seen.is_touched or self._masters_seen.moved(masters):
+            for pair in self:
+                asked = id(pair.half) in self._shown or self._masters_seen.may_be_new(pair.master)
+                if asked and self._who_wrote(pair)[1]:
+                    self._bring_together(pair)
 
-    def drop_grads(self) -> None:
-        """Forget the gradients in the half weights."""
-        for half in self._lists()[0]:
-            half.grad = None
+    def _take_first(self) -> None:
+        changed = [
+            pair
+            for pair in self
+            if id(pair.half) not in self._agreed and not self._masters_seen.is_new(pair.master)
+        ]
+        if changed:
+            masters = [pair.master.detach() for pair in changed]
+            foreach.copy_(masters, [pair.half.detach() for pair in changed])
+        for pair in changed:
+            self._note(pair)
+
+    def _bring_together(self, pair: Pair) -> None:
+        """Give one of the two what was written into the other.  Of both the master wins."""
+        if pair.half.is_meta:
+            return
+        by_half, by_master = self._who_wrote(pair)
+        if by_master and not self._halves_seen.may_be_new(pair.half):
+            self._agreed.add(id(pair.half))
+        if not by_master and not is_read_by_host(pair.half):
+            take_over(pair)
+        elif not agrees(pair):
+            if by_master:
+                if by_half:
+                    self._tell_of_both(pair)
+                with torch.no_grad():
+                    pair.half.copy_(pair.master)
+            else:
+                take_over(pair)
+        self._note(pair)
+
+    def _who_wrote(self, pair: Pair) -> tuple[bool, bool]:
+        """Whether the half weight was written into, and whether the master, as far as is known."""
+        half, master = pair
+        by_half, by_master = self._halves_seen.is_new(half), self._masters_seen.is_new(master)
+        shown = self._shown.get(id(half))
+        if shown is not None:
+            by_half = not is_unchanged(half, shown)
+            return by_half, by_master or not by_half
+        if not by_half and not self._halves_seen.may_be_new(half):
+            by_master = self._masters_seen.may_be_new(master)
+        return by_half, by_master
+
+    def _tell_of_both(self, pair: Pair) -> None:
+        logger.warning(
+            "%s: both the half weight and its FP32 master were written into since the last "
+            "step, with different values. The master's are kept. Write into one of them only; "
+            "the masters are in ampatch.master_params(optimizer) and model.state_dict().",
+            self._name_of(pair.half),
+        )
+
+    def _note(self, pair: Pair) -> None:
+        self._halves_seen.note([pair.half])
+        self._masters_seen.note([pair.master])
+        self._shown.pop(id(pair.half), None)
+
+    def note_shared(self, others: MasterWeights) -> None:
+        """Another optimizer has stepped: pairs that are its too agree as they are."""
+        for key in self.by_half.keys() & others.by_half.keys():
+            self._note(self.by_half[key])
 
     def push(self) -> None:
         """Round the masters into the half weights."""
@@ -194,25 +278,6 @@ class MasterWeights:
             foreach.copy_(halves, masters)
         finally:
             set_grad_enabled(found)
-        self._versions = dict(zip(self.by_half, map(_version_of, halves), strict=True))
-
-    def _lists(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Halves and masters, in the order of `by_half`."""
-        if self._listed is None:
-            pairs = self.by_half.values()
-            self._listed = [pair.half for pair in pairs], [pair.master for pair in pairs]
-        return self._listed
-
-
-def _in_parts(pairs: list[Pair]) -> list[list[Pair]]:
-    """Pairs in groups of about an eighth of all elements; small models in few groups."""
-    limit = max(_SMALL_PART, sum(pair.half.numel() for pair in pairs) // 8)
-    parts: list[list[Pair]] = []
-    size = limit
-    for pair in pairs:
-        if size + pair.half.numel() > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(pair)
-        size += pair.half.numel()
-    return parts
+        self._halves_seen.note_all(halves)
+        self._masters_seen.note_all(masters)
+        self._shown.clear()

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..log import logger
+from . import own_lists
 from .apex_layouts import torch_layout
 from .bare_calls import bare_step, is_bare_zero_grad
 from .closures import Evaluations, step_with_closure, with_closures
 from .fused import skips_in_kernel
 from .gradient_flow import GradientFlow
+from .idle_steps import IdleSteps
 from .methods import Methods
 from .scale_numbers import is_set
 from .snapshots import WeightsAndState
@@ -51,8 +53,9 @@ class ManagedOptimizer(GradientFlow):
         halves: Callable[[], set[int]] = set,
         master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
         process_group: Any = None,
+        name_of: Callable[[Tensor], str] = lambda half: "a weight",
     ) -> None:
-        super().__init__(optimizer, process_group)
+        super().__init__(optimizer, process_group, name_of)
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self.counter = StepCounter()
         self._told_unfed = False
@@ -68,6 +71,7 @@ class ManagedOptimizer(GradientFlow):
         self._own_methods: dict[str, Callable] = {}
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
         self._found_states = FoundStates()
+        self._first_step = IdleSteps(optimizer)
 
     # Put in, take out
 
@@ -116,6 +120,8 @@ class ManagedOptimizer(GradientFlow):
 
         Those in `masters` (by ids of half parameters) exist already.
         """
+        own_lists.check(self.optimizer, halves)
+        new_of: dict[int, Tensor] = {}
         for group in self.optimizer.param_groups:
             for index, param in enumerate(group["params"]):
                 if id(param) not in halves:
@@ -126,11 +132,11 @@ class ManagedOptimizer(GradientFlow):
                 if master is None:
                     original = originals.get(id(param))
                     known = masters.get(id(param), self._master_of(param))
+                    self.masters.is_shared = self.masters.is_shared or known is not None
                     master = self.masters.add(param, original, known)
-                    if param.grad is not None:
-                        master.grad, param.grad = param.grad.float(), None
-                group["params"][index] = master
+                group["params"][index] = new_of[id(param)] = master
                 move_state(self.optimizer, param, master)
+        own_lists.exchange(self.optimizer, new_of)
 
     def forget_found_state(self) -> None:
         """Opening succeeded: from now on the state is what training makes of it."""
@@ -145,13 +151,15 @@ class ManagedOptimizer(GradientFlow):
 
     def release_parameters(self, halves: set[int]) -> None:
         """Put parameters (ids of the model's) back in the place of their masters."""
+        old_of: dict[int, Tensor] = {}
         for group in self.optimizer.param_groups:
             for index, master in enumerate(group["params"]):
                 param = self.masters.half_of(master)
                 if param is not None and id(param) in halves:
-                    group["params"][index] = param
+                    group["params"][index] = old_of[id(master)] = param
                     move_state(self.optimizer, master, param)
                     self.masters.remove(param)
+        own_lists.exchange(self.optimizer, old_of)
 
     def fit_state(self, changed: set[int]) -> None:
         """Give the state of parameters (ids) whose dtype has changed their new dtype."""
@@ -231,6 +239,9 @@ class ManagedOptimizer(GradientFlow):
         if skipped is True:
             self.note_step(True)
             return None
+        watched = None
+        if self.masters.by_half and not self._first_step.is_done:
+            watched = self._first_step.before(self.masters)
         suspended = self._suspend_casts()
         try:
             if in_kernel:
@@ -243,6 +254,8 @@ class ManagedOptimizer(GradientFlow):
             self._resume_casts(suspended)
             if self.masters.by_half:
                 self.masters.push()
+        if watched is not None:
+            self._first_step.after(watched, skipped)
         self.note_step(skipped)
         return result
 

@@ -59,7 +59,8 @@ class HostNumbers:
         self.device = device
         self.unskipped = unskipped
         self._zeros: list[Tensor] = []  # flags that were not set: each serves again
-        self._inverse: tuple[float, Tensor] = (1.0, torch.ones((), dtype=torch.float32, device="cpu"))
+        one = torch.ones((), dtype=torch.float32, device="cpu")
+        self._inverse: tuple[float, Tensor] = (1.0, one)
         self.fill(scale)
 
     def fill(self, scale: float) -> None:

@@ -7,19 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .own_lists import inner_optimizers
+
 
 def states_of(optimizer: Any) -> list[Any]:
-    """The states by parameter of an optimizer and of those in its attributes.
-
-    A wrapper (LARC, SAM) shares its `param_groups` with the optimizer it holds,
-    and that is how the held one is known.
-    """
-    groups = optimizer.param_groups
-    holders = [optimizer]
-    for value in vars(optimizer).values():
-        held = getattr(value, "param_groups", None)
-        if groups and held and held[0] is groups[0]:
-            holders.append(value)
+    """The states by parameter of an optimizer and of those inside it (LARC, SAM, Lookahead)."""
+    holders = [optimizer, *inner_optimizers(optimizer)]
     states = [getattr(holder, "state", None) for holder in holders]
     return list({id(state): state for state in states if state is not None}.values())
 

@@ -1,0 +1,142 @@
+"""Half weights whose `.grad` is the FP32 gradient of their master.
+
+torch refuses a gradient of another dtype than its tensor's, and where it can be allowed, DDP
+refuses it.  So autograd leaves half gradients where it always does, and Python sees another
+attribute: a half weight that has a master becomes an instance of a subclass of its class, which
+asks a `Keeper` for `.grad`.  Nothing else about the weight changes; a copy of it is a plain
+one.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+raw_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+"""The gradient where autograd leaves it: of any tensor, in the tensor's own dtype."""
+set_raw_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+_KEEPERS = "_ampatch_keepers"
+
+try:
+    from torch._C import _current_graph_task_id as _pass_id
+except ImportError:
+
+    def _pass_id() -> int:
+        """Without a way to ask, no backward pass is running."""
+        return -1
+
+
+class Keeper(Protocol):
+    """Who keeps the FP32 gradients of half weights."""
+
+    in_block: bool
+
+    def grad_of_half(self, half: Tensor) -> Tensor | None:
+        """The FP32 gradient; what autograd has left is added to it first."""
+
+    def set_grad_of_half(self, half: Tensor, grad: Tensor | None) -> None:
+        """Take a gradient, of any dtype, in the place of what there is."""
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs code inside a backward pass."""
+    return _pass_id() != -1
+
+
+def dress(half: Tensor, keeper: Keeper) -> None:
+    """From now on `half.grad` is what `keeper` says; of several the first alive counts."""
+    keepers = vars(half).setdefault(_KEEPERS, [])
+    if not any(known() is keeper for known in keepers):
+        keepers.append(weakref.ref(keeper))
+    if not isinstance(half, _Dressed):
+        half.__class__ = _dressed(type(half))
+
+
+def undress(half: Tensor, keeper: Keeper | None = None) -> bool:
+    """Forget `keeper`, or all; whether none is left, so that the weight is a plain one again."""
+    keepers = vars(half).get(_KEEPERS, [])
+    keepers[:] = [] if keeper is None else [k for k in keepers if k() not in (None, keeper)]
+    if keepers:
+        return False
+    vars(half).pop(_KEEPERS, None)
+    if isinstance(half, _Dressed):
+        half.__class__ = type(half).__base_kind__
+    return True
+
+
+def is_dressed(half: Tensor) -> bool:
+    """Whether somebody keeps its gradient."""
+    return isinstance(half, _Dressed)
+
+
+class _Dressed:
+    """What the subclass adds."""
+
+    __slots__ = ()
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The FP32 gradient of the master; inside a `scale_loss` block, what autograd left.
+
+        To assign to it, or None, replaces all that there is, as in FP32 training.
+        """
+        keeper = _keeper(self)
+        return raw_grad(self) if keeper is None else keeper.grad_of_half(self)
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        keeper = _keeper(self)
+        if keeper is not None:
+            keeper.set_grad_of_half(self, grad)
+            return
+        for ref in vars(self).get(_KEEPERS, ()):  # what was there before this pass goes, too
+            if (known := ref()) is not None:
+                known.set_grad_of_half(self, None)
+        set_raw_grad(self, None if grad is None else grad.to(self.dtype))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = _plain(self, self.detach().clone())
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        plain = _plain(self, self.detach())
+        vars(plain).update({key: value for key, value in vars(self).items() if key != _KEEPERS})
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return repr(_plain(self, self.detach()))
+
+
+def _plain(half: Any, data: Tensor) -> Tensor:
+    return type(half).__base_kind__(data, half.requires_grad)
+
+
+def _keeper(half: Any) -> Keeper | None:
+    """Who is asked now; None: autograd's own gradient is meant."""
+    first = None
+    for ref in vars(half).get(_KEEPERS, ()):
+        keeper = ref()
+        if keeper is not None:
+            if keeper.in_block:
+                return None
+            first = first or keeper
+    if first is not None and is_in_backward() and raw_grad(half) is not None:
+        return None  # DDP is going to reduce it
+    return first
+
+
+@functools.cache
+def _dressed(kind: type) -> type:
+    made: Any = type(kind)(kind.__name__, (_Dressed, kind), {"__module__": kind.__module__})
+    made.__qualname__, made.__base_kind__ = kind.__qualname__, kind
+    return made

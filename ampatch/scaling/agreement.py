@@ -1,0 +1,226 @@
+"""Whether half weights still are what their masters round to: many weights in one comparison.
+
+Values are compared, bit by bit, since `.data` writes, numpy, collectives and fused kernels raise no
+version.  The weights are put together in scratch memory, a bounded part at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_PART = 2**16  # elements: half a megabyte of scratch memory
+_LARGE_PART = 2**18  # elements, as much
+plain_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+"""`.data`, past whoever watches it."""
+set_plain_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Pair(NamedTuple):
+    """A half parameter of the model and its FP32 master."""
+
+    half: Tensor
+    master: Parameter
+
+
+class Agreement:
+    """A comparison of `pairs`, good for as long as `is_current`."""
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self._halves = [pair.half for pair in pairs]
+        self._masters = [pair.master for pair in pairs]
+        self._pointers = self._places()
+        self._odd: list[Pair] = []
+        self._parts: list[_Row | _Large] = []
+        rows: dict[tuple, _Row] = {}
+        for pair in pairs:
+            flat = _flat(pair)
+            if flat is None:
+                self._odd.append(pair)
+            elif pair.half.numel() > _PART // 2:
+                self._parts.append(_Large(pair, *flat))
+            else:
+                self._add_small(rows, pair, flat)
+        for row in rows.values():
+            row.fill_up()
+
+    def _add_small(self, rows: dict[tuple, _Row], pair: Pair, flat: tuple[Tensor, Tensor]) -> None:
+        key = (pair.half.device, pair.half.dtype)
+        row = rows.get(key)
+        if row is None or row.size + pair.half.numel() > _PART:
+            if row is not None:
+                row.fill_up()
+            row = rows[key] = _Row()
+            self._parts.append(row)
+        row.add(pair, *flat)
+
+    def _places(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._halves))
+
+    def is_current(self) -> bool:
+        """Whether the half weights lie where they lay."""
+        return self._pointers == self._places()
+
+    def differing(self) -> Iterator[Pair]:
+        """Pairs that do not agree, as far as the host can know without waiting for a device.
+
+        On an accelerator differing elements of masters are made those of their halves at once.
+        """
+        for part in self._parts:
+            if not is_read_by_host(part.pairs[0].half):
+                part.take_over()
+            elif not part.agrees():
+                yield from (pair for pair in part.pairs if not agrees(pair))
+        for pair in self._odd:
+            if not is_read_by_host(pair.half):
+                take_over(pair)
+            elif not agrees(pair):
+                yield pair
+
+
+class _Row:
+    """Small weights of one device and type, laid in a row to be compared."""
+
+    def __init__(self) -> None:
+        self.pairs: list[Pair] = []
+        self.size = 0
+        self._halves: list[Tensor] = []
+        self._masters: list[Tensor] = []
+
+    def add(self, pair: Pair, half: Tensor, master: Tensor) -> None:
+        """One more, and both of it flat."""
+        self.pairs.append(pair)
+        self.size += half.numel()
+        self._halves.append(half)
+        self._masters.append(master)
+
+    def fill_up(self) -> None:
+        """It is complete.  Zeros fill it up to whole words, eight bytes of halves."""
+        lacking = -self.size % 4
+        if lacking:  # an empty tensor would lead torch.cat off its fast path
+            self._halves.append(self._halves[0].new_zeros(lacking))
+            self._masters.append(self._masters[0].new_zeros(lacking))
+
+    def agrees(self) -> bool:
+        """Whether all bits are those of the masters' rounding."""
+        halves = torch.cat(self._halves)
+        rounded = torch.cat(self._masters).to(halves.dtype)
+        return torch.equal(halves.view(torch.int64), rounded.view(torch.int64))
+
+    def take_over(self) -> None:
+        """As `take_over`, for all, without waiting for the device."""
+        chosen = _chosen(torch.cat(self._halves), torch.cat(self._masters))
+        parts = chosen.split(list(map(Tensor.numel, self._masters)))
+        torch._foreach_copy_(self._masters, list(parts))
+
+
+class _Large:
+    """One weight, compared where it lies, a part at a time."""
+
+    def __init__(self, pair: Pair, half: Tensor, master: Tensor) -> None:
+        self.pairs = [pair]
+        whole = half.numel() % 4 == 0 and half.storage_offset() % 4 == 0
+        self._kind = torch.int64 if whole else torch.int16
+        halves = half.view(self._kind).split(_LARGE_PART * 2 // self._kind.itemsize)
+        self._parts = list(zip(halves, master.split(_LARGE_PART), strict=True))
+        self._dtype = half.dtype
+
+    def agrees(self) -> bool:
+        """Whether all bits are those of the master's rounding."""
+        rounded = torch.empty_like(self._parts[0][1], dtype=self._dtype)
+        words = rounded.view(self._kind)
+        for half, master in self._parts:
+            if len(half) != len(words):  # the last
+                rounded, words = rounded[: len(master)], words[: len(half)]
+            rounded.copy_(master)
+            if not torch.equal(half, words):
+                return False
+        return True
+
+    def take_over(self) -> None:
+        """As `take_over`, without waiting for the device."""
+        for half, master in self._parts:
+            master.copy_(_chosen(half.view(self._dtype), master))
+
+
+def is_read_by_host(tensor: Tensor) -> bool:
+    """Whether its values can be looked at without waiting: the one place that decides it."""
+    return tensor.device.type == "cpu"
+
+
+def agrees(pair: Pair) -> bool:
+    """Whether a half weight is what its master rounds to.  Waits for the device."""
+    half, master = pair.half.detach(), pair.master.detach()
+    if half.is_meta:
+        return True
+    if half.shape != master.shape:
+        return False
+    return bool(_alike(half, master.to(half.dtype)).all())
+
+
+def is_unchanged(tensor: Tensor, before: Tensor) -> bool:
+    """Whether a tensor still is what it was, to the bit.  Waits for the device."""
+    now = tensor.detach()
+    same_kind = now.shape == before.shape and now.dtype is before.dtype
+    return same_kind and bool(_alike(now, before).all())
+
+
+def take_over(pair: Pair) -> None:
+    """Give the master what was written into the half, where it differs from the master's rounding.
+
+    Elsewhere the master keeps its precision.
+    """
+    half, master = plain_data(pair.half), plain_data(pair.master)
+    with torch.no_grad():
+        if half.shape != master.shape:
+            pair.master.data = half.to(master.dtype, copy=True)
+        else:
+            master.copy_(_chosen(half, master))
+
+
+def _chosen(half: Tensor, master: Tensor) -> Tensor:
+    return torch.where(_alike(half, master.to(half.dtype)), master, half.to(master.dtype))
+
+
+def _alike(half: Tensor, rounded: Tensor) -> Tensor:
+    """Elementwise: equal to the bit (-0.0 is not 0.0), any NaN like any other."""
+    if half.dtype in (torch.float16, torch.bfloat16):
+        bits = half.view(torch.int16) == rounded.view(torch.int16)
+    else:
+        bits = half == rounded
+    return bits | (half.isnan() & rounded.isnan())
+
+
+def _flat(pair: Pair) -> tuple[Tensor, Tensor] | None:
+    """Both in a row, in the order in which their numbers lie; None where these differ."""
+    half, master = plain_data(pair.half), plain_data(pair.master)
+    if (
+        type(half) is not Tensor
+        or type(master) is not Tensor
+        or half.layout is not torch.strided
+        or half.dtype not in (torch.float16, torch.bfloat16)
+        or half.is_meta
+        or half.shape != master.shape
+        or half.device != master.device
+        or not _is_dense(half)
+        or (half.dim() > 1 and half.stride() != master.stride())
+    ):
+        return None
+    return tuple(t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in (half, master))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,69 @@
+"""`torch.set_default_dtype(torch.float64)`, before or after `initialize`: nothing changes its dtype."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_training import data, seeded
+
+import ampatch
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def run(level, half, when, kind, fused):
+    model = seeded()
+    inputs, targets = data()
+    options = {"fused": True} if fused else {}
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    if when == "before":
+        torch.set_default_dtype(torch.float64)
+    settings = {"init_scale": 64.0, "growth_interval": 2, "verbosity": 0}
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=half, **settings)
+    if when == "after":
+        torch.set_default_dtype(torch.float64)
+    losses = []
+    for factor in (1.0, 1.0, math.inf, 1.0, 1.0):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(inputs).float(), targets) * factor
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            assert scaled.dtype is torch.float32
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(ampatch.master_params(optimizer), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    found = {
+        "losses": losses,
+        "dtypes": [p.dtype for p in (*ampatch.master_params(optimizer), *model.parameters())],
+        "grads": [p.grad.dtype for p in ampatch.master_params(optimizer)],
+        "scale": ampatch.state_dict(),
+        "counts": ampatch.step_counts(optimizer),
+        "state": [
+            (key, value.dtype, value.tolist())
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and key != "step"
+        ],
+        "weights": [value.tolist() for value in model.state_dict().values()],
+    }
+    ampatch.deactivate()
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+@pytest.mark.usefixtures("scale_lives_on")
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_training_is_the_same(opt_level, half, when, fused):
+    """Everything, to the bit, is what it is under the usual default."""
+    kind = torch.optim.Adam
+    wanted = run(opt_level, half, None, kind, fused)
+    found = run(opt_level, half, when, kind, fused)
+    assert repr(found) == repr(wanted)
