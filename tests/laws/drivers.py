@@ -1,0 +1,400 @@
+"""One training loop, run by ampatch and by its oracle.
+
+A situation is written once against the methods that `Ampatch` and `ByHand` share.  `ByHand` does what
+the opt level means with PyTorch's own means and nothing of ours: autocast around forwards (O1), FP32
+copies of half weights (O2), a half model (O3); losses are scaled by hand.
+`test_situations.py` compares it with `torch.amp.GradScaler`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+import ampatch
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+INIT_SCALE = 1024.0
+
+
+class Driver:
+    """What both sides share: what was started, and what is compared in the end."""
+
+    def __init__(self, level: str, half: torch.dtype) -> None:
+        self.level = level
+        self.half = half
+        self.is_half_model = level in ("O2", "O3")
+        self.seen: list[Tensor] = []
+        self.started: list[tuple[nn.Module, Any]] = []
+        self._others: list[Driver] = []
+
+    def another(self, level: str | None = None, half: torch.dtype | None = None) -> Any:
+        """A driver for a second session, whose weights are compared too."""
+        other = type(self)(level or self.level, half or self.half)
+        other.seen = self.seen
+        self._others.append(other)
+        return other
+
+    def record(self, *values: Any) -> None:
+        """Compare these with what the other driver records at the same place."""
+        self.seen += [torch.as_tensor(value).detach().double().clone() for value in values]
+
+    def backward(self, loss: Tensor, optimizers: Any, **options: Any) -> None:
+        """Record the loss and call its backward pass through the scaler."""
+        self.record(loss)
+        with self.scaled(loss, optimizers) as scaled:
+            scaled.backward(**options)
+
+    def step(self, loss: Tensor, optimizer: Any) -> None:
+        """An ordinary step: zero_grad, backward, step."""
+        optimizer.zero_grad()
+        self.backward(loss, optimizer)
+        optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        """All weights in FP32, buffers, and what optimizers step on."""
+        found = []
+        for model, optimizer in self.started:
+            found += [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+            found += [] if optimizer is None else list(ampatch.master_params(optimizer))
+        found += [value for other in self._others for value in other.weights()]
+        return [value.detach().double().clone() for value in found]
+
+
+class Ampatch(Driver):
+    """The situation as a script writes it."""
+
+    by_hand = False
+
+    def start(self, net: Any, make: Any = SGD, **settings: Any) -> tuple[Any, Any]:
+        """`initialize` of a model and an optimizer (made by `make`), or of lists of both."""
+        nets, optimizers = _made(net, make)
+        settings = {"verbosity": 1, "init_scale": INIT_SCALE, **settings}
+        ampatch.initialize(
+            nets, [o for o in optimizers if o is not None], opt_level=self.level, dtype=self.half,
+            **settings,
+        )
+        self.started += zip(nets, optimizers, strict=True)
+        return (nets, optimizers) if isinstance(net, list) else (net, optimizers[0])
+
+    def scaled(self, loss: Tensor, optimizers: Any) -> AbstractContextManager[Tensor]:
+        """Scale a loss; after the block gradients are unscaled."""
+        return ampatch.scale_loss(loss, optimizers)
+
+    def plain_backward(self, loss: Tensor) -> None:
+        """`loss.backward()` without a scaler."""
+        self.record(loss)
+        loss.backward()
+
+    def casts(self) -> AbstractContextManager:
+        """Around calls outside a model's forward: at O1 the session casts everywhere."""
+        return contextlib.nullcontext()
+
+    def no_casts(self) -> AbstractContextManager:
+        """Around calls that are not to be cast."""
+        return ampatch.disable_casts()
+
+    def clip(self, model: nn.Module, optimizer: Any, norm: float) -> Tensor:
+        """Clip by norm the way scripts do, through the model's parameters."""
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    def clip_value(self, model: nn.Module, optimizer: Any, value: float) -> None:
+        """Clip by value the way scripts do."""
+        torch.nn.utils.clip_grad_value_(model.parameters(), value)
+
+    def renew(self) -> None:
+        """`initialize` once more on everything that was started."""
+        nets, optimizers = zip(*self.started, strict=True)
+        started, self.started = self.started, []
+        ampatch.deactivate()
+        ampatch.initialize(
+            list(nets), list(optimizers), opt_level=self.level, dtype=self.half,
+            init_scale=INIT_SCALE,
+        )
+        self.started = started
+
+    def scale(self) -> float:
+        """The loss scale that the next loss is multiplied by."""
+        return ampatch.loss_scale()
+
+
+class ByHand(Driver):
+    """The oracle.  At "O0" it is plain FP32."""
+
+    by_hand = True
+
+    def __init__(self, level: str, half: torch.dtype) -> None:
+        super().__init__(level, half)
+        self.pairs: dict[Tensor, Tensor] = {}  # weight of the model: its FP32 master
+        self._half_known: dict[Tensor, Tensor] = {}  # the half weight as it was derived
+        self._master_known: dict[Tensor, Tensor] = {}  # the master it was derived from
+        self._grad_known: dict[Tensor, Tensor | None] = {}
+        self._scale = 1.0
+        self._dynamic = False
+
+    def start(self, net: Any, make: Any = SGD, **settings: Any) -> tuple[Any, Any]:
+        scaled = self.half is torch.float16 and self.level in ("O1", "O2")
+        wanted = settings.get("loss_scale") or ("dynamic" if scaled else 1.0)
+        self._dynamic = wanted == "dynamic"
+        self._scale = settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
+        nets, optimizers = _made(net, make)
+        for one in nets:
+            self._convert(one)
+        for optimizer in filter(None, optimizers):
+            for group in optimizer.param_groups:
+                group["params"] = [self.pairs.get(p, p) for p in group["params"]]
+            optimizer.__class__ = _stepping(self, type(optimizer))
+        self.started += zip(nets, optimizers, strict=True)
+        return (nets, optimizers) if isinstance(net, list) else (net, optimizers[0])
+
+    def _convert(self, net: nn.Module) -> None:
+        if self.is_half_model:
+            fp32 = _BatchNorm if self.level == "O2" else ()
+            for module in net.modules():
+                if isinstance(module, fp32):
+                    continue
+                for param in module.parameters(recurse=False):
+                    if param.dtype is torch.float32 and param not in self.pairs:
+                        self._make_half(param)
+                for name, buffer in module.named_buffers(recurse=False):
+                    if buffer.dtype is torch.float32:
+                        setattr(module, name, buffer.to(self.half))
+        net.__class__ = _calling(self, type(net))
+
+    def _make_half(self, param: Tensor) -> None:
+        master = param.detach().clone().requires_grad_(param.requires_grad)
+        param.data = param.data.to(self.half)
+        if self.level == "O2":
+            self.pairs[param] = master
+            self._derived(param)
+
+    def _derived(self, param: Tensor) -> None:
+        self._half_known[param] = param.detach().clone()
+        self._master_known[param] = self.pairs[param].detach().clone()
+
+    @torch.no_grad()
+    def masters_to_half(self) -> None:
+        """Where a master was written, its half weight follows."""
+        for param, master in self.pairs.items():
+            moved = differ(master, self._master_known[param])
+            if moved.any():
+                param.data = torch.where(moved, master.to(self.half), param.data)
+                self._master_known[param] = master.detach().clone()
+                self._half_known[param] = torch.where(moved, param.data, self._half_known[param])
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Where a half weight was written, its master takes the value."""
+        self.masters_to_half()
+        for param, master in self.pairs.items():
+            written = differ(param.data, self._half_known[param])
+            master.copy_(torch.where(written, param.data.float(), master))
+            self._derived(param)
+
+    @torch.no_grad()
+    def sync_gradients(self) -> None:
+        """A half gradient that was written, or set to None, counts for the master."""
+        for param, master in self.pairs.items():
+            known = self._grad_known.get(param)
+            if not same(param.grad, known):
+                master.grad = None if param.grad is None else param.grad.float()
+            self._show_gradient(param)
+
+    def _show_gradient(self, param: Tensor) -> None:
+        grad = self.pairs[param].grad
+        param.grad = None if grad is None else grad.to(self.half)
+        self._grad_known[param] = None if grad is None else param.grad.clone()
+
+    @contextmanager
+    def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
+        optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        masters = {p: None for o in optimizers for g in o.param_groups for p in g["params"]}
+        with self._collecting(list(masters), self._scale):
+            yield loss.float() * self._scale
+        if self._dynamic and not all(finite(p.grad) for p in masters):
+            self._scale /= 2
+
+    def plain_backward(self, loss: Tensor) -> None:
+        self.record(loss)
+        params = [p for _, o in self.started for g in o.param_groups for p in g["params"]]
+        with self._collecting(params, 1.0):
+            loss.backward()
+
+    @contextmanager
+    def _collecting(self, masters: list[Tensor], scale: float) -> Iterator[None]:
+        """Set earlier gradients aside; add what a pass leaves in the model, unscaled, in FP32."""
+        self.sync_gradients()
+        owner = {id(master): param for param, master in self.pairs.items()}
+        params = [owner.get(id(master), master) for master in masters]
+        earlier = [master.grad for master in masters]
+        for param in (*params, *masters):
+            param.grad = None
+        try:
+            yield
+        except BaseException:  # a pass that breaks off leaves what was there before
+            for param in params:
+                param.grad = None
+            raise
+        finally:
+            self._add(params, masters, earlier, scale)
+
+    def _add(self, params: list, masters: list, earlier: list, scale: float) -> None:
+        for param, master, before in zip(params, masters, earlier, strict=True):
+            new = param.grad
+            if new is not None:
+                new = (new.float() / scale).to(master.dtype)
+            master.grad = new if before is None else before if new is None else before + new
+            if param is not master:
+                self._show_gradient(param)
+
+    def step_is_skipped(self, optimizer: Optimizer) -> bool:
+        """Under a dynamic scale a step on infs or NaNs is left out."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return self._dynamic and not all(finite(p.grad) for p in params)
+
+    def casts(self) -> AbstractContextManager:
+        if self.level != "O1":
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", self.half)
+
+    def no_casts(self) -> AbstractContextManager:
+        return torch.autocast("cpu", enabled=False)
+
+    def clip(self, model: nn.Module, optimizer: Any, norm: float) -> Tensor:
+        self.sync_gradients()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        total = torch.nn.utils.clip_grad_norm_(params, norm)
+        self.show_gradients()
+        return total
+
+    def clip_value(self, model: nn.Module, optimizer: Any, value: float) -> None:
+        self.sync_gradients()
+        torch.nn.utils.clip_grad_value_(
+            [p for group in optimizer.param_groups for p in group["params"]], value
+        )
+        self.show_gradients()
+
+    def show_gradients(self) -> None:
+        for param in self.pairs:
+            self._show_gradient(param)
+
+    def renew(self) -> None:
+        """What a second `initialize` keeps is everything, so there is nothing to do."""
+        self.take_over()
+        self._scale = INIT_SCALE if self._dynamic else self._scale
+
+    def scale(self) -> float:
+        return self._scale
+
+
+def _made(net: Any, make: Any) -> tuple[list[nn.Module], list[Any]]:
+    nets = net if isinstance(net, list) else [net]
+    makes = make if isinstance(make, list) else [make] * len(nets)
+    optimizers = [
+        one and (one if isinstance(one, Optimizer) else one(model.parameters()))
+        for model, one in zip(nets, makes, strict=True)
+    ]
+    return nets, optimizers
+
+
+def _calling(oracle: ByHand, kind: type) -> type:
+    """The model's class with the oracle's forward and state dict; copies of the model are plain."""
+
+    class Calling(kind):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            oracle.masters_to_half()
+            if not oracle.is_half_model:
+                with oracle.casts():
+                    return super().__call__(*args, **kwargs)
+            args, kwargs = to(oracle.half, (args, kwargs))
+            return to(torch.float32, super().__call__(*args, **kwargs))
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict:
+            oracle.take_over()
+            oracle.sync_gradients()
+            found = super().state_dict(*args, **{**kwargs, "keep_vars": True})
+            return {key: oracle.pairs.get(v, v).detach().float() for key, v in found.items()}
+
+        def load_state_dict(self, state: dict, *args: Any, **kwargs: Any) -> Any:
+            oracle.take_over()
+            result = super().load_state_dict(state, *args, **kwargs)
+            for name, param in self.named_parameters():
+                if param in oracle.pairs and name in state:
+                    oracle.pairs[param].data.copy_(state[name])
+                    oracle._derived(param)
+            return result
+
+        def __deepcopy__(self, memo: dict) -> nn.Module:
+            plain = copy.copy(self)
+            plain.__class__ = kind
+            state = self.state_dict()
+            found = copy.deepcopy(plain, memo)
+            for name, value in (*found.named_parameters(), *found.named_buffers()):
+                if name in state:
+                    value.data = state[name].clone()
+            return found
+
+    Calling.__name__ = Calling.__qualname__ = kind.__name__
+    return Calling
+
+
+def _stepping(oracle: ByHand, kind: type) -> type:
+    """The optimizer's class; a step first takes over what was written, and may be skipped."""
+
+    class Stepping(kind):
+        def step(self, closure: Callable | None = None) -> Any:
+            oracle.take_over()
+            oracle.sync_gradients()
+            if closure is None and oracle.step_is_skipped(self):
+                return None
+            result = super().step(*([] if closure is None else [closure]))
+            oracle.masters_to_half()
+            return result
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            oracle.sync_gradients()
+            super().zero_grad(set_to_none)
+            oracle.show_gradients()
+
+    Stepping.__name__ = Stepping.__qualname__ = kind.__name__
+    return Stepping
+
+
+def to(dtype: torch.dtype, tree: Any) -> Any:
+    """The FP32 and half tensors of a tree in `dtype`."""
+    movable = (torch.float32, torch.float16, torch.bfloat16)
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in movable else leaf,
+        tree,
+    )
+
+
+def differ(first: Tensor, second: Tensor) -> Tensor:
+    """Elementwise; two NaNs are the same."""
+    return (first != second) & ~(first.isnan() & second.isnan())
+
+
+def same(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether two gradients hold the same values, or are both None."""
+    if first is None or second is None:
+        return first is second
+    if first.is_sparse or second.is_sparse:
+        first, second = first.to_dense(), second.to_dense()
+    return first.shape == second.shape and not bool(differ(first, second).any())
+
+
+def finite(grad: Tensor | None) -> bool:
+    """Whether a gradient holds neither inf nor NaN."""
+    if grad is None:
+        return True
+    return bool((grad.coalesce().values() if grad.is_sparse else grad).isfinite().all())

@@ -1,0 +1,348 @@
+"""Situations: PyTorch's page of AMP examples, and what its readers do next."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from drivers import SGD
+from situations import Block, batches, mlp, mse, plain_loop, situation
+from torch import nn
+from torch.amp import custom_bwd, custom_fwd
+from torch.utils.checkpoint import checkpoint
+
+
+@situation()
+def plain_training(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 5)
+
+
+@situation()
+def shared_weight_and_residual(amp):
+    model, optimizer = amp.start(Block())
+    plain_loop(amp, model, optimizer, 5)
+
+
+@situation()
+def clip_by_norm(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        amp.record(amp.clip(model, optimizer, 0.05))
+        optimizer.step()
+
+
+@situation()
+def clip_by_value(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        amp.clip_value(model, optimizer, 0.01)
+        optimizer.step()
+
+
+@situation(letter="n")
+def accumulation_each_in_its_block(amp):
+    model, optimizer = amp.start(mlp())
+    for number, (x, y) in enumerate(batches(6)):
+        amp.backward(mse(model(x), y) / 3, optimizer)
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@situation("O1 O2", halves="bf16", letter="n")
+def accumulation_by_plain_backward(amp):
+    """256 equal gradients in bfloat16 sum to half of it at best: the weights end 50 % away."""
+    model, optimizer = amp.start(mlp(), partial(torch.optim.SGD, lr=0.5))
+    x, y = next(batches(1))
+    for _ in range(256):
+        amp.plain_backward(mse(model(x), y) / 256)
+    optimizer.step()
+
+
+@situation("O2", letter="n")
+def accumulation_over_steps_of_plain_backward(amp):
+    model, optimizer = amp.start(mlp(), loss_scale=1.0)
+    for number, (x, y) in enumerate(batches(6)):
+        amp.plain_backward(mse(model(x), y) / 3)
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@situation("O1 O2")
+def accumulation_of_a_block_and_a_plain_backward(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        amp.plain_backward(mse(model(-x), y))
+        amp.backward(mse(model(2 * x), y), optimizer)
+        optimizer.step()
+
+
+@situation()
+def several_backwards_in_one_block(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        amp.record(loss)
+        with amp.scaled(loss, optimizer) as scaled:
+            scaled.backward(retain_graph=True)
+            scaled.backward()
+        optimizer.step()
+
+
+@situation()
+def gradient_penalty_on_weights(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        penalty = sum(grad.float().square().sum() for grad in grads)
+        amp.record(penalty)
+        amp.backward(loss + penalty, optimizer)
+        optimizer.step()
+
+
+@situation()
+def gradient_penalty_on_inputs(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        x.requires_grad_()
+        out = model(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        amp.record(grad)
+        amp.backward(mse(out, y) + grad.norm(dim=1).sub(1).square().mean(), optimizer)
+        optimizer.step()
+
+
+@situation()
+def two_models_two_optimizers_two_losses(amp):
+    (first, second), (one, two) = amp.start([mlp(0), mlp(1)], [SGD, partial(SGD, lr=0.01)])
+    for x, y in batches(4):
+        one.zero_grad()
+        two.zero_grad()
+        a, b = first(x), second(x)
+        amp.backward(mse(2 * a + 3 * b, y), [one, two], retain_graph=True)
+        amp.backward(mse(3 * a.detach() - 5 * b, y), two)
+        one.step()
+        one.zero_grad()
+        two.step()
+
+
+@situation()
+def a_gan(amp):
+    """The generator's loss reaches the discriminator, whose gradients are then zeroed."""
+    (maker, judge), (one, two) = amp.start(
+        [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1)], [SGD, partial(SGD, lr=0.05)]
+    )
+    for x, y in batches(4):
+        fake = maker(x)
+        two.zero_grad()
+        amp.backward(mse(judge(x), y) + mse(judge(fake.detach()), -y), two)
+        two.step()
+        one.zero_grad()
+        amp.backward(mse(judge(fake), y), one)
+        one.step()
+
+
+@situation()
+def eval_under_no_grad_in_between(amp):
+    model, optimizer = amp.start(mlp(norm=True))
+    for x, y in batches(4):
+        amp.step(mse(model(x), y), optimizer)
+        model.eval()
+        with torch.no_grad():
+            amp.record(model(x))
+        model.train()
+
+
+@situation()
+def eval_under_inference_mode_in_between(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        with torch.inference_mode():
+            amp.record(model(x))
+        amp.step(mse(model(x), y), optimizer)
+
+
+@situation()
+def eval_between_forward_and_backward(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        with torch.no_grad():
+            amp.record(model(2 * x))
+        amp.backward(loss, optimizer)
+        optimizer.step()
+
+
+@situation("O1 O2")
+def a_nan_batch_is_skipped(amp):
+    model, optimizer = amp.start(mlp(), loss_scale="dynamic")
+    for number, (x, y) in enumerate(batches(5)):
+        amp.step(mse(model(x), y) * (math.nan if number == 2 else 1.0), optimizer)
+        amp.record(amp.scale())
+
+
+@situation("O1 O2")
+def an_overflow_within_accumulation_is_skipped(amp):
+    model, optimizer = amp.start(mlp(), loss_scale="dynamic")
+    for number, (x, y) in enumerate(batches(6)):
+        amp.backward(mse(model(x), y) * (math.inf if number == 2 else 1.0), optimizer)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@situation("O1 O2")
+def clip_after_an_overflow(amp):
+    """Clipping turns inf into NaN, and all of them; the step is left out all the same."""
+    model, optimizer = amp.start(mlp(), loss_scale="dynamic")
+    for number, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y) * (math.inf if number == 1 else 1.0), optimizer)
+        amp.clip(model, optimizer, 0.1)
+        optimizer.step()
+
+
+class Product(torch.autograd.Function):
+    """`MyMM` of the page."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a.mm(b)
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad.mm(b.t()), a.t().mm(grad)
+
+
+class FloatProduct(Product):
+    """`MyFloat32Func` of the page: its inputs come in FP32, and it runs without casts."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, a, b):
+        assert a.dtype is b.dtype is torch.float32
+        ctx.save_for_backward(a, b)
+        return a.mm(b)
+
+
+class Custom(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.body, self.head = mlp(0, 4)[:2], nn.Linear(3, 2)
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        return self.head(self.function.apply(self.body(x), self.weight))
+
+
+@situation(letter="g")
+def a_function_with_custom_fwd_and_bwd(amp):
+    model, optimizer = amp.start(Custom(Product))
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1", letter="g")
+def a_function_whose_inputs_are_cast_to_fp32(amp):
+    """Its product in half precision would be 4e-4 (float16) or 4e-3 away, and differ in bits."""
+    model, optimizer = amp.start(Custom(FloatProduct))
+    plain_loop(amp, model, optimizer)
+
+
+class Island(nn.Module):
+    """A rotary table and a loss in an FP32 island, as large models write it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            angles = torch.matmul(x.float() * 300, torch.eye(4) / 3)
+            x = self.inner(x.float()) * angles.sin()
+        return self.head(x)
+
+
+@situation("O1", letter="g")
+def an_island_without_autocast(amp):
+    """Angles of 300 in half are off by 0.1 to 1: their sine is another one."""
+    model, optimizer = amp.start(Island())
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1", letter="g")
+def a_loss_in_an_island(amp):
+    model, optimizer = amp.start(mlp())
+    basis = torch.eye(2) * 1000.3
+    for x, y in batches(4):
+        out = model(x)
+        with torch.autocast("cpu", enabled=False):
+            loss = (torch.matmul(out.float() - y, basis) / 1000.3).square().mean()
+        amp.step(loss, optimizer)
+
+
+@situation("O1", letter="g")
+def an_autocast_region_in_another_half_type(amp):
+    other = torch.bfloat16 if amp.half is torch.float16 else torch.float16
+
+    class Inner(Block):
+        def encode(self, x):
+            with torch.autocast("cpu", dtype=other):
+                x = self.first(x)
+            assert x.dtype is other
+            return torch.tanh(x)
+
+    model, optimizer = amp.start(Inner())
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1", letter="g")
+def an_island_that_is_checkpointed(amp):
+    model = Island()
+    forward = model.forward
+    model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    model, optimizer = amp.start(model)
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1", letter="g")
+def a_whole_loop_inside_autocast(amp):
+    """A script that has both: autocast around the forward means what it means without us."""
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        with torch.autocast("cpu", dtype=amp.half):
+            out = model(x)
+        amp.step(mse(out, y), optimizer)
+
+
+@situation("O1")
+def casts_switched_off_for_one_forward(amp):
+    model, optimizer = amp.start(mlp())
+    x, y = next(batches(1))
+    amp.step(mse(model(x), y), optimizer)
+    if amp.by_hand:
+        amp.step(mse(nn.Sequential.forward(model, x), y), optimizer)
+    else:
+        with amp.no_casts():
+            amp.step(mse(model(x), y), optimizer)
+    amp.step(mse(model(x), y), optimizer)

@@ -1,0 +1,511 @@
+"""Situations: what holds, walks and hooks the autograd graph."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import torch
+from drivers import SGD
+from situations import Block, batches, mlp, mse, plain_loop, situation
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+EARLY = (torch.autograd.backward, torch.autograd.grad)  # in a tuple nobody rebinds them
+
+
+class Early:
+    """What libraries keep: a function of torch's as a class attribute, a default, a partial."""
+
+    backward = staticmethod(torch.autograd.backward)
+    retaining = partial(torch.autograd.backward, retain_graph=True)
+
+
+def loop(amp, model, optimizer, backward, count=4):
+    """Ordinary steps whose backward pass is `backward(scaled_loss)`."""
+    for x, y in batches(count):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        amp.record(loss)
+        with amp.scaled(loss, optimizer) as scaled:
+            backward(scaled)
+        optimizer.step()
+
+
+@situation(letter="a")
+def backward_bound_early(amp):
+    model, optimizer = amp.start(mlp())
+    loop(amp, model, optimizer, EARLY[0])
+    loop(amp, model, optimizer, lambda loss: loss.backward())
+
+
+@situation(letter="a")
+def backward_as_a_class_attribute_and_a_partial(amp):
+    model, optimizer = amp.start(mlp())
+    loop(amp, model, optimizer, Early.backward, 2)
+    loop(amp, model, optimizer, Early.retaining, 2)
+    loop(amp, model, optimizer, lambda loss: torch.autograd.backward([loss], [None]), 2)
+
+
+@situation(letter="a")
+def backward_of_a_tensor_subclass(amp):
+    class Loss(torch.Tensor):
+        def backward(self, *args, **kwargs):
+            return EARLY[0](self.as_subclass(torch.Tensor), *args, **kwargs)
+
+    model, optimizer = amp.start(mlp())
+    loop(amp, model, optimizer, lambda loss: loss.as_subclass(Loss).backward())
+
+
+@situation(letter="a")
+def grad_bound_early(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        loss = mse(model(x), y)
+        amp.record(*EARLY[1](loss, list(model.parameters())))
+        amp.step(mse(model(x), y), optimizer)
+
+
+@situation("O1", letter="a")
+def a_scripted_loss(amp):
+    @torch.jit.script
+    def loss_of(out, y):
+        return (out.float() - y).square().mean()
+
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        amp.step(loss_of(model(x), y), optimizer)
+
+
+@situation()
+def gradients_asked_for_with_autograd_grad(amp):
+    model, optimizer = amp.start(Block())
+    for x, y in batches(3):
+        names, params = zip(*model.named_parameters())
+        amp.record(*torch.autograd.grad(mse(model(x), y), params))
+        amp.step(mse(model(x), y), optimizer)
+
+
+@situation()
+def a_backward_for_some_inputs_only(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        amp.backward(loss, optimizer, inputs=list(model[2].parameters()))
+        optimizer.step()
+
+
+@situation()
+def two_forwards_before_their_backwards(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        first, second = mse(model(x), y), mse(model(-x), y)
+        amp.backward(first, optimizer)
+        amp.backward(second, optimizer)
+        optimizer.step()
+
+
+@situation()
+def ten_forwards_before_one_backward(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        amp.backward(sum(mse(model(x * k), y) for k in range(10)), optimizer)
+        optimizer.step()
+
+
+@situation("O1")
+def a_graph_that_outlives_a_step(amp):
+    """The gradient of an earlier forward, taken after the weights have moved on."""
+    model, optimizer = amp.start(mlp()[:1], partial(torch.optim.SGD, lr=0.1))
+    (x, y), (u, v) = batches(2)
+    kept = model(x).float().sum()
+    amp.step(mse(model(u)[:, :2], v), optimizer)
+    optimizer.zero_grad()
+    amp.backward(kept, optimizer)
+    optimizer.step()
+
+
+@situation()
+def truncated_backpropagation(amp):
+    """The state is carried from batch to batch, detached."""
+    model, optimizer = amp.start(nn.Sequential(mlp(), nn.Linear(2, 4), nn.Tanh()))
+    state = torch.zeros(6, 4)
+    for x, y in batches(4):
+        out = model(x + state)
+        state = out.detach().float()
+        amp.step(mse(out[:, :2], y), optimizer)
+
+
+class Checkpointed(Block):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, x):
+        x = checkpoint(self.encode, x, **self.options)
+        x = checkpoint(lambda x: x + self.second(torch.tanh(self.second(x))), x, **self.options)
+        return self.head(x)
+
+
+@situation()
+def checkpoints(amp):
+    model, optimizer = amp.start(Checkpointed(use_reentrant=False))
+    plain_loop(amp, model, optimizer)
+
+
+@situation()
+def reentrant_checkpoints(amp):
+    model, optimizer = amp.start(nn.Sequential(nn.Linear(4, 4), Checkpointed(use_reentrant=True)))
+    plain_loop(amp, model, optimizer)
+
+
+@situation(letter="d")
+def selective_checkpoints(amp):
+    def policy(ctx, op, *args, **kwargs):
+        keep = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = partial(create_selective_checkpoint_contexts, policy)
+    model, optimizer = amp.start(Checkpointed(use_reentrant=False, context_fn=context))
+    plain_loop(amp, model, optimizer)
+
+
+@situation()
+def checkpoint_sequential_and_early_stop_off(amp):
+    body = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = body, nn.Linear(4, 2)
+
+        def forward(self, x):
+            with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+                return self.head(checkpoint_sequential(self.body, 2, x, use_reentrant=False))
+
+    model, optimizer = amp.start(Net())
+    plain_loop(amp, model, optimizer)
+
+
+@situation()
+def a_checkpoint_with_a_forward_in_between(amp):
+    """Weights are recast by another forward before the recomputation."""
+    model, optimizer = amp.start(Checkpointed(use_reentrant=False))
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        with torch.no_grad():
+            model(-x)
+        amp.backward(loss, optimizer)
+        optimizer.step()
+
+
+@situation(letter="c")
+def full_backward_hooks_see_gradients(amp):
+    model, optimizer = amp.start(mlp())
+
+    def hook(module, grad_input, grad_output):
+        amp.record(grad_output[0], *[g for g in grad_input if g is not None])
+
+    model[1].register_full_backward_hook(hook)
+    model[2].register_full_backward_hook(hook)
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1", letter="c")
+def full_backward_hooks_read_their_weights_gradients(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 1)
+    model[2].register_full_backward_hook(lambda *_: amp.record(model[2].weight.grad))
+    plain_loop(amp, model, optimizer, 2)
+    amp.record(len(amp.seen))
+
+
+@situation("O1", letter="c")
+def accumulator_hooks_added_between_steps(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 1)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: amp.record(p.grad))
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation("O1", letter="c")
+def an_accumulator_hook_added_after_the_forward(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: amp.record(p.grad))
+        amp.backward(loss, optimizer)
+        handle.remove()
+        optimizer.step()
+
+
+@situation("O1", letter="c")
+def hooks_on_the_gradient_accumulator_node(amp):
+    model, optimizer = amp.start(mlp())
+    node = model[0].weight.view_as(model[0].weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda grad_input, grad_output: amp.record(grad_output[0]))
+    plain_loop(amp, model, optimizer)
+    amp.record(len(amp.seen))
+
+
+@situation("O1", letter="c")
+def an_engine_callback_reads_gradients(amp):
+    model, optimizer = amp.start(mlp())
+    engine = torch.autograd.Variable._execution_engine
+
+    def at_end():
+        amp.record(*[p.grad for p in model.parameters()])
+
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        out = model(x)
+        out.register_hook(lambda g: engine.queue_callback(at_end))
+        amp.backward(mse(out, y), optimizer)
+        optimizer.step()
+
+
+@situation(letter="d")
+def multi_grad_hook_between_forward_and_backward(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        handle = torch.autograd.graph.register_multi_grad_hook(
+            list(model.parameters()), lambda grads: amp.record(*grads)
+        )
+        amp.backward(loss, optimizer)
+        handle.remove()
+        optimizer.step()
+    amp.record(len(amp.seen))
+
+
+@situation()
+def a_hook_that_changes_a_weights_gradient(amp):
+    model, optimizer = amp.start(mlp())
+    handle = model[0].weight.register_hook(lambda g: g * 0.5)
+    plain_loop(amp, model, optimizer, 2)
+    handle.remove()
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation()
+def a_hook_added_after_the_forward_changes_the_gradient(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        handle = model[0].weight.register_hook(lambda g: g * 4)
+        amp.backward(loss, optimizer)
+        handle.remove()
+        optimizer.step()
+
+
+@situation("O1")
+def a_step_in_backward(amp):
+    """An optimizer for each weight, called by its accumulator; no scaler can know of it."""
+    model, optimizer = amp.start(mlp(), loss_scale=1.0)
+    single = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(param):
+        single[param].step()
+        single[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for x, y in batches(3):
+        loss = mse(model(x), y)
+        amp.record(loss)
+        loss.backward()
+
+
+@situation("O1", letter="c")
+def a_layer_wise_step_in_module_hooks(amp):
+    """Each layer steps, and frees its gradient, as soon as its backward is through."""
+    model, optimizer = amp.start(mlp(), loss_scale=1.0)
+    plain_loop(amp, model, optimizer, 1)
+    optimizer.zero_grad()
+
+    def step(module, grad_input, grad_output):
+        for param in module.parameters():
+            param.data -= 0.1 * param.grad
+            param.grad = None
+
+    model[0].register_full_backward_hook(step)
+    model[2].register_full_backward_hook(step)
+    for x, y in batches(3):
+        loss = mse(model(x.requires_grad_()), y)
+        amp.record(loss)
+        loss.backward()
+
+
+@situation()
+def saved_tensors_on_the_side(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        with torch.autograd.graph.save_on_cpu():
+            out = model(x)
+        amp.step(mse(out, y), optimizer)
+
+
+@situation("O1")
+def detect_anomaly(amp):
+    model, optimizer = amp.start(mlp())
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        plain_loop(amp, model, optimizer)
+
+
+@situation("O1")
+def functional_call_with_other_weights(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        weights = {name: param * 0.9 for name, param in model.named_parameters()}
+        with amp.casts():
+            out = functional_call(model, weights, (x,))
+        amp.step(mse(out, y), optimizer)
+
+
+@situation("O1", within=1e-6)
+def per_sample_gradients(amp):
+    """vmap's kernels sum in another order; without casts gradients are 1e-4 to 1e-3 away."""
+    model, optimizer = amp.start(mlp())
+
+    def loss_of(params, x, y):
+        with amp.casts():
+            return mse(functional_call(model, params, (x[None],))[0], y)
+
+    for x, y in batches(3):
+        params = {name: param.detach() for name, param in model.named_parameters()}
+        found = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
+        for name, param in model.named_parameters():
+            param.grad = found[name].mean(0)
+        optimizer.step()
+
+
+@situation("O1")
+def jacobian_vector_products(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(2):
+        with amp.casts():
+            amp.record(*torch.func.jvp(lambda x: model(x).float(), (x,), (x,)))
+        amp.step(mse(model(x), y), optimizer)
+
+
+@situation("O1", letter="d")
+def two_threads_that_meet_in_backward(amp):
+    (first, second), optimizers = amp.start([mlp(0), mlp(1)])
+    barrier = threading.Barrier(2, timeout=5)
+    failures = []
+
+    def work(model, optimizer):
+        try:
+            for x, y in batches(2):
+                optimizer.zero_grad()
+                out = model(x)
+                out.register_hook(lambda g: (barrier.wait(), None)[1])
+                with amp.scaled(mse(out, y), optimizer) as scaled:
+                    scaled.backward()
+                barrier.wait()
+                optimizer.step()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip((first, second), optimizers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+@situation()
+def forward_here_and_backward_in_a_thread(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        thread = threading.Thread(target=amp.backward, args=(loss, optimizer))
+        thread.start()
+        thread.join()
+        optimizer.step()
+
+
+@situation("O1 O2", letter="d")
+def a_fake_tensor_mode_before_a_real_step(amp):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, optimizer = amp.start(mlp())
+    if not amp.by_hand:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(torch.empty(6, 4))
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1 O2")
+def an_exception_in_the_middle_of_a_forward(amp):
+    class Fails(Block):
+        fails = False
+
+        def encode(self, x):
+            if self.fails:
+                raise KeyboardInterrupt
+            return super().encode(x)
+
+    model, optimizer = amp.start(Fails())
+    for number, (x, y) in enumerate(batches(4)):
+        model.fails = number == 1
+        try:
+            amp.step(mse(model(x), y), optimizer)
+        except KeyboardInterrupt:
+            continue
+
+
+@situation("O1 O2")
+def an_exception_in_the_middle_of_a_backward(amp):
+    """What the broken pass left is thrown away by zero_grad."""
+    model, optimizer = amp.start(mlp())
+    for number, (x, y) in enumerate(batches(4)):
+        out = model(x)
+        if number == 1:
+            def fail(g):
+                raise ZeroDivisionError
+
+            model[0].weight.register_hook(fail)
+        try:
+            with amp.scaled(mse(out, y), optimizer) as scaled:
+                scaled.backward()
+        except ZeroDivisionError:
+            model[0].weight._backward_hooks.clear()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@situation("O1", letter="h")
+def two_sessions_in_two_half_types(amp):
+    """Recomputation and a custom backward run under their own forward's policy."""
+    other = amp.another(half={torch.float16: torch.bfloat16}.get(amp.half, torch.float16))
+    first, one = amp.start(Checkpointed(use_reentrant=False), loss_scale=1.0)
+    second, two = other.start(Checkpointed(use_reentrant=False), loss_scale=1.0, patch_scope="model") \
+        if not amp.by_hand else other.start(Checkpointed(use_reentrant=False), loss_scale=1.0)
+    for x, y in batches(3):
+        a, b = mse(first(x), y), mse(second(x), y)
+        one.zero_grad()
+        two.zero_grad()
+        amp.backward(a, one)
+        other.backward(b, two)
+        one.step()
+        two.step()

@@ -1,0 +1,139 @@
+"""Every situation of the table, under ampatch and under its oracle."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+
+import pytest
+import torch
+from drivers import INIT_SCALE, SGD, Ampatch, ByHand, differ
+from situations import HALVES, TABLE, Situation, batches, mlp, mse
+
+import ampatch
+
+for _topic in ("amp_examples", "graphs", "weights", "gradients", "optimizers", "models", "functions"):
+    importlib.import_module(f"situations_{_topic}")
+
+ROWS = [
+    pytest.param(row, level, half, id=f"{row.name}-{level}-{half}")
+    for row in TABLE
+    for level in row.levels
+    for half in row.halves
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("row", "level", "half"), ROWS)
+def test_situation(row: Situation, level: str, half: str, caplog) -> None:
+    """Losses, recorded values and final weights are the oracle's."""
+    ours = Ampatch(level, HALVES[half])
+    if row.refuses:
+        with pytest.raises(Exception, match=row.refuses):
+            row.run(ours)
+        return
+    oracle = ByHand("O0" if row.against == "FP32" else level, HALVES[half])
+    expected = everything(row, oracle)
+    with caplog.at_level(logging.INFO, logger="ampatch"):
+        found = everything(row, ours)
+    for index, (want, have) in enumerate(zip(expected, found, strict=True)):
+        what = f"number {index} of {len(oracle.seen)} recorded and {len(expected)} in all"
+        assert want.shape == have.shape, what
+        gap = (want - have).abs().nan_to_num().max().item() if want.numel() else 0.0
+        if row.within:
+            assert gap <= row.within, f"{what}: {gap} apart"
+        else:
+            equal = not differ(want, have).any()
+            assert equal, f"{what}: up to {gap} apart\nexpected {want}\nfound {have}"
+    if row.says:
+        assert re.search(row.says, caplog.text), caplog.text or "nothing was logged"
+
+
+def everything(row: Situation, driver: Ampatch | ByHand) -> list[torch.Tensor]:
+    """What a run of the situation recorded, and its final weights; they must have moved."""
+    start, begun = driver.start, []
+
+    def remembering(*args, **kwargs):
+        result = start(*args, **kwargs)
+        begun.append(driver.weights())
+        return result
+
+    driver.start = remembering
+    torch.manual_seed(0)
+    row.run(driver)
+    found = driver.weights()
+    assert begun or not driver.by_hand, "the situation starts no training"
+    if begun and row.changes_weights:
+        before = begun[-1]
+        moved = [a.shape != b.shape or differ(a, b).any() for a, b in zip(before, found)]
+        assert any(moved), "no weight has moved: the situation tests nothing"
+    return driver.seen + found
+
+
+# The oracle itself
+
+
+def grad_scaler_loop(half, clip, accumulate, bad):
+    """As PyTorch's page of AMP examples has it."""
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, enabled=half is torch.float16)
+    for number, (x, y) in enumerate(batches(6)):
+        with torch.autocast("cpu", half):
+            out = model(x)
+        loss = mse(out, y) * (float("inf") if number == bad else 1.0)
+        scaler.scale(loss).backward()
+        if (number + 1) % accumulate == 0:
+            if clip:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate, bad):
+    if bad is not None and half is torch.bfloat16:
+        bad = None  # there is no scaler to skip the step
+    expected = grad_scaler_loop(half, clip, accumulate, bad)
+    oracle = ByHand("O1", half)
+    model, optimizer = oracle.start(mlp())
+    for number, (x, y) in enumerate(batches(6)):
+        loss = mse(model(x), y) * (float("inf") if number == bad else 1.0)
+        oracle.backward(loss, optimizer)
+        if (number + 1) % accumulate == 0:
+            if clip:
+                oracle.clip(model, optimizer, clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, model.parameters(), expected))
+    assert any(differ(p, q).any() for p, q in zip(model.parameters(), mlp().parameters()))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_oracle_of_half_models_is_the_textbooks(level, half):
+    """A half model; at O2 gradients go to FP32 copies, which are rounded back after the step."""
+    model = mlp()
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    model.to(half)
+    stepped = masters if level == "O2" else list(model.parameters())
+    optimizer = SGD(stepped)
+    oracle = ByHand(level, half)
+    by_hand, by_hand_optimizer = oracle.start(mlp(), loss_scale=128.0)
+    for x, y in batches(4):
+        model.zero_grad()
+        (mse(model(x.to(half)), y) * 128.0).backward()
+        for param, one in zip(model.parameters(), stepped, strict=True):
+            one.grad = param.grad.float() / 128.0 if level == "O2" else param.grad / 128.0
+        optimizer.step()
+        with torch.no_grad():
+            for param, one in zip(model.parameters(), stepped, strict=True):
+                param.copy_(one)
+        oracle.step(mse(by_hand(x), y), by_hand_optimizer)
+    assert all(map(torch.equal, by_hand.parameters(), model.parameters()))
+    assert all(map(torch.equal, ampatch.master_params(by_hand_optimizer), stepped))
