@@ -45,6 +45,13 @@ class Driver:
         self._others.append(other)
         return other
 
+    def _started(self, net: Any, nets: list, optimizers: list) -> tuple[Any, Any]:
+        if len(nets) == 1:
+            nets = nets * len(optimizers)
+        self.started += zip(nets, optimizers, strict=True)
+        single = not isinstance(net, list) and len(optimizers) == 1
+        return (net, optimizers[0]) if single else (net, optimizers)
+
     def record(self, *values: Any) -> None:
         """Compare these with what the other driver records at the same place."""
         self.seen += [torch.as_tensor(value).detach().double().clone() for value in values]
@@ -77,15 +84,17 @@ class Ampatch(Driver):
     by_hand = False
 
     def start(self, net: Any, make: Any = SGD, **settings: Any) -> tuple[Any, Any]:
-        """`initialize` of a model and an optimizer (made by `make`), or of lists of both."""
+        """`initialize` of a model and an optimizer, or of lists of both; `make` makes optimizers.
+
+        With one model and a list of optimizers they all are that model's.
+        """
         nets, optimizers = _made(net, make)
         settings = {"verbosity": 1, "init_scale": INIT_SCALE, **settings}
         ampatch.initialize(
             nets, [o for o in optimizers if o is not None], opt_level=self.level, dtype=self.half,
             **settings,
         )
-        self.started += zip(nets, optimizers, strict=True)
-        return (nets, optimizers) if isinstance(net, list) else (net, optimizers[0])
+        return self._started(net, nets, optimizers)
 
     def scaled(self, loss: Tensor, optimizers: Any) -> AbstractContextManager[Tensor]:
         """Scale a loss; after the block gradients are unscaled."""
@@ -118,7 +127,7 @@ class Ampatch(Driver):
         started, self.started = self.started, []
         ampatch.deactivate()
         ampatch.initialize(
-            list(nets), list(optimizers), opt_level=self.level, dtype=self.half,
+            list(dict.fromkeys(nets)), list(optimizers), opt_level=self.level, dtype=self.half,
             init_scale=INIT_SCALE,
         )
         self.started = started
@@ -153,9 +162,10 @@ class ByHand(Driver):
         for optimizer in filter(None, optimizers):
             for group in optimizer.param_groups:
                 group["params"] = [self.pairs.get(p, p) for p in group["params"]]
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer._params = optimizer.param_groups[0]["params"]
             optimizer.__class__ = _stepping(self, type(optimizer))
-        self.started += zip(nets, optimizers, strict=True)
-        return (nets, optimizers) if isinstance(net, list) else (net, optimizers[0])
+        return self._started(net, nets, optimizers)
 
     def _convert(self, net: nn.Module) -> None:
         if self.is_half_model:
@@ -300,9 +310,10 @@ class ByHand(Driver):
 def _made(net: Any, make: Any) -> tuple[list[nn.Module], list[Any]]:
     nets = net if isinstance(net, list) else [net]
     makes = make if isinstance(make, list) else [make] * len(nets)
+    owners = nets if len(nets) > 1 else nets * len(makes)
     optimizers = [
         one and (one if isinstance(one, Optimizer) else one(model.parameters()))
-        for model, one in zip(nets, makes, strict=True)
+        for model, one in zip(owners, makes, strict=True)
     ]
     return nets, optimizers
 

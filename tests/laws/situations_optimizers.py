@@ -1,1 +1,426 @@
+"""Situations: optimizers, closures, schedulers, groups, and optimizers of optimizers."""
 
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import torch
+from drivers import SGD
+from situations import Block, batches, mlp, mse, plain_loop, situation
+from torch import nn
+
+PLAIN = partial(torch.optim.SGD, lr=0.1)
+KINDS = {
+    "adam": partial(torch.optim.Adam, lr=0.01, foreach=False),
+    "adamw_foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "adamw_fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "radam": partial(torch.optim.RAdam, lr=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.1),
+    "adafactor": getattr(torch.optim, "Adafactor", partial(torch.optim.Adamax, lr=0.01)),
+}
+
+
+def _each_kind(name, make):
+    def run(amp):
+        model, optimizer = amp.start(mlp(), make)
+        plain_loop(amp, model, optimizer, 5)
+
+    run.__name__ = f"torch_optim_{name}"
+    situation("O1 O2")(run)
+
+
+for _name, _make in KINDS.items():
+    _each_kind(_name, _make)
+
+
+@situation()
+def learning_rate_schedule(amp):
+    model, optimizer = amp.start(mlp())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=8)
+    for x, y in batches(5):
+        amp.step(mse(model(x), y), optimizer)
+        scheduler.step()
+        amp.record(scheduler.get_last_lr()[0])
+
+
+@situation()
+def param_groups_with_their_own_rates(amp):
+    net = mlp()
+    groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[2].parameters()}]
+    model, optimizer = amp.start(net, torch.optim.SGD(groups, lr=0.2, weight_decay=0.1))
+    for x, y in batches(4):
+        amp.step(mse(model(x), y), optimizer)
+        optimizer.param_groups[0]["lr"] *= 2
+
+
+@situation()
+def optimizer_state_loaded_in_the_middle(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 2)
+    kept = copy.deepcopy(optimizer.state_dict())
+    plain_loop(amp, model, optimizer, 2)
+    optimizer.load_state_dict(kept)
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation()
+def momentum_forgotten_in_the_middle(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 2)
+    optimizer.state.clear()
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation()
+def hooks_around_steps(amp):
+    model, optimizer = amp.start(mlp())
+    optimizer.register_step_pre_hook(lambda *_: amp.record(1))
+    optimizer.register_step_post_hook(lambda *_: amp.record(2))
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1 O2")
+def a_step_pre_hook_that_clips(amp):
+    model, optimizer = amp.start(mlp())
+
+    def clip(optimizer, args, kwargs):
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+
+    optimizer.register_step_pre_hook(clip)
+    plain_loop(amp, model, optimizer)
+
+
+# Closures
+
+
+def closure_of(amp, model, optimizer, x, y, zeroes=True):
+    """What the docs pass to `step`."""
+
+    def closure():
+        if zeroes:
+            optimizer.zero_grad()
+        loss = mse(model(x), y)
+        amp.backward(loss, optimizer)
+        return loss
+
+    return closure
+
+
+@situation("O1 O2", letter="t")
+def lbfgs(amp):
+    """Without `loss_scale=1` too, LBFGS looks at gradients that are unscaled already."""
+    model, optimizer = amp.start(mlp(), partial(torch.optim.LBFGS, lr=0.5, max_iter=3))
+    for x, y in batches(3):
+        optimizer.step(closure_of(amp, model, optimizer, x, y))
+
+
+@situation("O1", letter="t")
+def lbfgs_with_line_search(amp):
+    model, optimizer = amp.start(
+        mlp(), partial(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe")
+    )
+    for x, y in batches(3):
+        optimizer.step(closure_of(amp, model, optimizer, x, y))
+
+
+@situation("O1 O2", letter="t")
+def sgd_with_a_closure(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(4):
+        amp.record(optimizer.step(closure_of(amp, model, optimizer, x, y)))
+
+
+class ZeroFirst(torch.optim.SGD):
+    """Zeroes the gradients, calls the closure, steps."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure):
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+@situation("O1 O2", letter="t")
+def an_optimizer_that_zeroes_first(amp):
+    """A closure called before the optimizer asks would leave it with no gradients at all."""
+    model, optimizer = amp.start(mlp(), ZeroFirst)
+    for x, y in batches(4):
+        optimizer.step(closure_of(amp, model, optimizer, x, y, zeroes=False))
+
+
+class Extragradient(torch.optim.SGD):
+    """A half step, the gradient there, a step from where it began."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure):
+        params = self.param_groups[0]["params"]
+        was = [p.clone() for p in params]
+        with torch.enable_grad():
+            closure()
+        for p in params:
+            p.sub_(p.grad, alpha=0.1)
+        with torch.enable_grad():
+            loss = closure()
+        for p, value in zip(params, was):
+            p.copy_(value).sub_(p.grad, alpha=0.1)
+        return loss
+
+
+@situation("O1 O2", letter="t")
+def extragradient(amp):
+    model, optimizer = amp.start(mlp(), Extragradient)
+    for x, y in batches(4):
+        amp.record(optimizer.step(closure_of(amp, model, optimizer, x, y)))
+
+
+class Mezo(torch.optim.SGD):
+    """Two losses at perturbed weights and no gradient; the closure calls no backward."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure):
+        params, losses = self.param_groups[0]["params"], []
+        noise = [torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for p in params]
+        for move in (0.1, -0.2):
+            for p, z in zip(params, noise):
+                p.add_(z.to(p.dtype), alpha=move)
+            losses.append(closure())
+        slope = (losses[0] - losses[1]) / 0.2
+        for p, z in zip(params, noise):
+            p.add_(z.to(p.dtype), alpha=0.1)
+            p.sub_(z.to(p.dtype) * slope.to(p.dtype), alpha=0.01)
+        return losses[0]
+
+
+@situation("O1 O2", letter="t")
+def zeroth_order_steps(amp):
+    model, optimizer = amp.start(mlp(), Mezo)
+    for x, y in batches(4):
+        amp.record(optimizer.step(lambda: mse(model(x), y)))
+
+
+class Lookahead:
+    """An optimizer around an optimizer: duck-typed."""
+
+    def __init__(self, params):
+        self.inner = SGD(params)
+        self.slow, self.count = None, 0
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+    @torch.no_grad()
+    def step(self):
+        params = self.param_groups[0]["params"]
+        self.slow = self.slow or [p.clone() for p in params]
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for p, slow in zip(params, self.slow):
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+
+
+@situation("O1 O2", letter="o")
+def an_optimizer_around_an_optimizer(amp):
+    model, optimizer = amp.start(mlp(), Lookahead)
+    for x, y in batches(5):
+        amp.step(mse(model(x), y), optimizer)
+
+
+class Cached(torch.optim.SGD):
+    """Keeps a list of its own, and steps on that."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.cached = params
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.cached:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+@situation("O1 O3")
+def a_cached_parameter_list(amp):
+    model, optimizer = amp.start(mlp(), Cached)
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O2", letter="o", refuses="Cached.*cached|cached.*Cached")
+def a_cached_parameter_list_at_o2(amp):
+    """Taken along, or refused at `initialize` by name."""
+    model, optimizer = amp.start(mlp(), Cached)
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1 O2", letter="s")
+def an_optimizer_made_after_initialize(amp):
+    """It works with masters from its first step, or refuses; never pure half in silence.
+
+    100 steps of 3e-4 move a bfloat16 weight of 0.4 not at all, an FP32 master by 0.03.
+    """
+    make = partial(torch.optim.SGD, lr=0.01)
+    model, optimizer = amp.start(mlp(), make if amp.by_hand else None, loss_scale=1.0)
+    if not amp.by_hand:
+        optimizer = make(model.parameters())
+        amp.started[0] = (model, optimizer)
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        amp.plain_backward(mse(model(x), y))
+        optimizer.step()
+
+
+@situation("O1 O2")
+def two_optimizers_on_one_model(amp):
+    net = mlp()
+    makes = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.Adam(net[2].parameters())]
+    model, both = amp.start(net, makes)
+    for x, y in batches(4):
+        for optimizer in both:
+            optimizer.zero_grad()
+        amp.backward(mse(model(x), y), both)
+        for optimizer in both:
+            optimizer.step()
+
+
+@situation("O1 O2")
+def a_part_of_the_model_in_no_optimizer(amp):
+    net = mlp()
+    model, optimizer = amp.start(net, torch.optim.SGD(net[2].parameters(), lr=0.1))
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1 O2 O3", letter="v")
+def step_patched_on_the_class_after_initialize(amp):
+    """What a profiler or a test puts on `SGD.step` is called."""
+    model, optimizer = amp.start(mlp(), PLAIN)
+    original = torch.optim.SGD.step
+    calls = []
+
+    def step(self, *args, **kwargs):
+        calls.append(1)
+        return original(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step
+    try:
+        plain_loop(amp, model, optimizer)
+    finally:
+        torch.optim.SGD.step = original
+    amp.record(len(calls))
+
+
+@situation("O1 O2")
+def an_exception_in_a_closure(amp):
+    """The step that broke off changes nothing, and the next ones go on."""
+    model, optimizer = amp.start(mlp())
+    for number, (x, y) in enumerate(batches(4)):
+        ordinary = closure_of(amp, model, optimizer, x, y)
+
+        def closure():
+            loss = ordinary()
+            if number == 1:
+                raise ZeroDivisionError
+            return loss
+
+        try:
+            optimizer.step(closure)
+        except ZeroDivisionError:
+            optimizer.zero_grad()
+
+
+@situation("O1 O2", letter="x", says="skipped")
+def many_skips_are_told(amp):
+    """One batch in 16 overflows: that is heard before 50 in a row."""
+    make = partial(torch.optim.SGD, lr=1e-3)
+    model, optimizer = amp.start(mlp(), make, loss_scale="dynamic", init_scale=2.0**16)
+    for number, (x, y) in enumerate(batches(220, rows=1)):
+        amp.step(mse(model(x), y) * (float("inf") if number % 16 == 5 else 1.0), optimizer)
+
+
+@situation("O1 O2")
+def batch_norm_and_a_schedule_and_clipping(amp):
+    model, optimizer = amp.start(mlp(norm=True), partial(torch.optim.AdamW, lr=0.05))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        amp.clip(model, optimizer, 0.5)
+        optimizer.step()
+        scheduler.step()
+
+
+@situation("O1 O2", letter="t")
+def sam_with_two_half_steps(amp):
+    """`first_step` and `second_step`, as the well-known implementation has them."""
+
+    class Sam(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+
+        @torch.no_grad()
+        def first_step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["was"] = p.clone()
+                p.add_(p.grad, alpha=0.3)
+
+        @torch.no_grad()
+        def second_step(self):
+            for p in self.param_groups[0]["params"]:
+                p.copy_(self.state[p]["was"])
+            super().step()
+
+    model, optimizer = amp.start(Block(), Sam)
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        optimizer.first_step()
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        optimizer.second_step()
+
+
+class Wrapper(nn.Module):
+    """A model in a model: a trainer's."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+@situation("O1 O2")
+def the_model_is_wrapped_after_initialize(amp):
+    model, optimizer = amp.start(mlp())
+    wrapped = Wrapper(model)
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        amp.backward(mse(wrapped(x), y), optimizer)
+        optimizer.step()

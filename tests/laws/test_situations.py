@@ -67,7 +67,8 @@ def everything(row: Situation, driver: Ampatch | ByHand) -> list[torch.Tensor]:
     if begun and row.changes_weights:
         before = begun[-1]
         moved = [a.shape != b.shape or differ(a, b).any() for a, b in zip(before, found)]
-        assert any(moved), "no weight has moved: the situation tests nothing"
+        whose = "the situation tests nothing" if driver.by_hand else "ampatch has not trained"
+        assert any(moved), f"no weight has moved: {whose}"
     return driver.seen + found
 
 
