@@ -176,15 +176,15 @@ class ByHand(Driver):
                 for param in module.parameters(recurse=False):
                     if param.dtype is torch.float32 and param not in self.pairs:
                         self._make_half(param)
-                for name, buffer in module.named_buffers(recurse=False):
-                    if buffer.dtype is torch.float32:
-                        setattr(module, name, buffer.to(self.half))
+                for buffer in module.buffers(recurse=False):
+                    if buffer.dtype is torch.float32 and not _is_lost(buffer, self.half):
+                        self._make_half(buffer)
         net.__class__ = _calling(self, type(net))
 
     def _make_half(self, param: Tensor) -> None:
         master = param.detach().clone().requires_grad_(param.requires_grad)
         param.data = param.data.to(self.half)
-        if self.level == "O2":
+        if self.level == "O2" or not isinstance(param, nn.Parameter):
             self.pairs[param] = master
             self._derived(param)
 
@@ -210,6 +210,20 @@ class ByHand(Driver):
             written = differ(param.data, self._half_known[param])
             master.copy_(torch.where(written, param.data.float(), master))
             self._derived(param)
+
+    @contextmanager
+    def masters_in_place(self) -> Iterator[None]:
+        """The model holds its masters."""
+        halves = {tensor: tensor.data for tensor in self.pairs}
+        for tensor, master in self.pairs.items():
+            tensor.grad = None
+            tensor.data = master.data
+        try:
+            yield
+        finally:
+            for tensor, half in halves.items():
+                tensor.data = half
+            self.show_gradients()
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
@@ -262,7 +276,10 @@ class ByHand(Driver):
         for param, master, before in zip(params, masters, earlier, strict=True):
             new = param.grad
             if new is not None:
-                new = (new.float() / scale).to(master.dtype)
+                new = new.to(master.dtype) / scale
+            if param is not master and master.grad is not None:  # the loss reached it, too
+                own = master.grad / scale
+                new = own if new is None else new + own
             master.grad = new if before is None else before if new is None else before + new
             if param is not master:
                 self._show_gradient(param)
@@ -333,16 +350,14 @@ def _calling(oracle: ByHand, kind: type) -> type:
         def state_dict(self, *args: Any, **kwargs: Any) -> dict:
             oracle.take_over()
             oracle.sync_gradients()
-            found = super().state_dict(*args, **{**kwargs, "keep_vars": True})
-            return {key: oracle.pairs.get(v, v).detach().float() for key, v in found.items()}
+            with oracle.masters_in_place():
+                return super().state_dict(*args, **kwargs)
 
         def load_state_dict(self, state: dict, *args: Any, **kwargs: Any) -> Any:
             oracle.take_over()
-            result = super().load_state_dict(state, *args, **kwargs)
-            for name, param in self.named_parameters():
-                if param in oracle.pairs and name in state:
-                    oracle.pairs[param].data.copy_(state[name])
-                    oracle._derived(param)
+            with oracle.masters_in_place():
+                result = super().load_state_dict(state, *args, **kwargs)
+            oracle.masters_to_half()
             return result
 
         def __deepcopy__(self, memo: dict) -> nn.Module:
@@ -379,6 +394,13 @@ def _stepping(oracle: ByHand, kind: type) -> type:
 
     Stepping.__name__ = Stepping.__qualname__ = kind.__name__
     return Stepping
+
+
+def _is_lost(buffer: Tensor, half: torch.dtype) -> bool:
+    """Whether half holds a buffer as infs, or a whole number in it as another one."""
+    rounded = buffer.to(half).float()
+    whole = (buffer == buffer.round()).all() and (buffer.abs() > 1).any()
+    return not finite(rounded) or bool(whole and differ(rounded, buffer).any())
 
 
 def to(dtype: torch.dtype, tree: Any) -> Any:

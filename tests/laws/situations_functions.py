@@ -1,1 +1,223 @@
+"""Situations: torch's functions under O1: who sees the calls, and mixed dtypes."""
 
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from situations import Block, batches, mlp, mse, plain_loop, situation
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+HANDLERS = {F.linear: lambda *args: torch.ops.aten.linear(*args) * 3}
+
+
+class Tagged(torch.Tensor):
+    """Answers some functions by identity, as libraries of tensor kinds do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in HANDLERS:
+            args = [a.as_subclass(torch.Tensor) if isinstance(a, Tagged) else a for a in args]
+            return HANDLERS[func](*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@situation("O1", letter="f")
+def functions_known_by_identity(amp):
+    """The handler triples what `F.linear` gives."""
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        weight = torch.eye(4)[:2]
+        with torch.no_grad():
+            out = F.linear(x.to(amp.half).as_subclass(Tagged), weight.to(amp.half))
+        amp.record(out.as_subclass(torch.Tensor))
+        amp.step(mse(model(x), y), optimizer)
+
+
+@situation("O1", letter="f")
+def handlers_registered_during_the_session(amp):
+    model, optimizer = amp.start(mlp())
+    HANDLERS[torch.mm] = lambda a, b: torch.ops.aten.mm(a, b) * 5
+    HANDLERS[F.conv1d] = lambda *args: torch.ops.aten.conv1d(*args) * 7
+    try:
+        x = torch.eye(4, dtype=amp.half)
+        amp.record(torch.mm(x.as_subclass(Tagged), x).as_subclass(torch.Tensor))
+        image = torch.ones(1, 1, 4, dtype=amp.half)
+        found = F.conv1d(image.as_subclass(Tagged), torch.ones(1, 1, 2, dtype=amp.half))
+        amp.record(found.as_subclass(torch.Tensor))
+    finally:
+        HANDLERS.pop(torch.mm), HANDLERS.pop(F.conv1d)
+    plain_loop(amp, model, optimizer)
+
+
+class Counts(TorchFunctionMode):
+    """Counts the calls of some functions, asked for by identity."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = self.softmaxes = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.linears += func is F.linear
+        self.softmaxes += func is torch.nn.functional.softmax or func is torch.softmax
+        return func(*args, **(kwargs or {}))
+
+
+@situation("O1", letter="f")
+def a_mode_sees_each_call_once(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        with Counts() as counts:
+            out = model(x)
+            out.float().softmax(-1)
+        amp.record(counts.linears)
+        amp.step(mse(out, y), optimizer)
+
+
+class Replaces(TorchFunctionMode):
+    """Puts another function in the place of one."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is F.linear else out
+
+
+@situation("O1", letter="f")
+def a_mode_that_changes_results(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        with Replaces():
+            out = model(x)
+        amp.step(mse(out, y), optimizer)
+
+
+class Causal(Block):
+    def forward(self, x):
+        q, k, v = (layer(x)[None, None] for layer in (self.first, self.second, self.first))
+        out = F.scaled_dot_product_attention(
+            q[:, :, -3:], k, v, attn_mask=causal_lower_right(3, x.shape[0])
+        )
+        return self.head(out[0, 0])
+
+
+@situation("O1 O2", letter="f", against="FP32", within=2e-2)
+def causal_lower_right_bias(amp):
+    """Without the bias the loss is wrong by a factor of two."""
+    model, optimizer = amp.start(Causal())
+    for x, y in batches(3):
+        amp.step(mse(model(x), y[:3]), optimizer)
+
+
+def mixed(amp, x, *others):
+    """Half tensors, as a cast product leaves them; the oracle widens them by hand."""
+    return [t.to(amp.half).float() if amp.by_hand else t.to(amp.half) for t in (x, *others)]
+
+
+def assigned(x, index, value):
+    x[index] = value
+    return x
+
+
+MIXED = {
+    "index_add": lambda x, h, i, m: x.index_add(0, i, h),
+    "index_add_": lambda x, h, i, m: x.clone().index_add_(0, i, h),
+    "index_put_": lambda x, h, i, m: x.clone().index_put_((i,), h),
+    "assignment": lambda x, h, i, m: assigned(x.clone(), i, h),
+    "scatter": lambda x, h, i, m: x.scatter(0, i[:, None].expand(6, 4), h),
+    "scatter_add": lambda x, h, i, m: x.scatter_add(0, i[:, None].expand(6, 4), h),
+    "scatter_reduce": lambda x, h, i, m: x.scatter_reduce(0, i[:, None].expand(6, 4), h, "sum"),
+    "masked_scatter": lambda x, h, i, m: x.masked_scatter(m, h),
+    "index_copy": lambda x, h, i, m: x.index_copy(0, i, h),
+    "lerp": lambda x, h, i, m: torch.lerp(x, h, 0.25),
+    "lerp_weight": lambda x, h, i, m: torch.lerp(x, x * 2, h),
+    "where": lambda x, h, i, m: torch.where(m, x, h),
+    "cat": lambda x, h, i, m: torch.cat([x, h]),
+    "cross": lambda x, h, i, m: torch.cross(x[:, :3], h[:, :3], dim=1),
+}
+
+
+def _each_mixed(name, function):
+    def run(amp):
+        model, optimizer = amp.start(mlp())
+        index = torch.tensor([2, 0, 1, 5, 4, 3])
+        for x, y in batches(3):
+            (h,) = mixed(amp, x * 3)
+            out = function(x, h, index, x > 0)
+            amp.record(out)
+            amp.step(mse(model(x), y), optimizer)
+
+    run.__name__ = f"mixed_dtypes_of_{name}"
+    situation("O1", letter="w")(run)
+
+
+for _name, _function in MIXED.items():
+    _each_mixed(_name, _function)
+
+
+@situation("O1", letter="w")
+def embedding_bag_with_half_weights_per_sample(amp):
+    model, optimizer = amp.start(mlp())
+    table = nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
+    for x, y in batches(3):
+        (h,) = mixed(amp, x)
+        words = torch.tensor([[0, 1, 2, 3]] * 6)
+        with amp.no_casts() if amp.by_hand else amp.casts():
+            out = F.embedding_bag(words, table, per_sample_weights=h, mode="sum")
+        amp.record(out)
+        amp.step(mse(model(x), y), optimizer)
+
+
+IN_FP32 = {
+    "fft": lambda h: torch.fft.rfft(h).abs(),
+    "ifft": lambda h: torch.fft.irfft(torch.fft.rfft(h)),
+    "svd": lambda h: torch.linalg.svdvals(h),
+    "qr": lambda h: torch.linalg.qr(h)[1].abs(),
+    "inv": lambda h: torch.linalg.inv(h[:4] + 9 * torch.eye(4, dtype=h.dtype)),
+    "det": lambda h: torch.linalg.det(h[:4]),
+    "solve": lambda h: torch.linalg.solve(h[:4] + 9 * torch.eye(4, dtype=h.dtype), h[:4]),
+    "cholesky": lambda h: torch.linalg.cholesky(
+        h[:4] @ h[:4].T * 0 + torch.eye(4, dtype=h.dtype) * 2
+    ),
+    "norm": lambda h: torch.linalg.norm(h),
+}
+
+
+def _each_in_fp32(name, function):
+    def run(amp):
+        model, optimizer = amp.start(mlp())
+        for x, y in batches(3):
+            (h,) = mixed(amp, x)
+            amp.record(function(h).float())
+            amp.step(mse(model(x), y), optimizer)
+
+    run.__name__ = f"in_fp32_{name}"
+    situation("O1", letter="w")(run)
+
+
+for _name, _function in IN_FP32.items():
+    _each_in_fp32(_name, _function)
+
+
+@situation(letter="i")
+def a_default_dtype_of_float64(amp):
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, optimizer = amp.start(mlp().float())
+        for x, y in batches(3):
+            amp.step(mse(model(x.float()), y.float()), optimizer)
+    finally:
+        torch.set_default_dtype(was)
+
+
+@situation(letter="i")
+def a_float64_model_under_a_default_of_float64(amp):
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, optimizer = amp.start(mlp(), loss_scale=1.0)
+        for x, y in batches(3):
+            amp.step((model(x) - y).square().mean(), optimizer)
+    finally:
+        torch.set_default_dtype(was)

@@ -1,1 +1,537 @@
+"""Situations: kinds of models, inputs, outputs, buffers and hooks."""
 
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from drivers import SGD
+from situations import Block, batches, mlp, mse, plain_loop, situation
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+PLAIN = partial(torch.optim.SGD, lr=0.1)
+
+
+@situation()
+def a_conv_net(amp):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(4, 2),
+    )
+    model, optimizer = amp.start(net)
+    for number, (x, y) in enumerate(batches(4)):
+        torch.manual_seed(number)
+        amp.step(mse(model(x), y), optimizer)
+    model.eval()
+    with torch.no_grad():
+        amp.record(model(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = kind(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x):
+        lengths = torch.tensor([3, 2, 2])
+        packed = pack_padded_sequence(x.view(3, -1, 4)[:, :3], lengths, batch_first=True)
+        out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.head(out)
+
+
+def recurrent(amp, kind):
+    model, optimizer = amp.start(Recurrent(kind))
+    for x, y in batches(4, rows=9):
+        amp.step(mse(model(x).flatten(0, 1), y), optimizer)
+
+
+@situation("O1 O2", against="FP32", within=2e-2)
+def packed_lstm(amp):
+    """Four steps move weights by up to 0.2."""
+    recurrent(amp, nn.LSTM)
+
+
+@situation("O1 O2", against="FP32", within=2e-2)
+def packed_gru(amp):
+    recurrent(amp, nn.GRU)
+
+
+@situation("O2 O3", halves="bf16")
+def packed_rnn_of_a_half_model(amp):
+    recurrent(amp, nn.RNN)
+
+
+class Language(nn.Module):
+    """Embedding, attention layer, head tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words):
+        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1])
+        return self.head(self.layer(self.embed(words), src_mask=mask, is_causal=True))
+
+
+@situation("O1 O2", against="FP32", within=3e-2)
+def a_tied_language_model(amp):
+    """Against FP32: without its mask the loss is 0.1 off, and weights move by up to 0.3."""
+    model, optimizer = amp.start(Language(), PLAIN)
+    for seed in range(4):
+        words = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(seed))
+        out = model(words)[:, :-1].flatten(0, 1).float()
+        amp.step(F.cross_entropy(out, words[:, 1:].flatten()), optimizer)
+
+
+@situation()
+def a_model_that_returns_its_loss(amp):
+    class Whole(Block):
+        def forward(self, x, *, target):
+            return {"loss": (super().forward(x).float() - target.float()).square().mean()}
+
+    model, optimizer = amp.start(Whole())
+    for x, y in batches(4):
+        amp.step(model(x, target=y)["loss"], optimizer)
+
+
+Pair = namedtuple("Pair", "out hidden")
+
+
+@dataclass
+class Result:
+    out: Tensor
+    hidden: Tensor
+
+
+@situation()
+def outputs_of_many_kinds(amp):
+    class Many(Block):
+        def forward(self, x, kind):
+            hidden = self.encode(x)
+            out = self.head(hidden)
+            return {
+                "dict": OrderedDict(out=out, hidden=hidden),
+                "tuple": Pair(out, hidden),
+                "list": [out, (hidden, None, "text", 3)],
+            }[kind]
+
+    model, optimizer = amp.start(Many())
+    for x, y in batches(3):
+        pair = model(x, kind="tuple")
+        assert type(pair) is Pair
+        if amp.is_half_model:
+            assert model(x, "dict")["hidden"].dtype is model(x, "list")[1][0].dtype is torch.float32
+        amp.record(model(x, "dict")["out"], model(x, "list")[1][0])
+        amp.step(mse(pair.out, y) + pair.hidden.float().mean(), optimizer)
+
+
+@situation("O2 O3", letter="r")
+def a_dict_that_the_forward_writes_to(amp):
+    """A cache: what the forward puts there is there."""
+
+    class Caches(Block):
+        def forward(self, x, cache):
+            if "hidden" in cache:
+                x = x + cache["hidden"].to(x.dtype)
+            cache["hidden"] = self.encode(x).detach()
+            return super().forward(x)
+
+    model, optimizer = amp.start(Caches())
+    cache = {}
+    forward = model
+    if amp.by_hand:
+        original = type(model).__mro__[1].forward
+        forward = lambda x, cache: original(model, x.to(amp.half), cache).float()  # noqa: E731
+    for x, y in batches(3):
+        if amp.by_hand:
+            amp.masters_to_half()
+        amp.step(mse(forward(x, cache), y), optimizer)
+        amp.record(cache["hidden"])
+
+
+@situation(letter="u")
+def a_method_called_from_outside(amp):
+    model, optimizer = amp.start(Block())
+    for x, y in batches(3):
+        if amp.by_hand:
+            amp.masters_to_half()
+            with amp.casts():
+                hidden = model.encode(x.to(amp.half) if amp.is_half_model else x)
+        else:
+            hidden = model.encode(x)
+        amp.record(hidden)
+        amp.step(hidden.float().square().mean() + mse(model(x), y), optimizer)
+
+
+@situation(letter="u")
+def submodules_called_from_outside(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        if amp.by_hand:
+            amp.masters_to_half()
+            x = x.to(amp.half) if amp.is_half_model else x
+        with amp.casts():
+            for layer in model:
+                x = layer(x)
+        amp.step(mse(x, y), optimizer)
+
+
+@situation("O2 O3", letter="u", refuses="initialize")
+def float_after_initialize(amp):
+    model, optimizer = amp.start(mlp())
+    model.float()
+
+
+@situation("O2 O3", letter="u", refuses="initialize")
+def to_a_dtype_after_initialize(amp):
+    model, optimizer = amp.start(mlp())
+    model.to(torch.float32)
+
+
+@situation("O2 O3", letter="u", refuses="initialize")
+def double_after_initialize(amp):
+    model, optimizer = amp.start(mlp())
+    model.double()
+
+
+@situation()
+def to_the_device_it_is_on(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 1)
+    model.to("cpu")
+    plain_loop(amp, model, optimizer, 2)
+
+
+class Doubles(nn.Module):
+    """An FP64 part: a physics term, with its own weights, buffer and input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 2)
+        self.exact = nn.Linear(4, 2).double()
+        self.register_buffer("offset", torch.full((2,), 1 + 2.0**-40, dtype=torch.float64))
+
+    def forward(self, x, exact):
+        assert exact.dtype is self.offset.dtype is self.exact.weight.dtype is torch.float64
+        return self.body(x).double() + self.exact(exact) * self.offset
+
+
+@situation(letter="r")
+def float64_is_never_touched(amp):
+    model, optimizer = amp.start(Doubles())
+    for x, y in batches(3):
+        out = model(x, x.double() * (1 + 2.0**-40))
+        amp.step((out.double() - y).square().mean(), optimizer)
+        amp.record(model.offset)
+
+
+@situation(letter="r")
+def the_state_dict_after_initialize_is_the_one_before(amp):
+    net = nn.Sequential(mlp(norm=True), nn.Linear(2, 4), nn.InstanceNorm1d(4, affine=True,
+                        track_running_stats=True), nn.Linear(4, 2))
+    net[1].requires_grad_(False)
+    net.register_buffer("table", torch.linspace(0, 1, 7))
+    net.register_buffer("huge", torch.tensor([1.7e9, 1e6, -1e9]))
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    model, optimizer = amp.start(net)
+    amp.record(*(before if amp.by_hand and amp.level != "O1" else model.state_dict()).values())
+    model[1].requires_grad_(True)
+    with torch.no_grad():
+        model[1].weight.add_(1)
+
+
+class Counter(nn.Module):
+    """Buffers that half cannot hold: a step count, a large constant, a mask of -1e9."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("count", torch.tensor(70001.0))
+        self.register_buffer("mask", torch.tensor([0.0, -1e9, 0.0, -1e9]))
+        self.register_buffer("timestamp", torch.tensor(1.7e9))
+
+    def forward(self, x):
+        self.count += 1
+        scores = self.body(x) + self.mask
+        x = torch.softmax(scores.float(), -1).to(scores.dtype)
+        return self.head(x.to(self.head.weight.dtype) if x.dtype is not torch.float32 else x)
+
+
+@situation("O2 O3", letter="r", against="FP32", within=2e-2)
+def buffers_that_half_cannot_hold(amp):
+    """In float16 the count is inf and the mask -inf; in bfloat16 the count stands still."""
+    model, optimizer = amp.start(Counter(), PLAIN)
+    for x, y in batches(3):
+        out = model(x)
+        amp.record(model.count - 70000, model.timestamp / 1e9)
+        amp.step(mse(out, y), optimizer)
+    amp.record(model.state_dict()["count"] - 70000)
+    with torch.no_grad():
+        for value in (model.count, model.mask, model.timestamp):
+            value.zero_()
+
+
+class Rotary(nn.Module):
+    """Angles of some hundred radians from an FP32 table."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("frequency", torch.tensor([1.0, 0.731, 0.0123, 0.00217]))
+
+    def forward(self, x, position):
+        angle = position.float()[:, None] * self.frequency.float()
+        return self.head(self.body(x) * torch.sin(angle).to(x.dtype))
+
+
+@situation("O2 O3", letter="r", against="FP32", within=3e-2)
+def rotary_tables_and_integer_positions(amp):
+    """In bfloat16 0.731 is 2e-3 off: a position of 1000 turns by two radians more."""
+    model, optimizer = amp.start(Rotary(), PLAIN)
+    for number, (x, y) in enumerate(batches(3)):
+        position = torch.arange(6) + 1000 * number
+        amp.step(mse(model(x, position), y), optimizer)
+
+
+@situation("O2 O3", letter="r", against="FP32", within=3e-2)
+def inputs_that_half_cannot_hold(amp):
+    """Timestamps: in float16 they are inf, in bfloat16 all the same."""
+
+    class Times(Block):
+        def forward(self, x, time):
+            phase = ((time - 1.7e9) / 1000).to(x.dtype)
+            return super().forward(x * phase[:, None])
+
+    model, optimizer = amp.start(Times(), PLAIN)
+    for x, y in batches(3):
+        amp.step(mse(model(x, 1.7e9 + 128.0 * torch.arange(6)), y), optimizer)
+
+
+@situation("O2 O3", letter="r", against="FP32", within=3e-2)
+def a_mask_of_minus_1e9_as_an_input(amp):
+    """A row that is masked throughout is uniform in FP32, and NaN where -1e9 became -inf."""
+
+    class Masked(Block):
+        def forward(self, x, mask):
+            weights = torch.softmax(self.first(x) + mask, -1)
+            return self.head(weights.to(x.dtype))
+
+    model, optimizer = amp.start(Masked(), PLAIN)
+    mask = torch.zeros(6, 4)
+    mask[0], mask[1, :2] = -1e9, -1e9
+    for x, y in batches(3):
+        amp.step(mse(model(x, mask), y), optimizer)
+
+
+@situation("O1 O2", against="FP32", within=3e-2)
+def running_statistics_of_instance_norm(amp):
+    """Momentum 1e-4: in half the statistics would stand still at 1, where they end at 0.97."""
+    net = nn.Sequential(
+        nn.Linear(4, 8), nn.Unflatten(1, (2, 4)),
+        nn.InstanceNorm1d(2, momentum=1e-4, track_running_stats=True), nn.Flatten(), nn.Linear(8, 2),
+    )
+    model, optimizer = amp.start(net, partial(torch.optim.SGD, lr=1e-3))
+    for x, y in batches(20):
+        amp.step(mse(model(x), y), optimizer)
+    amp.record((model[2].running_var - 1) * 1000)
+
+
+@situation("O1")
+def a_lazy_model(amp):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(2))
+    with torch.no_grad():
+        net(torch.zeros(1, 4))
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer)
+
+
+@situation(letter="q")
+def a_state_dict_hook_of_the_users(amp):
+    """What it makes of the FP32 values is what is saved."""
+    model, optimizer = amp.start(mlp())
+    if amp.level == "O3":
+        model.register_state_dict_post_hook(
+            lambda module, state, prefix, meta: state.update(extra=torch.ones(1))
+        )
+    else:
+        model.register_state_dict_post_hook(
+            lambda module, state, prefix, meta: state.update(extra=state["0.weight"] * 2)
+        )
+    model[2].register_state_dict_post_hook(
+        lambda module, state, prefix, meta: state.__delitem__(prefix + "bias")
+    )
+    for x, y in batches(3):
+        amp.step(mse(model(x), y), optimizer)
+        state = model.state_dict()
+        assert list(state) == ["0.weight", "0.bias", "2.weight", "extra"], list(state)
+        amp.record(*state.values())
+
+
+class Saves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.body(x)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "kept"] = self.body.weight.detach().float().sum() * 0 + 5
+
+
+@situation(letter="q")
+def save_to_state_dict_of_the_users(amp):
+    model, optimizer = amp.start(Saves())
+    plain_loop(amp, model, optimizer, 2)
+    amp.record(model.state_dict()["kept"])
+
+
+@situation(within=2e-2)
+def forward_hooks_of_the_users(amp):
+    """Whether they see half or FP32 is open; one that is not run is 0.3 away."""
+    model, optimizer = amp.start(mlp())
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    model.register_forward_hook(lambda module, args, out: out + 1)
+    plain_loop(amp, model, optimizer)
+
+
+@situation(within=2e-2)
+def forward_hooks_from_before(amp):
+    """For the tolerance see above."""
+    net = mlp()
+    net.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    net.register_forward_hook(lambda module, args, out: out * 2)
+    net[0].register_forward_hook(lambda module, args, out: out - 1)
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer)
+
+
+@situation()
+def weight_decay_in_the_loss(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        decay = sum(p.float().square().sum() for p in model.parameters())
+        amp.step(mse(model(x), y) + 0.01 * decay, optimizer)
+
+
+@situation("O2")
+def weight_decay_of_the_masters_in_the_loss(amp):
+    """The loss reaches the FP32 masters through the graph."""
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        decay = sum(p.square().sum() for p in optimizer.param_groups[0]["params"])
+        amp.step(mse(model(x), y) + 0.01 * decay, optimizer)
+
+
+@situation()
+def two_models_in_one_forward(amp):
+    """A teacher without an optimizer, and its student."""
+    torch.manual_seed(0)
+    (teacher, student), (_, optimizer) = amp.start([mlp(1), mlp(0)], [None, SGD])
+    for x, y in batches(3):
+        with torch.no_grad():
+            goal = teacher(x)
+        amp.step(mse(student(x), goal.float()) + mse(student(-x), y), optimizer)
+
+
+@situation("O1 O2")
+def a_frozen_body_under_no_grad(amp):
+    class Body(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.encode(x)
+            return self.head(x)
+
+    model, optimizer = amp.start(Body(), PLAIN)
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1")
+def a_weight_first_used_without_gradients(amp):
+    """Its half copy of the `no_grad` part must not serve the part that is trained."""
+
+    class Twice(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                start = self.encode(x)
+            with torch.inference_mode():
+                self.encode(x)
+            return self.head(self.encode(x) + start)
+
+    model, optimizer = amp.start(Twice(), PLAIN)
+    plain_loop(amp, model, optimizer)
+
+
+@situation(within=5e-3)
+def a_forward_that_is_a_generator(amp):
+    """What runs after `forward` has returned is cast too; copies of weights are its own."""
+
+    class Steps(Block):
+        def forward(self, x):
+            for _ in range(2):
+                x = self.encode(x)
+                yield self.head(x)
+
+    model, optimizer = amp.start(Steps())
+    for x, y in batches(3):
+        with amp.casts():
+            first, second = model(x)
+        amp.step(mse(first, y) + mse(second, y), optimizer)
+
+
+@situation("O1")
+def a_recursive_model(amp):
+    class Deep(Block):
+        def forward(self, x, depth=2):
+            x = self.encode(x)
+            return self(x, depth - 1) if depth else self.head(x)
+
+    model, optimizer = amp.start(Deep())
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1")
+def weights_made_in_the_forward(amp):
+    """A hypernetwork: the weight of one layer is another one's output."""
+
+    class Hyper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.maker, self.body = nn.Linear(4, 8), nn.Linear(4, 4)
+            self.code = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            weight = self.maker(self.code).view(2, 4)
+            return F.linear(F.linear(torch.tanh(self.body(x)), weight), torch.eye(2))
+
+    model, optimizer = amp.start(Hyper())
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1")
+def views_and_slices_of_weights(amp):
+    class Slices(Block):
+        def forward(self, x):
+            x = F.linear(x, self.first.weight[:2])
+            return F.linear(x, self.second.weight.t()[:2, :2]) + self.head(F.pad(x, (0, 2)))
+
+    model, optimizer = amp.start(Slices())
+    plain_loop(amp, model, optimizer)

@@ -567,7 +567,6 @@ def swapped_parameters_on_conversion_between_steps(amp):
         model, optimizer = amp.start(mlp())
         plain_loop(amp, model, optimizer, 2)
         optimizer.zero_grad()
-        model.to(torch.float32)
         model.to("cpu")
         plain_loop(amp, model, optimizer, 2)
     finally:
