@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 import ampatch
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 INIT_SCALE = 1024.0
 
 
@@ -67,6 +67,14 @@ class Driver:
         optimizer.zero_grad()
         self.backward(loss, optimizer)
         optimizer.step()
+
+    def clip(self, model: nn.Module, optimizer: Any, norm: float) -> Tensor:
+        """Clip by norm the way scripts do, through the model's parameters."""
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    def clip_value(self, model: nn.Module, optimizer: Any, value: float) -> None:
+        """Clip by value the way scripts do."""
+        torch.nn.utils.clip_grad_value_(model.parameters(), value)
 
     def weights(self) -> list[Tensor]:
         """All weights in FP32, buffers, and what optimizers step on."""
@@ -113,13 +121,22 @@ class Ampatch(Driver):
         """Around calls that are not to be cast."""
         return ampatch.disable_casts()
 
-    def clip(self, model: nn.Module, optimizer: Any, norm: float) -> Tensor:
-        """Clip by norm the way scripts do, through the model's parameters."""
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    def uncast(self, model: nn.Module, *args: Any) -> Any:
+        """A forward without casts, at O1."""
+        with ampatch.disable_casts():
+            return model(*args)
 
-    def clip_value(self, model: nn.Module, optimizer: Any, value: float) -> None:
-        """Clip by value the way scripts do."""
-        torch.nn.utils.clip_grad_value_(model.parameters(), value)
+    def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
+        """`add_param_group` with weights of the model."""
+        optimizer.add_param_group({"params": params, **options})
+
+    def set_scale(self, value: float) -> None:
+        """Set a dynamic loss scale."""
+        ampatch.set_loss_scale(value)
+
+    def pair(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        """A deep copy of both, which is plain FP32."""
+        return copy.deepcopy((model, optimizer))
 
     def renew(self) -> None:
         """`initialize` once more on everything that was started."""
@@ -147,7 +164,7 @@ class ByHand(Driver):
         self.pairs: dict[Tensor, Tensor] = {}  # weight of the model: its FP32 master
         self._half_known: dict[Tensor, Tensor] = {}  # the half weight as it was derived
         self._master_known: dict[Tensor, Tensor] = {}  # the master it was derived from
-        self._grad_known: dict[Tensor, Tensor | None] = {}
+        self.in_pass = False
         self._scale = 1.0
         self._dynamic = False
 
@@ -184,6 +201,8 @@ class ByHand(Driver):
     def _make_half(self, param: Tensor) -> None:
         master = param.detach().clone().requires_grad_(param.requires_grad)
         param.data = param.data.to(self.half)
+        if self.level == "O2" and isinstance(param, nn.Parameter):
+            param.__class__ = _with_master(self)
         if self.level == "O2" or not isinstance(param, nn.Parameter):
             self.pairs[param] = master
             self._derived(param)
@@ -192,6 +211,7 @@ class ByHand(Driver):
         self._half_known[param] = param.detach().clone()
         self._master_known[param] = self.pairs[param].detach().clone()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def masters_to_half(self) -> None:
         """Where a master was written, its half weight follows."""
@@ -202,6 +222,7 @@ class ByHand(Driver):
                 self._master_known[param] = master.detach().clone()
                 self._half_known[param] = torch.where(moved, param.data, self._half_known[param])
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def take_over(self) -> None:
         """Where a half weight was written, its master takes the value."""
@@ -216,28 +237,12 @@ class ByHand(Driver):
         """The model holds its masters."""
         halves = {tensor: tensor.data for tensor in self.pairs}
         for tensor, master in self.pairs.items():
-            tensor.grad = None
             tensor.data = master.data
         try:
             yield
         finally:
             for tensor, half in halves.items():
                 tensor.data = half
-            self.show_gradients()
-
-    @torch.no_grad()
-    def sync_gradients(self) -> None:
-        """A half gradient that was written, or set to None, counts for the master."""
-        for param, master in self.pairs.items():
-            known = self._grad_known.get(param)
-            if not same(param.grad, known):
-                master.grad = None if param.grad is None else param.grad.float()
-            self._show_gradient(param)
-
-    def _show_gradient(self, param: Tensor) -> None:
-        grad = self.pairs[param].grad
-        param.grad = None if grad is None else grad.to(self.half)
-        self._grad_known[param] = None if grad is None else param.grad.clone()
 
     @contextmanager
     def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
@@ -250,6 +255,8 @@ class ByHand(Driver):
 
     def plain_backward(self, loss: Tensor) -> None:
         self.record(loss)
+        if not self.pairs:
+            return loss.backward()
         params = [p for _, o in self.started for g in o.param_groups for p in g["params"]]
         with self._collecting(params, 1.0):
             loss.backward()
@@ -257,32 +264,27 @@ class ByHand(Driver):
     @contextmanager
     def _collecting(self, masters: list[Tensor], scale: float) -> Iterator[None]:
         """Set earlier gradients aside; add what a pass leaves in the model, unscaled, in FP32."""
-        self.sync_gradients()
         owner = {id(master): param for param, master in self.pairs.items()}
         params = [owner.get(id(master), master) for master in masters]
         earlier = [master.grad for master in masters]
+        self.in_pass = True
         for param in (*params, *masters):
             param.grad = None
         try:
             yield
+            passed = [(param.grad, master.grad) for param, master in zip(params, masters)]
         except BaseException:  # a pass that breaks off leaves what was there before
-            for param in params:
-                param.grad = None
+            passed = [(None, None)] * len(params)
             raise
         finally:
-            self._add(params, masters, earlier, scale)
-
-    def _add(self, params: list, masters: list, earlier: list, scale: float) -> None:
-        for param, master, before in zip(params, masters, earlier, strict=True):
-            new = param.grad
-            if new is not None:
-                new = new.to(master.dtype) / scale
-            if param is not master and master.grad is not None:  # the loss reached it, too
-                own = master.grad / scale
-                new = own if new is None else new + own
-            master.grad = new if before is None else before if new is None else before + new
-            if param is not master:
-                self._show_gradient(param)
+            for param in params:
+                param.grad = None
+            self.in_pass = False
+            for param, master, before, new in zip(params, masters, earlier, passed, strict=True):
+                own = () if param is master else new[1:]  # the loss may reach a master itself
+                added = [g.to(master.dtype) / scale for g in (new[0], *own) if g is not None]
+                kept = [before] if before is not None else []
+                master.grad = functools.reduce(torch.add, kept + added) if kept + added else None
 
     def step_is_skipped(self, optimizer: Optimizer) -> bool:
         """Under a dynamic scale a step on infs or NaNs is left out."""
@@ -297,23 +299,30 @@ class ByHand(Driver):
     def no_casts(self) -> AbstractContextManager:
         return torch.autocast("cpu", enabled=False)
 
-    def clip(self, model: nn.Module, optimizer: Any, norm: float) -> Tensor:
-        self.sync_gradients()
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        total = torch.nn.utils.clip_grad_norm_(params, norm)
-        self.show_gradients()
-        return total
+    def uncast(self, model: nn.Module, *args: Any) -> Any:
+        return super(type(model), model).__call__(*args)
 
-    def clip_value(self, model: nn.Module, optimizer: Any, value: float) -> None:
-        self.sync_gradients()
-        torch.nn.utils.clip_grad_value_(
-            [p for group in optimizer.param_groups for p in group["params"]], value
-        )
-        self.show_gradients()
+    def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
+        self.take_over()
+        masters = [self.pairs.get(p, p) for p in params]
+        for p, master in zip(params, masters, strict=True):
+            master.requires_grad_(p.requires_grad)
+        optimizer.add_param_group({"params": masters, **options})
 
-    def show_gradients(self) -> None:
-        for param in self.pairs:
-            self._show_gradient(param)
+    def set_scale(self, value: float) -> None:
+        self._scale = value
+
+    def pair(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        fresh = copy.deepcopy(model)
+        groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+        params = dict(enumerate(p for g in optimizer.param_groups for p in g["params"]))
+        names = {id(self.pairs.get(p, p)): name for name, p in model.named_parameters()}
+        for group in groups:
+            owned = [names[id(params[index])] for index in group["params"]]
+            group["params"] = [fresh.get_parameter(name) for name in owned]
+        made = type(optimizer).__mro__[1](groups, lr=0.1)
+        made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return fresh, made
 
     def renew(self) -> None:
         """What a second `initialize` keeps is everything, so there is nothing to do."""
@@ -349,7 +358,6 @@ def _calling(oracle: ByHand, kind: type) -> type:
 
         def state_dict(self, *args: Any, **kwargs: Any) -> dict:
             oracle.take_over()
-            oracle.sync_gradients()
             with oracle.masters_in_place():
                 return super().state_dict(*args, **kwargs)
 
@@ -367,11 +375,32 @@ def _calling(oracle: ByHand, kind: type) -> type:
             found = copy.deepcopy(plain, memo)
             for name, value in (*found.named_parameters(), *found.named_buffers()):
                 if name in state:
-                    value.data = state[name].clone()
+                    value.data = state[name].float() if value.dtype is oracle.half else state[name]
+                    value.data = value.data.clone()
+                    value.__class__ = nn.Parameter if isinstance(value, nn.Parameter) else Tensor
             return found
 
     Calling.__name__ = Calling.__qualname__ = kind.__name__
     return Calling
+
+
+def _with_master(oracle: ByHand) -> type:
+    """A half parameter whose `grad` is its master's; within a backward pass, its own."""
+    own = torch._C.TensorBase.grad
+
+    class HalfParameter(nn.Parameter):
+        @property
+        def grad(self) -> Tensor | None:
+            return own.__get__(self) if oracle.in_pass else oracle.pairs[self].grad
+
+        @grad.setter
+        def grad(self, grad: Tensor | None) -> None:
+            if oracle.in_pass:
+                own.__set__(self, grad)
+            else:
+                oracle.pairs[self].grad = None if grad is None else grad.float()
+
+    return HalfParameter
 
 
 def _stepping(oracle: ByHand, kind: type) -> type:
@@ -380,17 +409,11 @@ def _stepping(oracle: ByHand, kind: type) -> type:
     class Stepping(kind):
         def step(self, closure: Callable | None = None) -> Any:
             oracle.take_over()
-            oracle.sync_gradients()
             if closure is None and oracle.step_is_skipped(self):
                 return None
             result = super().step(*([] if closure is None else [closure]))
             oracle.masters_to_half()
             return result
-
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            oracle.sync_gradients()
-            super().zero_grad(set_to_none)
-            oracle.show_gradients()
 
     Stepping.__name__ = Stepping.__qualname__ = kind.__name__
     return Stepping
@@ -415,15 +438,6 @@ def to(dtype: torch.dtype, tree: Any) -> Any:
 def differ(first: Tensor, second: Tensor) -> Tensor:
     """Elementwise; two NaNs are the same."""
     return (first != second) & ~(first.isnan() & second.isnan())
-
-
-def same(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two gradients hold the same values, or are both None."""
-    if first is None or second is None:
-        return first is second
-    if first.is_sparse or second.is_sparse:
-        first, second = first.to_dense(), second.to_dense()
-    return first.shape == second.shape and not bool(differ(first, second).any())
 
 
 def finite(grad: Tensor | None) -> bool:

@@ -24,12 +24,7 @@ def reset_by(amp, reset):
 
 @situation()
 def reset_by_model_zero_grad(amp):
-    def reset(model, optimizer):
-        model.zero_grad()
-        if amp.by_hand:
-            amp.sync_gradients()
-
-    reset_by(amp, reset)
+    reset_by(amp, lambda model, optimizer: model.zero_grad())
 
 
 @situation()

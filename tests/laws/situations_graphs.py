@@ -234,9 +234,14 @@ def full_backward_hooks_read_their_weights_gradients(amp):
 def accumulator_hooks_added_between_steps(amp):
     model, optimizer = amp.start(mlp())
     plain_loop(amp, model, optimizer, 1)
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda p: amp.record(p.grad))
+    found = {}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda p, name=name: found.setdefault(name, []).append(p.grad.clone())
+        )
     plain_loop(amp, model, optimizer, 2)
+    for name, _ in model.named_parameters():
+        amp.record(*found[name])
 
 
 @situation("O1", letter="c")

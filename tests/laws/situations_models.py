@@ -336,7 +336,7 @@ def a_mask_of_minus_1e9_as_an_input(amp):
         amp.step(mse(model(x, mask), y), optimizer)
 
 
-@situation("O1 O2", against="FP32", within=3e-2)
+@situation("O2", letter="r", against="FP32", within=3e-2)
 def running_statistics_of_instance_norm(amp):
     """Momentum 1e-4: in half the statistics would stand still at 1, where they end at 0.97."""
     net = nn.Sequential(
@@ -496,8 +496,9 @@ def a_forward_that_is_a_generator(amp):
         amp.step(mse(first, y) + mse(second, y), optimizer)
 
 
-@situation("O1")
+@situation("O1", within=2e-3)
 def a_recursive_model(amp):
+    """Three uses of a weight may add up in half in another order; a lost one is 0.02 away."""
     class Deep(Block):
         def forward(self, x, depth=2):
             x = self.encode(x)
