@@ -174,38 +174,50 @@ class ByHand(Driver):
         self._dynamic = wanted == "dynamic"
         self._scale = settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
         nets, optimizers = _made(net, make)
+        trained = [p for o in filter(None, optimizers) for g in o.param_groups for p in g["params"]]
         for one in nets:
-            self._convert(one)
+            self._convert(one, trained)
         for optimizer in filter(None, optimizers):
+            optimizer.__class__ = _stepping(self, type(optimizer))
+            self._adopt(optimizer)
+        return self._started(net, nets, optimizers)
+
+    def _convert(self, net: nn.Module, trained: list[Tensor]) -> None:
+        """Weights that are trained get a master of the FP32 value, and so do buffers."""
+        fp32 = _BatchNorm if self.level == "O2" else ()
+        masters = {id(p) for p in trained if p.requires_grad} if self.level == "O2" else set()
+        masters |= {id(buffer) for buffer in net.buffers()}
+        for module in net.modules() if self.is_half_model else ():
+            if isinstance(module, fp32):
+                continue
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            for tensor in tensors:
+                if tensor.dtype is not torch.float32 or _is_lost(tensor, self.half):
+                    continue
+                if id(tensor) in masters:
+                    self._make_master(tensor)
+                tensor.data = tensor.data.to(self.half)
+        for tensor in self.pairs:
+            self._derived(tensor)
+        net.__class__ = _calling(self, type(net))
+
+    def _make_master(self, tensor: Tensor) -> None:
+        self.pairs[tensor] = tensor.detach().float().clone()
+        if isinstance(tensor, nn.Parameter):
+            self.pairs[tensor].requires_grad_()
+            tensor.__class__ = _with_master(self)
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """The optimizer steps on masters; half weights that train from now on get one."""
+        if self.level == "O2":
             for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.requires_grad and param.dtype is self.half and param not in self.pairs:
+                        self._make_master(param)
+                        self._derived(param)
                 group["params"] = [self.pairs.get(p, p) for p in group["params"]]
             if isinstance(optimizer, torch.optim.LBFGS):
                 optimizer._params = optimizer.param_groups[0]["params"]
-            optimizer.__class__ = _stepping(self, type(optimizer))
-        return self._started(net, nets, optimizers)
-
-    def _convert(self, net: nn.Module) -> None:
-        if self.is_half_model:
-            fp32 = _BatchNorm if self.level == "O2" else ()
-            for module in net.modules():
-                if isinstance(module, fp32):
-                    continue
-                for param in module.parameters(recurse=False):
-                    if param.dtype is torch.float32 and param not in self.pairs:
-                        self._make_half(param)
-                for buffer in module.buffers(recurse=False):
-                    if buffer.dtype is torch.float32 and not _is_lost(buffer, self.half):
-                        self._make_half(buffer)
-        net.__class__ = _calling(self, type(net))
-
-    def _make_half(self, param: Tensor) -> None:
-        master = param.detach().clone().requires_grad_(param.requires_grad)
-        param.data = param.data.to(self.half)
-        if self.level == "O2" and isinstance(param, nn.Parameter):
-            param.__class__ = _with_master(self)
-        if self.level == "O2" or not isinstance(param, nn.Parameter):
-            self.pairs[param] = master
-            self._derived(param)
 
     def _derived(self, param: Tensor) -> None:
         self._half_known[param] = param.detach().clone()
@@ -247,6 +259,8 @@ class ByHand(Driver):
     @contextmanager
     def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
         optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        for optimizer in optimizers:
+            self._adopt(optimizer)
         masters = {p: None for o in optimizers for g in o.param_groups for p in g["params"]}
         with self._collecting(list(masters), self._scale):
             yield loss.float() * self._scale
@@ -257,6 +271,8 @@ class ByHand(Driver):
         self.record(loss)
         if not self.pairs:
             return loss.backward()
+        for _, optimizer in self.started:
+            self._adopt(optimizer)
         params = [p for _, o in self.started for g in o.param_groups for p in g["params"]]
         with self._collecting(params, 1.0):
             loss.backward()
@@ -304,10 +320,8 @@ class ByHand(Driver):
 
     def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
         self.take_over()
-        masters = [self.pairs.get(p, p) for p in params]
-        for p, master in zip(params, masters, strict=True):
-            master.requires_grad_(p.requires_grad)
-        optimizer.add_param_group({"params": masters, **options})
+        optimizer.add_param_group({"params": params, **options})
+        self._adopt(optimizer)
 
     def set_scale(self, value: float) -> None:
         self._scale = value
@@ -422,7 +436,7 @@ def _stepping(oracle: ByHand, kind: type) -> type:
 def _is_lost(buffer: Tensor, half: torch.dtype) -> bool:
     """Whether half holds a buffer as infs, or a whole number in it as another one."""
     rounded = buffer.to(half).float()
-    whole = (buffer == buffer.round()).all() and (buffer.abs() > 1).any()
+    whole = not isinstance(buffer, nn.Parameter) and (buffer == buffer.round()).all()
     return not finite(rounded) or bool(whole and differ(rounded, buffer).any())
 
 

@@ -240,15 +240,16 @@ def float64_is_never_touched(amp):
 def the_state_dict_after_initialize_is_the_one_before(amp):
     net = nn.Sequential(mlp(norm=True), nn.Linear(2, 4), nn.InstanceNorm1d(4, affine=True,
                         track_running_stats=True), nn.Linear(4, 2))
-    net[1].requires_grad_(False)
     net.register_buffer("table", torch.linspace(0, 1, 7))
     net.register_buffer("huge", torch.tensor([1.7e9, 1e6, -1e9]))
+    kept = [name for name, _ in net.named_buffers()]
+    if amp.level != "O3":
+        kept += [name for name, _ in net.named_parameters()]
     before = {key: value.clone() for key, value in net.state_dict().items()}
     model, optimizer = amp.start(net)
-    amp.record(*(before if amp.by_hand and amp.level != "O1" else model.state_dict()).values())
-    model[1].requires_grad_(True)
+    amp.record(*[(before if amp.by_hand else model.state_dict())[name] for name in kept])
     with torch.no_grad():
-        model[1].weight.add_(1)
+        net[1].weight.add_(1)
 
 
 class Counter(nn.Module):
