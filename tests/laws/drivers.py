@@ -216,8 +216,9 @@ class ByHand(Driver):
                         self._make_master(param)
                         self._derived(param)
                 group["params"] = [self.pairs.get(p, p) for p in group["params"]]
-            if isinstance(optimizer, torch.optim.LBFGS):
-                optimizer._params = optimizer.param_groups[0]["params"]
+            for own in vars(optimizer).values():  # as LBFGS keeps one
+                if isinstance(own, list) and own and isinstance(own[0], Tensor):
+                    own[:] = [self.pairs.get(p, p) for p in own]
 
     def _derived(self, param: Tensor) -> None:
         self._half_known[param] = param.detach().clone()
@@ -373,7 +374,10 @@ def _calling(oracle: ByHand, kind: type) -> type:
         def state_dict(self, *args: Any, **kwargs: Any) -> dict:
             oracle.take_over()
             with oracle.masters_in_place():
-                return super().state_dict(*args, **kwargs)
+                found = super().state_dict(*args, **kwargs)
+            for key, value in found.items():
+                found[key] = value.float() if value.dtype is oracle.half else value
+            return found
 
         def load_state_dict(self, state: dict, *args: Any, **kwargs: Any) -> Any:
             oracle.take_over()
