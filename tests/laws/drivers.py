@@ -300,8 +300,9 @@ class ByHand(Driver):
             for param, master, before, new in zip(params, masters, earlier, passed, strict=True):
                 own = () if param is master else new[1:]  # the loss may reach a master itself
                 added = [g.to(master.dtype) / scale for g in (new[0], *own) if g is not None]
-                kept = [before] if before is not None else []
-                master.grad = functools.reduce(torch.add, kept + added) if kept + added else None
+                for grad in added:  # into the memory that is there, as autograd adds
+                    before = grad.clone() if before is None else before.add_(grad)
+                master.grad = before
 
     def step_is_skipped(self, optimizer: Optimizer) -> bool:
         """Under a dynamic scale a step on infs or NaNs is left out."""

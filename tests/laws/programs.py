@@ -530,6 +530,7 @@ def initialize_again(run: Run, number: int) -> None:
     run.waiting.clear()
     run.wrote = ""
     run.optimizer.zero_grad()
+    run.model.first.requires_grad_(True)  # what is frozen then has no master
     run.amp.renew()
 
 

@@ -318,3 +318,58 @@ def sparse_embedding_gradients_of_half_weights(amp):
     for x, y in batches(4):
         words = (x[:, 0].abs() * 3).long().clamp(max=9)
         amp.step(mse(model(words), y), optimizer)
+
+
+@situation()
+def gradients_zeroed_through_kept_references(amp):
+    """`p.grad` stays the same memory while nobody sets it to None."""
+    model, optimizer = amp.start(mlp(), PLAIN)
+    x, y = next(batches(1))
+    amp.backward(mse(model(x), y), optimizer)
+    kept = [p.grad for p in model.parameters()]
+    for x, y in batches(3):
+        for grad in kept:
+            grad.zero_()
+        amp.backward(mse(model(x), y), optimizer)
+        optimizer.step()
+        amp.record(*kept)
+
+
+@situation("O1 O2")
+def gradients_in_one_flat_buffer(amp):
+    """As hand-written data parallelism has it: `p.grad` are views, and the buffer is reduced."""
+    model, optimizer = amp.start(mlp(), PLAIN)
+    params = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in params))
+    for p, part in zip(params, flat.split([p.numel() for p in params])):
+        p.grad = part.view_as(p)
+    for x, y in batches(3):
+        flat.zero_()
+        amp.backward(mse(model(x), y), optimizer)
+        flat.mul_(0.5)
+        amp.record(flat)
+        optimizer.step()
+
+
+@situation()
+def gradients_written_before_a_pass(amp):
+    """What is there before a block is added to, not scaled."""
+    model, optimizer = amp.start(mlp(), PLAIN)
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.125)
+        amp.backward(mse(model(x), y), optimizer)
+        optimizer.step()
+
+
+@situation()
+def lists_of_gradients_at_once(amp):
+    model, optimizer = amp.start(mlp(), PLAIN)
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        grads = [p.grad for p in model.parameters()]
+        amp.record(*torch._foreach_norm([grad.float() for grad in grads]))
+        torch._foreach_mul_(grads, 0.5)
+        optimizer.step()

@@ -568,3 +568,52 @@ def initialized_again_in_the_middle(amp):
     plain_loop(amp, model, optimizer, 2)
     amp.renew()
     plain_loop(amp, model, optimizer, 2)
+
+
+@situation("O1 O2", letter="j")
+def a_write_right_after_a_checkpoint_was_loaded(amp):
+    model, optimizer = amp.start(mlp())
+    model.load_state_dict(mlp(3).state_dict())
+    model[0].weight.data.clamp_(-0.1, 0.1)
+    amp.record(model.state_dict()["0.weight"])
+    plain_loop(amp, model, optimizer)
+
+
+@situation()
+def layers_reset_in_the_middle(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 2)
+    torch.manual_seed(3)
+    model[2].reset_parameters()
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation()
+def channels_last_in_the_middle(amp):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 2, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 2),
+        nn.Flatten(), nn.Linear(16, 2),
+    )
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer, 2)
+    model.to(memory_format=torch.channels_last)
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation("O2")
+def masters_swapped_for_an_evaluation(amp):
+    """An EMA of the masters, put in by `.data =` and taken out again."""
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 1)
+    masters = optimizer.param_groups[0]["params"]
+    mean = [p.detach() * 0.5 for p in masters]
+    for x, y in batches(3):
+        was = [p.data for p in masters]
+        for p, value in zip(masters, mean):
+            p.data = value
+        with torch.no_grad():
+            amp.record(model(x))
+        for p, value in zip(masters, was):
+            p.data = value
+        amp.step(mse(model(x), y), optimizer)
