@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -183,29 +183,27 @@ class ByHand(Driver):
         return self._started(net, nets, optimizers)
 
     def _convert(self, net: nn.Module, trained: list[Tensor]) -> None:
-        """Weights that are trained get a master of the FP32 value, and so do buffers."""
+        """Weights that are trained get a master; buffers stay FP32, but for half norms'."""
         fp32 = _BatchNorm if self.level == "O2" else ()
         masters = {id(p) for p in trained if p.requires_grad} if self.level == "O2" else set()
-        masters |= {id(buffer) for buffer in net.buffers()}
         for module in net.modules() if self.is_half_model else ():
             if isinstance(module, fp32):
                 continue
-            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            for tensor in tensors:
-                if tensor.dtype is not torch.float32 or _is_lost(tensor, self.half):
-                    continue
-                if id(tensor) in masters:
-                    self._make_master(tensor)
-                tensor.data = tensor.data.to(self.half)
-        for tensor in self.pairs:
-            self._derived(tensor)
+            for param in module.parameters(recurse=False):
+                if param.dtype is torch.float32:
+                    if id(param) in masters:
+                        self._make_master(param)
+                    param.data = param.data.to(self.half)
+            for buffer in module.buffers(recurse=False):
+                if isinstance(module, _NormBase) and buffer.is_floating_point():
+                    buffer.data = buffer.data.to(self.half)
+        for param in self.pairs:
+            self._derived(param)
         net.__class__ = _calling(self, type(net))
 
-    def _make_master(self, tensor: Tensor) -> None:
-        self.pairs[tensor] = tensor.detach().float().clone()
-        if isinstance(tensor, nn.Parameter):
-            self.pairs[tensor].requires_grad_()
-            tensor.__class__ = _with_master(self)
+    def _make_master(self, param: Tensor) -> None:
+        self.pairs[param] = param.detach().float().clone().requires_grad_()
+        param.__class__ = _with_master(self)
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """The optimizer steps on masters; half weights that train from now on get one."""
@@ -436,13 +434,6 @@ def _stepping(oracle: ByHand, kind: type) -> type:
 
     Stepping.__name__ = Stepping.__qualname__ = kind.__name__
     return Stepping
-
-
-def _is_lost(buffer: Tensor, half: torch.dtype) -> bool:
-    """Whether half holds a buffer as infs, or a whole number in it as another one."""
-    rounded = buffer.to(half).float()
-    whole = not isinstance(buffer, nn.Parameter) and (buffer == buffer.round()).all()
-    return not finite(rounded) or bool(whole and differ(rounded, buffer).any())
 
 
 def to(dtype: torch.dtype, tree: Any) -> Any:
