@@ -1,8 +1,8 @@
 """One training loop, run by ampatch and by its oracle.
 
-A situation is written once against the methods that `Ampatch` and `ByHand` share.  `ByHand` does what
-the opt level means with PyTorch's own means and nothing of ours: autocast around forwards (O1), FP32
-copies of half weights (O2), a half model (O3); losses are scaled by hand.
+A situation is written once against the methods that `Ampatch` and `ByHand` share.  `ByHand` does
+what the opt level means with PyTorch's own means and nothing of ours: autocast around forwards
+(O1), FP32 copies of half weights (O2), a half model (O3); losses are scaled by hand.
 `test_situations.py` compares it with `torch.amp.GradScaler`.
 """
 

@@ -54,8 +54,9 @@ class Run:
         self.half_model = amp.is_half_model
         make = torch.optim.AdamW if adam else torch.optim.SGD
         options = {"lr": 0.01} if adam else {"lr": 0.05, "momentum": 0.9}
-        trained = lambda params: make([p for p in params if p.requires_grad], **options)  # noqa: E731
-        self.model, self.optimizer = amp.start(Net(), trained)
+        net = Net()
+        trained = [p for p in net.parameters() if p.requires_grad]
+        self.model, self.optimizer = amp.start(net, make(trained, **options))
         self.waiting: list[Tensor] = []
         self.handles: list[Any] = []
         self.kept = self.state()

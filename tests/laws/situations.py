@@ -9,8 +9,8 @@
             for p in model.parameters():
                 p.grad = None
 
-`amp` is one of the two `drivers`.  Losses, what `amp.record` was given and the final FP32 weights are
-compared, bit by bit unless the row says otherwise.
+`amp` is one of the two `drivers`.  Losses, what `amp.record` was given and the final FP32 weights
+are compared, bit by bit unless the row says otherwise.
 """
 
 from __future__ import annotations

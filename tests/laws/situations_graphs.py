@@ -6,7 +6,6 @@ import threading
 from functools import partial
 
 import torch
-from drivers import SGD
 from situations import Block, batches, mlp, mse, plain_loop, situation
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -507,8 +506,9 @@ def two_sessions_in_two_half_types(amp):
     """Recomputation and a custom backward run under their own forward's policy."""
     other = amp.another(half={torch.float16: torch.bfloat16}.get(amp.half, torch.float16))
     first, one = amp.start(Checkpointed(use_reentrant=False), loss_scale=1.0)
-    second, two = other.start(Checkpointed(use_reentrant=False), loss_scale=1.0, patch_scope="model") \
-        if not amp.by_hand else other.start(Checkpointed(use_reentrant=False), loss_scale=1.0)
+    second, two = other.start(
+        Checkpointed(use_reentrant=False), loss_scale=1.0, patch_scope="model"
+    )
     for x, y in batches(3):
         a, b = mse(first(x), y), mse(second(x), y)
         one.zero_grad()

@@ -342,7 +342,8 @@ def running_statistics_of_instance_norm(amp):
     """Momentum 1e-4: in half the statistics would stand still at 1, where they end at 0.97."""
     net = nn.Sequential(
         nn.Linear(4, 8), nn.Unflatten(1, (2, 4)),
-        nn.InstanceNorm1d(2, momentum=1e-4, track_running_stats=True), nn.Flatten(), nn.Linear(8, 2),
+        nn.InstanceNorm1d(2, momentum=1e-4, track_running_stats=True), nn.Flatten(),
+        nn.Linear(8, 2),
     )
     model, optimizer = amp.start(net, partial(torch.optim.SGD, lr=1e-3))
     for x, y in batches(20):

@@ -13,7 +13,8 @@ from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 import ampatch
 
-for _topic in ("amp_examples", "graphs", "weights", "gradients", "optimizers", "models", "functions"):
+TOPICS = ("amp_examples", "graphs", "weights", "gradients", "optimizers", "models", "functions")
+for _topic in TOPICS:
     importlib.import_module(f"situations_{_topic}")
 
 ROWS = [
