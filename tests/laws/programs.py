@@ -495,7 +495,8 @@ def write_into_state_dict(run: Run, number: int) -> None:
     run.moves_weights("master")
     own = run.model.state_dict()
     for key in own:
-        own[key].lerp_(run.mean[key], 0.25)
+        if run.joined or not key.startswith("late"):  # what is in no optimizer has no master
+            own[key].lerp_(run.mean[key], 0.25)
 
 
 @action
