@@ -229,7 +229,7 @@ class ByHand(Driver):
         for param, master in self.pairs.items():
             moved = differ(master, self._master_known[param])
             if moved.any():
-                param.data = torch.where(moved, master.to(self.half), param.data)
+                param.data.copy_(torch.where(moved, master.to(self.half), param.data))
                 self._master_known[param] = master.detach().clone()
                 self._half_known[param] = torch.where(moved, param.data, self._half_known[param])
 
