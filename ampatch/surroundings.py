@@ -31,15 +31,23 @@ except ImportError:
 try:
     from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 
-    _PROXY = _TorchDispatchModeKey.PROXY
+    _FAKE, _PROXY = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY
 
     def _makes_fx() -> bool:
         return _get_dispatch_mode(_PROXY) is not None
+
+    def computes_with_fakes() -> bool:
+        """Whether a `FakeTensorMode` is active: tensors that come to be have no values."""
+        return _get_dispatch_mode(_FAKE) is not None
 
 except (ImportError, AttributeError):
 
     def _makes_fx() -> bool:
         """Whether `make_fx` records; without a way to ask, it sees batched casts as they are."""
+        return False
+
+    def computes_with_fakes() -> bool:
+        """Without a way to ask, tensors have values."""
         return False
 
 

@@ -73,7 +73,7 @@ class GradientFlow(GradientState):
             return
         owned = sharing.owned(self, held)
         alone = world_size() == 1
-        own = [param for param in owned if alone and self.masters.half_of(param) is None]
+        own = owned if alone else []
         self._aside = [(param, param.grad) for param in own]
         self.in_block = True  # from here on there is something to put back
         if not alone:
@@ -121,9 +121,10 @@ class GradientFlow(GradientState):
         scale: Any,
         sharing: Sharing,
     ) -> Flag | None:
-        """Unscale what came out of half weights, and gradients of parameters without a master."""
-        known = self.masters.by_master
-        own = [p for p in self.parameters() if p.grad is not None and id(p) not in known]
+        """Unscale what came out of half weights, and what the pass left in the others, or, where
+        the loss was made of masters, in those.
+        """
+        own = self._held()
         all_grads = [*map(_grad_of, own), *grads]
         found = sharing.unscale(self, scaler, [*own, *masters], all_grads, scale)
         add_to(masters, grads)
@@ -136,10 +137,7 @@ class GradientFlow(GradientState):
         if self.reduces is not None:
             self.is_unreduced = not self.reduces
         if self.pending is None:
-            masters = sharing.owned(self, [pair.master for pair in self.masters])
-            earlier = [master.grad for master in masters if master.grad is not None]
-            aside = [grad for _, grad in self._aside]
-            pending.scale_up([*earlier, *aside])
+            pending.scale_up([grad for _, grad in self._aside])
         add_to(*taken)
         self._add_aside()
         self._wait_in(pending)
@@ -162,8 +160,7 @@ class GradientFlow(GradientState):
             add_to(*taken)
             return
         for param in sharing.owned(self, self.parameters()):
-            if self.masters.half_of(param) is None:
-                param.grad = None
+            param.grad = None
         for param, grad in self._aside:
             param.grad = grad
         self._aside = []

@@ -144,11 +144,15 @@ class GradientState:
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
-        self._aside = [(param, grad) for param, grad in self._aside if id(param) not in zeroed]
         if self.in_block:  # what masters have is not to be seen there, but gone it is
             for half, master in self.masters:
                 if id(half) in zeroed:
                     master.grad = None
+        self._aside = [
+            (param, grad)
+            for param, grad in self._aside
+            if id(param) not in zeroed and id(self.masters.half_of(param)) not in zeroed
+        ]
         if (self._overflow or self.left_scaled.known) and all(
             param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
             for param in self.parameters()
@@ -202,7 +206,10 @@ class GradientState:
     def set_grad_of_half(self, half: Tensor, grad: Tensor | None) -> None:
         """Take a gradient, FP32 or half, in the place of the master's."""
         set_raw_grad(half, None)
-        self.masters.by_half[id(half)].master.grad = None if grad is None else grad.float()
+        master = self.masters.by_half[id(half)].master
+        master.grad = None if grad is None else grad.float()
+        if self._aside:  # inside a block
+            self._aside = [(param, held) for param, held in self._aside if param is not master]
 
     def ready(self, wanted: set[int]) -> None:
         """Somebody is about to use gradients of these tensors (ids): leave none scaled or half."""

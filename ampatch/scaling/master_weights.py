@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from .. import foreach
 from ..half_grads import Keeper, dress, is_dressed, set_raw_grad, undress
 from ..log import logger
-from ..surroundings import set_grad_enabled
+from ..surroundings import computes_with_fakes, set_grad_enabled
 from .agreement import (
     Agreement,
     Pair,
@@ -118,7 +118,8 @@ class MasterWeights(Pairs):
         pair = self.by_half.get(id(half))
         if pair is None:
             return None
-        self._bring_together(pair)
+        if not computes_with_fakes():
+            self._bring_together(pair)
         return pair.master
 
     def show(self, half: Tensor) -> Parameter | None:
@@ -128,14 +129,18 @@ class MasterWeights(Pairs):
         them was written into, whatever way that was done.
         """
         master = self.current(half)
-        if master is not None:
+        if master is not None and not computes_with_fakes():
             self._shown[id(half)] = half.detach().clone()
         return master
 
     def load(self, half: Tensor, values: Tensor) -> None:
         """Take a master's values from a checkpoint, which is about to be copied into `half` too."""
+        master = self.by_half[id(half)].master
         with torch.no_grad():
-            self.by_half[id(half)].master.copy_(values)
+            master.copy_(values)
+        self._masters_seen.note([master])
+        self._shown[id(half)] = master.detach().to(half.dtype)
+        self._agreed.add(id(half))
 
     def agree(self, half: Tensor, send: Callable[[Tensor], None]) -> None:
         """Ranks have made `half` equal; `send` makes its master equal too, one rank's for all."""
@@ -192,7 +197,7 @@ class MasterWeights(Pairs):
 
     def before_forward(self) -> None:
         """Have masters that were written into since the last step reach the half weights."""
-        if self.by_half:
+        if self.by_half and not computes_with_fakes():
             self._follow_masters(self._lists()[1])
 
     def _follow_masters(self, masters: list[Tensor]) -> None:
