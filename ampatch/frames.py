@@ -35,14 +35,17 @@ _OURS = (
 )
 
 
-def run_eagerly() -> None:
-    """Mark every function behind the hooks, as soon as Dynamo is imported."""
+def run_eagerly(*others: ModuleType) -> None:
+    """Mark every function behind the hooks, as soon as Dynamo is imported.
+
+    `others` are modules that hooks reach through what they were given to call.
+    """
 
     def mark(eval_frame: Any) -> None:
         skip_code = getattr(eval_frame, "skip_code", None)
         if skip_code is None:  # private to torch: without it hooks are compiled, and work
             return
-        for module in _OURS:
+        for module in (*_OURS, *others):
             for code in _codes(module):
                 skip_code(code)
 
@@ -53,8 +56,9 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
     for value in vars(module).values():
         if getattr(value, "__module__", None) != module.__name__:
             continue
-        for function in vars(value).values() if inspect.isclass(value) else (value,):
-            if inspect.isfunction(function):
+        for found in vars(value).values() if inspect.isclass(value) else (value,):
+            parts = (found.fget, found.fset) if isinstance(found, property) else (found,)
+            for function in filter(inspect.isfunction, parts):
                 yield from _with_inner(function.__code__)
 
 

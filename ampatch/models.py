@@ -135,6 +135,11 @@ class Converted(NamedTuple):
     grad: Tensor | None
 
 
+def is_instance_norm(module: nn.Module) -> bool:
+    """Whether it is an InstanceNorm that is no TorchScript."""
+    return isinstance(module, _INSTANCE_NORMS)
+
+
 def has_statistics(module: nn.Module) -> bool:
     """Whether `keep_batchnorm_fp32` is about this module: BatchNorm, SyncBatchNorm, InstanceNorm
     with running statistics, scripted ones.

@@ -20,7 +20,7 @@ from .casting.install import Installation
 from .casting.policy import CastState, Policy
 from .errors import did_you_mean, type_name
 from .hooks import Hook
-from .models import caster, has_statistics, map_tensors
+from .models import caster, has_statistics, is_instance_norm, map_tensors
 from .opt_levels import HALF_TYPES, Properties
 
 PRECISIONS = ("float", "half")
@@ -124,6 +124,22 @@ def check_all_used(rules: list[tuple[Any, str]], models: list[nn.Module]) -> Non
                 f"submodule matches {shown!r}. Expected a path such as those of "
                 f"model.named_modules()." + did_you_mean(str(shown), names)
             )
+
+
+def precisions(
+    model: nn.Module, rules: list[tuple[Any, str]], properties: Properties
+) -> dict[nn.Module, str]:
+    """The precision of each submodule that runs in another than its model.
+
+    Those that rules name, and in half models InstanceNorm with running statistics: fed half
+    input its kernel loses updates of the statistics.
+    """
+    found = matching(model, rules)
+    if properties.cast_model_type in HALF_TYPES and properties.keep_batchnorm_fp32:
+        for module in model.modules():
+            if module is not model and is_instance_norm(module) and has_statistics(module):
+                found.setdefault(module, "float")
+    return found
 
 
 def stays_float(properties: Properties, found: dict[nn.Module, str]) -> Callable[[nn.Module], bool]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from . import frames, overrides, tracing
+from . import frames, half_grads, members, overrides, tracing, widened
 from .casting.policy import CastState
 from .casting_members import CastingMembers
 from .errors import TakingOut
@@ -25,6 +26,7 @@ from .managed_model import ManagedModel
 from .opt_levels import NULLABLE, Properties, resolve
 from .optimizer_copies import OptimizerCopies
 from .registry import Registry
+from .scaling import agreement, gradient_state, master_weights, pairs, writes
 from .scaling.backward import ScaledBackward
 from .scaling.loss_scaler import make_scaler
 from .scaling.optimizer import ManagedOptimizer
@@ -107,7 +109,7 @@ class Session(CastingMembers):
         taking_out.end()
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
-        found = overrides.matching(model, self._module_rules)
+        found = overrides.precisions(model, self._module_rules, properties)
         managed = ManagedModel(
             model,
             properties,
@@ -327,4 +329,7 @@ def cast_state() -> CastState:
 
 registry = Registry(cast_state)
 atexit.register(registry.report_closing)
-frames.run_eagerly()
+frames.run_eagerly(
+    *(sys.modules[__name__], members, widened, half_grads),
+    *(gradient_state, master_weights, pairs, writes, agreement),
+)

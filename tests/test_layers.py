@@ -60,7 +60,7 @@ ALLOWED = {
     "schedulers": {"casting"},
     "session": LEAVES
     | {"casting", "casting_members", "scaling", "managed_model", "opt_levels", "overrides"}
-    | {"frames", "handover", "optimizer_copies", "registry", "tracing"},
+    | {"frames", "handover", "members", "widened", "optimizer_copies", "registry", "tracing"},
     "frontend": LEAVES
     | {"checks", "environment", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "scaling", "session"},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from .left_scaled import Seen
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
 from .pending import Pending, tell
@@ -55,9 +55,9 @@ class ScaledBackward:
         self._loss = loss
         self._optimizers = optimizers
         self._sharing = NOTHING_SHARED if len(optimizers) == 1 else sharing_among(optimizers)
-        self._outsiders: Sequence[tuple[ManagedOptimizer, Seen]] = ()
+        self._outsiders: Sequence[tuple[ManagedOptimizer, Any]] = ()
         if outsiders and not scaler.is_one:
-            self._outsiders = [(other, other.left_scaled.seen()) for other in outsiders]
+            self._outsiders = [(other, other.seen_outside()) for other in outsiders]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check

@@ -67,7 +67,7 @@ class GradientFlow(GradientState):
         """Set the gradients that `gather` found aside, or scale them as those that come."""
         if not held:
             self._aside = []
-            self.in_block = True
+            self._enter_block()
             self.is_unreduced = False
             self.pending = self._overflow.found = self._overflow.spent = None
             return
@@ -75,7 +75,7 @@ class GradientFlow(GradientState):
         alone = world_size() == 1
         own = owned if alone else []
         self._aside = [(param, param.grad) for param in own]
-        self.in_block = True  # from here on there is something to put back
+        self._enter_block()  # from here on there is something to put back
         if not alone:
             self._put_back_scaled(owned, pending())
         for param in own:  # what backward adds must be told from what was there

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..half_grads import is_in_backward, raw_grad, set_raw_grad
 from ..log import logger
-from .left_scaled import LeftScaled, Seen
+from .left_scaled import LeftScaled, Seen, entering
 from .loss_scaler import Scaler
 from .master_weights import MasterWeights
 from .overflow import Overflow, Unscaled
@@ -52,6 +52,7 @@ class GradientState:
         self._fed = False  # a block was entered since the last step
         self._deferred: list[Scaler] = []  # their update waits for the step
         self.in_block = False
+        self._blocks = 0  # that have begun
         self.reduces: bool | None = None  # DDP averages the pass of the last forward; None: no DDP
         self.is_unreduced = False  # masters' gradients that DDP has not averaged
         self._aside: list[tuple[Tensor, Tensor]] = []
@@ -121,10 +122,27 @@ class GradientState:
         """Skip the next step if `found` is set, whoever's gradients that was seen in."""
         self._overflow.note(found, Unscaled(scaler, scale))
 
-    def note_outsider(self, before: Seen) -> None:
-        """A block that this optimizer was not given to has ended; `before` is what was `seen`."""
-        if not self.in_block:
-            self.left_scaled.note(before)
+    def seen_outside(self) -> tuple[int, Seen] | None:
+        """A block that this optimizer was not given to begins: what there is, for `note_outsider`.
+
+        None: it is in a block of its own, in another thread.
+        """
+        with entering:
+            return None if self.in_block else (self._blocks, self.left_scaled.seen())
+
+    def note_outsider(self, before: tuple[int, Seen] | None) -> None:
+        """A block that this optimizer was not given to has ended; `before` is what was seen.
+
+        What has changed through a block of its own meanwhile is none of that block's.
+        """
+        with entering:
+            if before is not None and not self.in_block and self._blocks == before[0]:
+                self.left_scaled.note(before[1])
+
+    def _enter_block(self) -> None:
+        with entering:
+            self.in_block = True
+            self._blocks += 1
 
     def _leaves(self) -> Sequence[Tensor]:
         """Where autograd leaves gradients: the half parameters of masters, or the parameters."""

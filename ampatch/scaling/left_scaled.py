@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,11 @@ from ..half_grads import raw_grad
 from ..log import logger
 
 Seen = tuple[list[Tensor | None], list[int]]
+
+entering = threading.Lock()
+"""Held while an optimizer's gradients are looked at for a block that it was not given to, and while
+a block of its own begins: its backward pass, in another thread, must not write them meanwhile.
+"""
 
 _grad_of = operator.attrgetter("grad")
 
