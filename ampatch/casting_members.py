@@ -101,6 +101,10 @@ class CastingMembers(Members):
         """A weight may be written into in a way that raises no version."""
         self._policy.cache.forget(weight)
 
+    def forget_copies(self) -> None:
+        """Weights may have changed within this thread's forward: cast them anew."""
+        self._policy.cache.forget_all()
+
     def note_hook(self) -> None:
         """Somebody hooks into the graph that this thread is building."""
         self._policy.cache.note_hook()

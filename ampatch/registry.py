@@ -25,7 +25,7 @@ from .casting_members import mixes
 from .errors import AmpatchError, TakingOut
 from .registered import RegisteredFunctions
 from .schedulers import HeldSchedulers
-from .scaling.strangers import RefuseStrangers
+from .scaling.strangers import RefuseStrangers, TellOfSteps
 from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Registry:
         self._awaits_distributed_state = False
         self._data_access = PatchSet()
         self._strangers = RefuseStrangers(self._wanting_masters)
+        self._steps = TellOfSteps(self._forget_copies)
         self._wrapped: list[tuple[weakref.ref, set[int]]] = []  # DDPs, and ids of modules in them
         self._observers: list[Any] = []
         self.is_observed = False
@@ -124,6 +125,7 @@ class Registry:
             ],
         )
         self._strangers.keep(any(session.wants_masters() for session in self.sessions))
+        self._steps.keep(self.installation.has_tables)
         keep_replaced(
             self._data_access,
             self.installation.has_tables
@@ -291,6 +293,11 @@ class Registry:
             session.forget_copy(parameter)
             for managed in session.optimizers():
                 managed.masters.touched(parameter, data)
+
+    def _forget_copies(self) -> None:
+        """An optimizer has stepped; a fused one raises no versions of weights."""
+        for session in self.sessions:
+            session.forget_copies()
 
     def _noting_hooks(self, original: Callable) -> Callable:
         @functools.wraps(original)

@@ -66,6 +66,15 @@ except ImportError:
         return -1
 
 
+try:
+    from torch._C._functorch import is_legacy_batchedtensor as is_batched
+except ImportError:
+
+    def is_batched(tensor: torch.Tensor) -> bool:
+        """Whether it is one of a batch of gradients (`is_grads_batched`).  Unknown here: it may be."""
+        return True
+
+
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 

@@ -349,3 +349,22 @@ def test_a_region_in_a_compiled_model(backend):
     with off():
         assert compiled(X)[0].dtype is FP32
     assert not STATE.overridden and not STATE.thread.frames
+
+
+def test_the_raw_switch_turns_our_casts_off_and_on_again():
+    ampatch.initialize(nn.Linear(2, 2), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    x, weight = torch.ones(2, 2), torch.ones(2, 2)
+
+    def found():
+        return nn.functional.linear(x, weight).dtype, torch.is_autocast_enabled("cpu")
+
+    before = torch.is_autocast_enabled("cpu")
+    assert before and found() == (torch.bfloat16, True)
+    for _ in range(2):
+        torch.set_autocast_enabled("cpu", False)
+        assert found() == (torch.float32, False)
+    torch.set_autocast_enabled("cpu", before)
+    assert found() == (torch.bfloat16, True)
+    torch.set_autocast_enabled("cpu", False)
+    ampatch.deactivate()
+    assert found() == (torch.float32, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 
@@ -403,7 +404,7 @@ def test_a_checkpoint_sees_weights_changed_before_the_recompute():
             return checkpoint(self.body, x, use_reentrant=False)
 
     def run(model, cast):
-        with torch.autocast("cpu", dtype=H, enabled=cast):
+        with torch.autocast("cpu", dtype=H) if cast else contextlib.nullcontext():
             loss = loss_of(model, X.clone().requires_grad_())
         with torch.no_grad():
             for parameter in model.parameters():
@@ -466,7 +467,7 @@ def test_parameters_that_are_swapped_when_a_model_moves():
         for _ in range(3):
             loss_of(model).backward()
             model.zero_grad()
-        model.to(torch.float64).to(torch.float32)
+        model._apply(torch.clone)  # as moving to another device does
         loss_of(model).backward()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(found)
@@ -551,3 +552,63 @@ def test_compiled_autograd():
         with enable(torch.compile(backend="aot_eager")):
             loss_of(model).backward()
         assert_equal(grads(model), expected)
+
+
+# Found by trials from outside
+
+
+def test_a_batch_of_gradients():
+    def act(model):
+        out = model(X).float().sum(0)
+        return list(
+            torch.autograd.grad(out, list(model.parameters()), torch.eye(3), is_grads_batched=True)
+        )
+
+    assert_as_autocast(act)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_steps_within_the_forward(fused):
+    """Test-time training; a fused optimizer raises no versions."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(4, 4)
+
+        def forward(self, x):
+            optimizer = torch.optim.SGD(self.net.parameters(), 0.1, fused=fused)
+            losses = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = (self.net(x) - x).float().pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return losses
+
+    with torch.autocast("cpu", dtype=H, cache_enabled=False):
+        expected = Inner()(X)
+    assert len(set(expected)) == 4
+    model = managed(Inner())
+    assert model(X) == expected
+    model.net.load_state_dict(Inner().net.state_dict())
+    assert model(X) == expected
+
+
+@pytest.mark.parametrize("kind", ["hook", "late"])
+def test_hooks_put_on_a_weight_that_the_waiting_pass_does_not_reach(kind):
+    model, seen = managed(TwoHeads()), []
+    for step in range(3):
+        model.zero_grad()
+        first, second = model(X)
+        if step == 2:
+            if kind == "hook":
+                model.b.weight.register_hook(seen.append)
+            else:
+                model.b.weight.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad))
+        first.float().mean().backward(retain_graph=True)
+        assert seen == []
+        second.float().mean().backward()
+    assert len(seen) == 1 and seen[0] is not None

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -64,6 +64,12 @@ class _Earlier(Under):
         pass
 
 
+class _Off(NamedTuple):
+    """A region in which the raw switch has turned our casts off."""
+
+    device: str
+
+
 class AutocastRegions:
     """What our casts do in regions of `torch.autocast`, and what is said of them there."""
 
@@ -98,6 +104,12 @@ class AutocastRegions:
             policy = None
         _Earlier(state, lambda: policy, True).__enter__()
 
+    def end(self) -> None:
+        """The patches go: nobody will tell any more when the raw switch is turned in this thread."""
+        for region, _ in list(self._entered.regions):
+            if isinstance(region, (str, _Off)):
+                self._out_of(region)
+
     # Entering and leaving
 
     def _into(self, region: Any, device: str) -> None:
@@ -113,7 +125,8 @@ class AutocastRegions:
         under.__enter__()
         return under
 
-    def _out_of(self, region: Any) -> None:
+    def _out_of(self, region: Any) -> bool:
+        """Leave a region, the innermost of this name; whether there was one."""
         regions = self._entered.regions
         for place in reversed(range(len(regions))):
             found, under = regions[place]
@@ -121,7 +134,8 @@ class AutocastRegions:
                 del regions[place]
                 if under is not None:
                     under.__exit__()
-                return
+                return True
+        return False
 
     def _enter(self, original: Callable) -> Callable:
         def enter(region: Any) -> Any:
@@ -148,16 +162,26 @@ class AutocastRegions:
         return exit
 
     def _set(self, original: Callable, usual: str) -> Callable:
-        """The raw switch; `torch.autocast` uses it too, and has been heard."""
+        """The raw switch; `torch.autocast` uses it too, and has been heard.
+
+        Off, and our casts are off with it; on again, they are what was on, unless torch's own
+        autocast was.
+        """
 
         def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
             if is_dynamo_compiling() or _is_torch_s(_asking()):
+                original(*args, **kwargs)
                 return
             device = _device_of(args, kwargs, usual)
+            is_on, was_on = bool((*args, *kwargs.values())[-1]), _is_enabled(device)
+            was_off = self._out_of(_Off(device))
+            if not (is_on and was_off):
+                original(*args, **kwargs)
             self._out_of(device)
-            if (*args, *kwargs.values())[-1]:
+            if is_on and not was_off:
                 self._into(device, device)
+            elif not is_on and not was_on and self.counts_as_autocast(device) is not None:
+                self._into(_Off(device), device)
 
         return set_autocast_enabled
 

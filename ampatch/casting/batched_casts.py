@@ -12,13 +12,16 @@ runs in the backward pass as soon as that use has been passed, and gradients nei
 arrive late nor wait in half.
 
 A node with an unused output calls the hooks of that weight with None.  So a weight that
-has hooks, lies in a module with backward hooks or was not used by a forward is left out.
+has hooks, lies in a module with backward hooks, or was not used by a forward or not reached
+by a backward pass before, is left out.
 Where somebody hooks into the graph (`activation.register_hook`) none are cast together.
 """
 
 from __future__ import annotations
 
 import operator
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +33,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import foreach
-from ..surroundings import are_ranks
+from ..surroundings import are_ranks, is_batched, is_recording
 
 MOST_WEIGHTS = 32
 MOST_BYTES = 8 * 2**20
@@ -47,20 +50,32 @@ HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
 
 
 class _CastTogether(Function):
-    """FP32 weights in, half copies out; a gradient that does not come goes on as None."""
+    """FP32 weights in, half copies out; a gradient that does not come goes on as None.
+
+    The weights that it was for are told to the plan, which leaves them out from then on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, dtype: torch.dtype, plan: weakref.ref[Plan] | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.plan, ctx.keys = plan, list(map(id, weights))
         return tuple(copies(weights, dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: a second derivative finds its way
-            return None, *[None if grad is None else grad.float() for grad in grads]
-        if list(map(_layout_of, grads)).count(torch.strided) == len(grads):
-            return None, *copies(grads, torch.float32)
-        return None, *[None if grad is None else grad.float() for grad in grads]
+        if (  # one call may write them all
+            list(map(_layout_of, grads)).count(torch.strided) == len(grads)
+            and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
+            and not is_recording()
+            and not any(map(is_batched, grads))
+        ):
+            return None, None, *copies(grads, torch.float32)
+        plan = None if ctx.plan is None else ctx.plan()
+        if plan is not None:
+            plan.learn((), [key for key, grad in zip(ctx.keys, grads) if grad is None])
+        return None, None, *[None if grad is None else grad.float() for grad in grads]
 
 
 _apply = super(Function, _CastTogether).apply
@@ -78,12 +93,17 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return made
 
 
-def cast_together(weights: list[Tensor], dtype: torch.dtype, in_graph: bool) -> Sequence[Tensor]:
-    """The copies of FP32 `weights` in `dtype`; `in_graph`: with one node that leads back to them."""
+def cast_together(
+    weights: list[Tensor], dtype: torch.dtype, in_graph: bool, plan: Plan | None = None
+) -> Sequence[Tensor]:
+    """The copies of FP32 `weights` in `dtype`; `in_graph`: with one node that leads back to them.
+
+    `plan` is told of weights that a backward pass does not reach.
+    """
     if len(weights) == 1:
         return [weights[0].to(dtype)]
     if in_graph:
-        return _apply(dtype, *weights)
+        return _apply(dtype, None if plan is None else plan.itself, *weights)
     with torch.no_grad():
         return copies(weights, dtype)
 
@@ -96,6 +116,8 @@ class Plan:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.itself = weakref.ref(self)  # for nodes, which live as long as their graph
+        self._changing = threading.RLock()
         self._model = model
         self._order: dict[int, Tensor] = {}  # by id; held, so that an id stays a weight's own
         self._places: dict[int, Any] = {}
@@ -111,13 +133,18 @@ class Plan:
         if not HOOKS_CAN_BE_SEEN or not _hears_of_all(self._model):
             return False
         if self._has_hooks or any(self._hook_tables):
-            self._divide()
+            with self._changing:
+                self._divide()
         return True
 
     def learn(self, new: Iterable[Tensor], unused: Iterable[int]) -> None:
-        """A forward has ended.  `new` are weights, in the order of use, that were cast by
-        themselves; `unused` the ids of those that were cast with others and not used.
+        """A forward or a backward pass has ended.  `new` are weights, in the order of use, that
+        were cast by themselves; `unused` the ids of those that were cast with others and not used.
         """
+        with self._changing:
+            self._learn(new, unused)
+
+    def _learn(self, new: Iterable[Tensor], unused: Iterable[int]) -> None:
         changed = False
         for key in unused:
             self._left_out.add(key)

@@ -128,6 +128,7 @@ class Installation:
 
     def undo(self) -> None:
         """Leave torch, and what the user's modules bound of it, as found."""
+        self.regions.end()
         self._patches.undo()
         if self._originals:
             early_names.give_back(

@@ -143,6 +143,12 @@ class WeightCache:
             forward.plain.pop(id(weight), None)
             forward = forward.below
 
+    def forget_all(self) -> None:
+        """An optimizer has stepped within this thread's forward, perhaps raising no versions."""
+        forward = self._thread.forward
+        if forward is not None:
+            forward.graphed, forward.plain = {}, {}
+
     def note_hook(self) -> None:
         """Somebody hooks into the graph of this thread's forward: no weights are cast together from
         now on, nor in the model's next forward.
@@ -189,7 +195,7 @@ class WeightCache:
         copies = forward.graphed if in_graph else forward.plain
         together = _together(forward, copies, weight, dtype)
         versions = list(map(_version_of, together))
-        halves = cast_together(together, dtype, in_graph)
+        halves = cast_together(together, dtype, in_graph, forward.plan)
         copies.update(zip(map(id, together), zip(halves, versions)))
         forward.kept.append(together)
         forward.used.add(id(weight))

@@ -1,4 +1,4 @@
-"""Optimizers that `initialize` was not given, on weights that are to have masters: refused."""
+"""Hooks of ours on every optimizer's step: strangers on half weights are refused, steps are told of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..errors import AmpatchError
 
@@ -16,8 +19,27 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 def are_others(hooks: Any) -> bool:
     """Whether among hooks for everybody's steps there are some but ours (True: nobody knows)."""
     return bool(hooks) and (
-        hooks is True or any(type(hook) is not RefuseStrangers for hook in hooks.values())
+        hooks is True or any(type(hook) not in (RefuseStrangers, TellOfSteps) for hook in hooks.values())
     )
+
+
+class TellOfSteps:
+    """A hook after every step of a `torch.optim.Optimizer`, while it `keep`s watch."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._handle: Any = None
+
+    def keep(self, needed: bool) -> None:
+        """Watch, or stop watching."""
+        if needed and self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self)
+        elif not needed and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __call__(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        self._tell()
 
 
 class RefuseStrangers:
