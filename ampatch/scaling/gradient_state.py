@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..half_grads import is_in_backward, raw_grad, set_raw_grad
 from ..log import logger
+from .arrivals import Arrivals
 from .left_scaled import LeftScaled, Seen, entering
 from .loss_scaler import Scaler
 from .master_weights import MasterWeights
@@ -49,10 +50,13 @@ class GradientState:
         self._process_group = process_group
         self._overflow = Overflow()
         self.left_scaled = LeftScaled(optimizer, self._leaves)
+        self._arrivals = Arrivals(self._grad_arrived)
+        self._passes_alone: bool | None = None  # without blocks; None: there was neither yet
         self._fed = False  # a block was entered since the last step
         self._deferred: list[Scaler] = []  # their update waits for the step
         self.in_block = False
         self._blocks = 0  # that have begun
+        self._others_blocks = 0  # that are open, with a loss scale, and were not given this optimizer
         self.reduces: bool | None = None  # DDP averages the pass of the last forward; None: no DDP
         self.is_unreduced = False  # masters' gradients that DDP has not averaged
         self._aside: list[tuple[Tensor, Tensor]] = []
@@ -128,7 +132,10 @@ class GradientState:
         None: it is in a block of its own, in another thread.
         """
         with entering:
-            return None if self.in_block else (self._blocks, self.left_scaled.seen())
+            if self.in_block:
+                return None
+            self._others_blocks += 1
+            return self._blocks, self.left_scaled.seen()
 
     def note_outsider(self, before: tuple[int, Seen] | None) -> None:
         """A block that this optimizer was not given to has ended; `before` is what was seen.
@@ -136,10 +143,16 @@ class GradientState:
         What has changed through a block of its own meanwhile is none of that block's.
         """
         with entering:
-            if before is not None and not self.in_block and self._blocks == before[0]:
+            if before is None:
+                return
+            self._others_blocks -= 1
+            if not self.in_block and self._blocks == before[0]:
                 self.left_scaled.note(before[1])
 
     def _enter_block(self) -> None:
+        if self._passes_alone is None:
+            self._passes_alone = False
+            self._arrivals.forget()
         with entering:
             self.in_block = True
             self._blocks += 1
@@ -151,6 +164,25 @@ class GradientState:
             return params
         halves = map(self.masters.half_of, params)
         return [param if half is None else half for param, half in zip(params, halves, strict=True)]
+
+    def watch_arrivals(self) -> None:
+        """Take gradients over as they come, unless the script writes `scale_loss` blocks."""
+        if self._passes_alone is not False:
+            self._arrivals.watch(pair.half for pair in self.masters)
+
+    def watch_anew(self) -> None:
+        """Some masters have gone."""
+        is_watching = bool(self._arrivals)
+        self._arrivals.forget()
+        if is_watching:
+            self.watch_arrivals()
+
+    def _grad_arrived(self, half: Tensor) -> None:
+        """A pass outside blocks has left a gradient; what DDP is going to average stays there."""
+        is_plain = not (self.in_block or self._others_blocks) and self.reduces is None
+        if is_plain and id(half) in self.masters.by_half:
+            self._passes_alone = True
+            self.grad_of_half(half)
 
     def forget_gradients(self) -> None:
         """All gradients were zeroed: nothing is pending, no overflow is remembered."""
@@ -183,6 +215,9 @@ class GradientState:
         if self.masters.has_grads() and not self.in_block:
             self.finish_pending()
             self._take_passed()
+            if self._passes_alone is False and self.reduces is None:  # there are both
+                self._passes_alone = True
+                self.watch_arrivals()
 
     def _take_passed(self) -> None:
         """Move what a finished pass left in half weights into their masters."""

@@ -137,6 +137,8 @@ class ManagedOptimizer(GradientFlow):
                 group["params"][index] = new_of[id(param)] = master
                 move_state(self.optimizer, param, master)
         own_lists.exchange(self.optimizer, new_of)
+        if new_of:
+            self.watch_arrivals()
 
     def forget_found_state(self) -> None:
         """Opening succeeded: from now on the state is what training makes of it."""
@@ -160,6 +162,8 @@ class ManagedOptimizer(GradientFlow):
                     move_state(self.optimizer, master, param)
                     self.masters.remove(param)
         own_lists.exchange(self.optimizer, old_of)
+        if old_of:
+            self.watch_anew()
 
     def fit_state(self, changed: set[int]) -> None:
         """Give the state of parameters (ids) whose dtype has changed their new dtype."""
