@@ -186,14 +186,14 @@ def test_zeroed_inside_a_block_all_is_gone(zero, after):
         close(grads, plain_grads(2))
 
 
-def test_hooks_on_accumulated_gradients_see_half_ones_and_optimizers_in_them_work():
-    """`register_post_accumulate_grad_hook`: within the pass the gradient is where autograd left it."""
+def test_hooks_on_accumulated_gradients_see_what_optimizers_in_them_need():
+    """`register_post_accumulate_grad_hook`: a plain pass's gradients are the masters' at once."""
     model, optimizer = start(torch.bfloat16)
     seen = []
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
     backward(model, optimizer, scaled=False)
-    assert seen == [BF16] * 4
+    assert seen == [torch.float32] * 4
     close([p.grad for p in model.parameters()], plain_grads(1))
 
 
@@ -317,3 +317,45 @@ def test_a_look_in_inference_mode_spoils_nothing():
             assert model[0].weight.grad.isfinite().all()
     close([p.grad for p in model.parameters()], plain_grads(1, 2))
     optimizer.step()
+
+
+def by_groups(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("scaled_before", [False, True])
+def test_a_plain_pass_shows_in_the_groups_when_it_ends(scaled_before):
+    """Clipping, all-reducing and zeroing by hand go over `param_groups`."""
+    model, optimizer = start(BF16)
+    if scaled_before:  # the first plain pass after blocks is taken over at its first use
+        backward(model, optimizer)
+        optimizer.zero_grad()
+        backward(model, optimizer, scaled=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        backward(model, optimizer, scaled=False)
+        close([p.grad for p in by_groups(optimizer)], plain_grads(1))
+        for p in by_groups(optimizer):
+            p.grad = None
+    before = [p.detach().clone() for p in by_groups(optimizer)]
+    optimizer.step()
+    assert all(map(torch.equal, before, by_groups(optimizer)))
+    backward(model, optimizer, scaled=False)
+    assert all(p.grad is not None for p in by_groups(optimizer))
+
+
+@pytest.mark.parametrize("forwards_first", [False, True])
+def test_passes_without_a_forward_between_them_add_up_in_float32(forwards_first):
+    model, optimizer = start(BF16)
+    inputs, _ = data(1)
+    if forwards_first:
+        for loss in [model(inputs).mean() / 512 for _ in range(512)]:
+            loss.backward()
+    else:
+        loss = model(inputs).mean() / 512
+        for _ in range(512):
+            loss.backward(retain_graph=True)
+    whole, other = start(BF16)
+    whole(inputs).mean().backward()
+    close([p.grad for p in model.parameters()], [p.grad for p in whole.parameters()])
