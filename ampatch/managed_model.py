@@ -118,9 +118,9 @@ class ManagedModel:
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
             return
-        for tensor, found, original, _ in self._converted:
-            if found is torch.float32 and not isinstance(tensor, nn.Parameter):
-                self._widened.keep_original(tensor, original)
+        for tensor, _, original, _ in self._converted:
+            if tensor.dtype in HALF_TYPES and not isinstance(tensor, nn.Parameter):
+                self._widened.keep_original(tensor, original.float())
         buffers = float_buffers(self.model, skip)
         self.mixes = any(buffer.dim() for buffer in buffers.values())
         lost = [name for name, buffer in buffers.items() if half_cannot_hold(buffer, dtype)]
@@ -133,11 +133,14 @@ class ManagedModel:
             )
 
     def originals(self) -> dict[int, Tensor]:
-        """FP32 values that half parameters were rounded from, by the parameter's id."""
+        """FP32 values that half parameters were rounded from, by the parameter's id.
+
+        A parameter that came in the other half type was rounded too.
+        """
         return {
-            id(entry.tensor): entry.original
+            id(entry.tensor): entry.original.float()
             for entry in self._converted
-            if entry.dtype is torch.float32
+            if entry.tensor.dtype in HALF_TYPES
         }
 
     def converted(self) -> set[int]:
