@@ -65,7 +65,7 @@ class ManagedModel:
         policy: Policy | None,
         overrides: list[ModuleOverride],
         master_of: Callable[[Tensor], Tensor | None],
-        show_master_of: Callable[[Tensor], Tensor | None],
+        show_master_of: Callable[[Tensor, bool], Tensor | None],
         load_master: Callable[[Tensor, Tensor], None],
         stand_ins: PlainParameters,
         widened: WidenedCopies,
@@ -285,9 +285,9 @@ class ManagedModel:
             return master
         return self._widened.value(tensor) if tensor.dtype in HALF_TYPES else tensor
 
-    def _saved_value(self, tensor: Tensor) -> Tensor:
+    def _saved_value(self, tensor: Tensor, keep_vars: bool) -> Tensor:
         """What a checkpoint holds for one of the model's tensors; writes into it count."""
-        master = self._show_master_of(tensor)
+        master = self._show_master_of(tensor, keep_vars)
         if master is not None:
             return master
         return self._widened.give(tensor) if tensor.dtype in HALF_TYPES else tensor

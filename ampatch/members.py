@@ -100,10 +100,13 @@ class Members:
             parameter is tensor for managed in self.models() for parameter in managed.model.parameters()
         )
 
-    def show_master_of(self, half: Tensor) -> Tensor | None:
-        """As `current_master_of`, for who hands it out to be written into."""
+    def show_master_of(self, half: Tensor, keep_vars: bool) -> Tensor | None:
+        """As `current_master_of`, for who hands it out to be written into.
+
+        An alias of its memory; with `keep_vars` the master itself.
+        """
         for optimizer in self.optimizers():
-            master = optimizer.masters.show(half)
+            master = optimizer.masters.show(half, keep_vars)
             if master is not None:
                 return master
         return None
