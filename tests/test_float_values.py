@@ -218,8 +218,8 @@ def test_a_model_in_the_other_half_type_loses_nothing(when):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0)
     if when == "master_params":
-        found = zip([name for name, _ in model.named_parameters()], ampatch.master_params(optimizer))
-        found = dict(found)
+        names = [name for name, _ in model.named_parameters()]
+        found = dict(zip(names, ampatch.master_params(optimizer), strict=True))
     elif when == "deepcopy":
         found = copy.deepcopy(model).state_dict()
     else:
