@@ -19,16 +19,15 @@ from torch.optim.swa_utils import AveragedModel
 from .log import logger
 
 MasterOf = Callable[[Tensor], "Tensor | None"]
+HalfOf = Callable[[Tensor], "tuple[str, bool] | None"]
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def replacements(
-    master_of: MasterOf, name_of: Callable[[Tensor], str | None]
-) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def replacements(master_of: MasterOf, half_of: HalfOf) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """`(owner, name, make)` of what to replace.
 
-    `master_of` gives up to date masters, `name_of(tensor)` names a managed half parameter
-    or what shares its memory.
+    `master_of` gives up to date masters, `half_of(tensor)` the name of a managed half parameter, or
+    of the one whose memory it shares, and whether it has a master.
     """
     told: list[str] = []
     ways = [
@@ -39,9 +38,9 @@ def replacements(
     ]
     return [
         (AveragedModel, "update_parameters", lambda original: _update(original, master_of)),
-        (AveragedModel, "__init__", lambda original: _init(original, master_of, name_of)),
+        (AveragedModel, "__init__", lambda original: _init(original, master_of, half_of)),
         *(
-            (owner, name, functools.partial(_watched, weight_of=weight_of, name_of=name_of, told=told))
+            (owner, name, functools.partial(_watched, weight_of=weight_of, half_of=half_of, told=told))
             for owner, name, weight_of in ways
             if hasattr(owner, name)
         ),
@@ -56,16 +55,14 @@ def _update(original: Callable, master_of: MasterOf) -> Callable:
     return update_parameters
 
 
-def _init(
-    original: Callable, master_of: MasterOf, name_of: Callable[[Tensor], str | None]
-) -> Callable:
+def _init(original: Callable, master_of: MasterOf, half_of: HalfOf) -> Callable:
     """A part of a managed model is copied as it is: the copy of its half weights is widened."""
 
     @functools.wraps(original)
     def __init__(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, model, *args, **kwargs)
         for copied, own in zip(self.module.parameters(), model.parameters(), strict=True):
-            if copied.dtype in _HALF_TYPES and name_of(own) is not None:
+            if copied.dtype in _HALF_TYPES and half_of(own) is not None:
                 master = master_of(own)
                 values = (own if master is None else master).detach()
                 copied.data = values.to(copied.device, torch.float32, copy=True)
@@ -77,7 +74,7 @@ def _watched(
     original: Callable,
     *,
     weight_of: Callable[[tuple, dict], Any],
-    name_of: Callable[[Tensor], str | None],
+    half_of: HalfOf,
     told: list[str],
 ) -> Callable:
     @functools.wraps(original)
@@ -90,18 +87,18 @@ def _watched(
             if isinstance(weight, float) and 0 < weight < 0.5:
                 source = args[0][0] if type(args[0]) in (list, tuple) and args[0] else args[0]
                 if isinstance(source, Tensor) and source.shape == average.shape:
-                    _tell(average, source, name_of, told)
+                    _tell(average, source, half_of, told)
         return original(self, *args, **kwargs)
 
     return update
 
 
-def _tell(
-    average: Tensor, source: Tensor, name_of: Callable[[Tensor], str | None], told: list[str]
-) -> None:
-    name = name_of(source)
-    if name is None or name_of(average) is not None:
+def _tell(average: Tensor, source: Tensor, half_of: HalfOf, told: list[str]) -> None:
+    found = half_of(source)
+    _, has_master = half_of(average) or ("", False)
+    if found is None or has_master:
         return
+    name, _ = found
     told.append(name)
     logger.warning(
         "An average of %s is kept in %s, as its half weight is: updates of an average are smaller "

@@ -18,14 +18,15 @@ from .hooks import add_load_hook, add_loaded_hook, add_state_dict_hook
 
 
 class Checkpoints:
-    """The hooks of one model.  `float_value(tensor)` is what a checkpoint holds for a tensor,
-    `load(tensor, values)` takes a checkpoint's values to where they are kept in FP32.
+    """The hooks of one model.  `float_value(tensor, keep_vars)` is what a checkpoint holds for a
+    tensor, with `keep_vars` the parameter itself; `load(tensor, values)` takes a checkpoint's
+    values to where they are kept in FP32.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        float_value: Callable[[Tensor], Tensor],
+        float_value: Callable[[Tensor, bool], Tensor],
         load: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._model = model
@@ -46,10 +47,9 @@ class Checkpoints:
         for name, tensor in _own_tensors(module):
             saved = state_dict.get(prefix + name)
             if saved is not None and _is_same_memory(saved, tensor):
-                value = self._float_value(tensor)
+                value = self._float_value(tensor, saved is tensor)
                 if value is not tensor:
-                    kept = saved is tensor or not value.requires_grad
-                    state_dict[prefix + name] = value if kept else value.detach()
+                    state_dict[prefix + name] = value
 
     def _before_load(self, module: nn.Module, state_dict: dict, prefix: str, *rest: Any) -> None:
         """The values as they are now; hooks of the user's may come after this one."""

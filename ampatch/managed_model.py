@@ -65,7 +65,7 @@ class ManagedModel:
         policy: Policy | None,
         overrides: list[ModuleOverride],
         master_of: Callable[[Tensor], Tensor | None],
-        show_master_of: Callable[[Tensor], Tensor | None],
+        show_master_of: Callable[[Tensor, bool], Tensor | None],
         load_master: Callable[[Tensor, Tensor], None],
         stand_ins: PlainParameters,
         widened: WidenedCopies,
@@ -118,9 +118,9 @@ class ManagedModel:
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
             return
-        for tensor, found, original, _ in self._converted:
-            if found is torch.float32 and not isinstance(tensor, nn.Parameter):
-                self._widened.keep_original(tensor, original)
+        for tensor, _, original, _ in self._converted:
+            if tensor.dtype in HALF_TYPES and not isinstance(tensor, nn.Parameter):
+                self._widened.keep_original(tensor, original.float())
         buffers = float_buffers(self.model, skip)
         self.mixes = any(buffer.dim() for buffer in buffers.values())
         lost = [name for name, buffer in buffers.items() if half_cannot_hold(buffer, dtype)]
@@ -133,11 +133,14 @@ class ManagedModel:
             )
 
     def originals(self) -> dict[int, Tensor]:
-        """FP32 values that half parameters were rounded from, by the parameter's id."""
+        """FP32 values that half parameters were rounded from, by the parameter's id.
+
+        A parameter that came in the other half type was rounded too.
+        """
         return {
-            id(entry.tensor): entry.original
+            id(entry.tensor): entry.original.float()
             for entry in self._converted
-            if entry.dtype is torch.float32
+            if entry.tensor.dtype in HALF_TYPES
         }
 
     def converted(self) -> set[int]:
@@ -282,9 +285,9 @@ class ManagedModel:
             return master
         return self._widened.value(tensor) if tensor.dtype in HALF_TYPES else tensor
 
-    def _saved_value(self, tensor: Tensor) -> Tensor:
+    def _saved_value(self, tensor: Tensor, keep_vars: bool) -> Tensor:
         """What a checkpoint holds for one of the model's tensors; writes into it count."""
-        master = self._show_master_of(tensor)
+        master = self._show_master_of(tensor, keep_vars)
         if master is not None:
             return master
         return self._widened.give(tensor) if tensor.dtype in HALF_TYPES else tensor

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from .log import logger
 from .managed_model import ManagedModel
 from .opt_levels import HALF_TYPES, Properties
 from .plain_parameters import PlainParameters
@@ -100,10 +101,13 @@ class Members:
             parameter is tensor for managed in self.models() for parameter in managed.model.parameters()
         )
 
-    def show_master_of(self, half: Tensor) -> Tensor | None:
-        """As `current_master_of`, for who hands it out to be written into."""
+    def show_master_of(self, half: Tensor, keep_vars: bool) -> Tensor | None:
+        """As `current_master_of`, for who hands it out to be written into.
+
+        An alias of its memory; with `keep_vars` the master itself.
+        """
         for optimizer in self.optimizers():
-            master = optimizer.masters.show(half)
+            master = optimizer.masters.show(half, keep_vars)
             if master is not None:
                 return master
         return None
@@ -187,6 +191,25 @@ class Members:
             for parameter in managed.model.parameters()
             if parameter.dtype in HALF_TYPES and parameter.requires_grad
         }
+
+    def _tell_of_lone_halves(self) -> None:
+        """Warn of models at O2 that train in no optimizer: targets of averages, as a rule."""
+        wanting = self.wanting_masters()
+        lone = [
+            type(managed.model).__name__
+            for managed in self.models()
+            if (halves := [p for p in managed.model.parameters() if id(p) in wanting])
+            and all(self.master_of(half) is None for half in halves)
+        ]
+        if lone:
+            logger.warning(
+                "No optimizer given to initialize has weights of: %s. They are kept in half without "
+                "master weights; averages and updates by hand lose what half cannot hold. Keep such "
+                "a model at O1 or O0, or average FP32 values: into copy.deepcopy(model) or "
+                "torch.optim.swa_utils.AveragedModel(model), or load_state_dict of FP32 averages "
+                "of the trained model's state_dict().",
+                ", ".join(lone),
+            )
 
     def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
         originals, halves = self._weights()

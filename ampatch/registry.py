@@ -121,7 +121,7 @@ class Registry:
             lambda: [
                 *gradients.replacements(self.ready_grads, self.forget_overflow),
                 *broadcast.replacements(self.agree_masters, self._note_wrapped),
-                *averaging.replacements(self.current_master_of, self.name_of_half),
+                *averaging.replacements(self.current_master_of, self.managed_half),
             ],
         )
         self._strangers.keep(any(session.wants_masters() for session in self.sessions))
@@ -209,14 +209,17 @@ class Registry:
         """Our side of a model, or None."""
         return self.modelled.ours(model)
 
-    def name_of_half(self, tensor: Tensor) -> str | None:
-        """The name of the managed half parameter that a tensor is, or shares memory with."""
+    def managed_half(self, tensor: Tensor) -> tuple[str, bool] | None:
+        """The managed half parameter that a tensor is, or shares memory with: its name, and
+        whether it has a master.
+        """
         place = tensor.data_ptr()
         for session in self.sessions:
             for managed in session.models():
                 for name, parameter in managed.model.named_parameters():
                     if parameter.dtype is tensor.dtype and parameter.data_ptr() == place:
-                        return f"{type(managed.model).__name__}.{name}"
+                        has_master = session.master_of(parameter) is not None
+                        return f"{type(managed.model).__name__}.{name}", has_master
         return None
 
     def without_methods(self, optimizer: Any) -> AbstractContextManager:

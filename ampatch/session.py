@@ -81,6 +81,8 @@ class Session(CastingMembers):
             self._forget_originals()
             for managed in self.optimizers():
                 managed.forget_found_state()
+            if optimizers:
+                self._tell_of_lone_halves()
             self.is_open = True
             registry.add(self)
         except BaseException:

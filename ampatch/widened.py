@@ -9,10 +9,19 @@ the copy goes into the half tensor, what happened to the half tensor goes into t
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """What is made within outlives the caller's inference mode, which leaves tensors no version."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class _Copy:
@@ -53,7 +62,7 @@ class WidenedCopies:
     def value(self, half: Tensor) -> Tensor:
         """What `half` holds, in FP32, to be read."""
         copy = self.copies.get(id(half))
-        with torch.no_grad():
+        with _plain_tensors():
             if copy is not None and copy.half is half:
                 self._compared(copy)
             return self._widen(half, half)
@@ -69,7 +78,7 @@ class WidenedCopies:
 
     def give(self, half: Tensor) -> Tensor:
         """The FP32 copy of `half`, up to date; the same one for as long as it lives."""
-        with torch.no_grad():
+        with _plain_tensors():
             copy = self.copies.get(id(half))
             value = self._compared(copy) if copy is not None and copy.half is half else None
             if value is None:
@@ -80,7 +89,7 @@ class WidenedCopies:
 
     def take_over(self) -> None:
         """Take what was written into copies; from now on somebody else must hold them."""
-        with torch.no_grad():
+        with _plain_tensors():
             for key, copy in list(self.copies.items()):
                 value, copy.held = self._compared(copy), None
                 if value is None:
@@ -92,7 +101,7 @@ class WidenedCopies:
     def release(self, half: Tensor) -> Tensor:
         """The FP32 values of `half`: its copy, where somebody has one.  Nobody looks again."""
         copy = self.copies.pop(id(half), None)
-        with torch.no_grad():
+        with _plain_tensors():
             value = self._compared(copy) if copy is not None and copy.half is half else None
             if value is None:
                 value = self._widen(half, half)

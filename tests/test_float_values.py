@@ -204,3 +204,29 @@ def test_an_o1_session_beside_goes_on_casting():
     ampatch.initialize(Everything(), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
     x = torch.randn(2, 2)
     assert torch.mm(x, x).dtype is other(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("when", ["state_dict", "master_params", "deactivate", "deepcopy"])
+def test_a_model_in_the_other_half_type_loses_nothing(when):
+    """bfloat16 has numbers that float16 has not: the masters and buffers are what came."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16()
+    model.register_buffer("table", torch.tensor([1e-9, 1.0, 1e5], dtype=torch.bfloat16))
+    with torch.no_grad():
+        model[0].weight.fill_(1e-9)
+        model[0].bias.fill_(1e5)
+    came = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0)
+    if when == "master_params":
+        names = [name for name, _ in model.named_parameters()]
+        found = dict(zip(names, ampatch.master_params(optimizer), strict=True))
+    elif when == "deepcopy":
+        found = copy.deepcopy(model).state_dict()
+    else:
+        if when == "deactivate":
+            ampatch.deactivate()
+        found = model.state_dict()
+    for name, value in found.items():
+        if value.is_floating_point():
+            assert value.dtype is (torch.bfloat16 if when == "deactivate" else FP32), name
+            assert torch.equal(value.float(), came[name].float()), name

@@ -26,7 +26,7 @@ ALLOWED = {
     "frames": {"casting", "hooks", "inputs", "managed_model", "models", "overrides", "parts"}
     | {"surroundings"},
     "whereabouts": {"members"},  # for type checking only
-    "members": {"casting", "managed_model", "opt_levels", "plain_parameters", "scaling"}
+    "members": {"casting", "log", "managed_model", "opt_levels", "plain_parameters", "scaling"}
     | {"whereabouts", "widened"},
     "widened": set(),
     "checkpoints": {"hooks"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -292,3 +293,80 @@ def test_data_is_torchs_own_again():
     assert nn.Parameter.data is before and "data" not in vars(nn.Parameter)
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert not any(vars(p) for p in model.parameters())
+
+
+# State dicts that are held
+
+
+ALIAS_WRITES = {
+    "data": lambda alias: alias.data.fill_(0.5),
+    "numpy": lambda alias: alias.numpy().__setitem__(..., 0.5),
+    "a view": lambda alias: alias.view(-1).data.fill_(0.5),
+    "fill_": lambda alias: alias.fill_(0.5),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("way", ALIAS_WRITES)
+@pytest.mark.parametrize("between", [False, True], ids=["before the forward", "before the step"])
+def test_writes_into_a_state_dict_held_over_steps_count(steps, way, between, half):
+    """As in plain PyTorch: what it gave aliases the weights for as long as it lives."""
+    model, optimizer = start("fresh", half)
+    own = model.state_dict()
+    for seed in range(steps):
+        step(model, optimizer, seed)
+    name = next(iter(own))
+    inputs, targets = data(5)
+    optimizer.zero_grad()
+    if between:
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    ALIAS_WRITES[way](own[name])
+    if not between:
+        model(inputs)
+        assert bool((dict(model.named_parameters())[name] == 0.5).all())
+    grad = next(iter(ampatch.master_params(optimizer))).grad
+    expected = torch.full_like(model.state_dict()[name], 0.5)
+    expected -= 0 if grad is None else 0.1 * grad.float()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()[name], expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(own[name], expected, rtol=0, atol=1e-6)
+    assert torch.equal(dict(model.named_parameters())[name], expected.to(half))
+
+
+def test_writes_into_half_weights_beside_a_held_state_dict():
+    """It says who wrote, not that the masters win."""
+    model, optimizer = start("later")
+    own = model.state_dict()
+    step(model, optimizer)
+    first, second = list(model.parameters())[:2]
+    first.data.fill_(0.25)
+    own[[name for name, _ in model.named_parameters()][1]].data.fill_(0.75)
+    still(model, optimizer)
+    for weight, value in ((first, 0.25), (second, 0.75)):
+        assert bool((weight == value).all())
+    assert [float(master.mean()) for master in masters(optimizer)[:2]] == [0.25, 0.75]
+
+
+def test_a_state_dict_that_is_gone_costs_nothing():
+    """No copies of half weights are left once it is dropped and a step has been made."""
+
+    def alive():
+        gc.collect()
+        halves = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+        return sum(found.numel() for found in halves if found.dtype is BF16)
+
+    model, optimizer = start("later")
+    step(model, optimizer)
+    before = alive()
+    own = model.state_dict()
+    for _ in range(3):
+        step(model, optimizer)
+        own = model.state_dict()
+    step(model, optimizer)
+    copies = sum(p.numel() for p in model.parameters())
+    assert alive() == before + copies
+    del own
+    step(model, optimizer)
+    assert alive() == before

@@ -224,3 +224,58 @@ def test_averages_in_float_are_right_and_silent(level, caplog):
     for ours, theirs in zip(average.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.002)
     assert "average" not in caplog.text
+
+
+def with_target(level, target=None, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    target = copy.deepcopy(model) if target is None else target
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize([model, target], optimizer, opt_level=level, **settings)
+    return model, target, optimizer
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_average_in_a_managed_model_without_masters_is_warned_of_once(update, level, caplog):
+    model, target, _ = with_target(level, dtype=torch.bfloat16)
+    caplog.clear()
+    with torch.no_grad():
+        for _ in range(3):
+            for ours, param in zip(target.parameters(), model.parameters(), strict=True):
+                UPDATES[update](ours, param)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and "An average of Linear.weight" in said[0]
+
+
+def test_an_average_in_a_managed_model_with_masters_is_not_warned_of(caplog):
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    ampatch.initialize(models, optimizer, opt_level="O2")
+    with torch.no_grad():
+        models[1].weight.mul_(0.995).add_(models[0].weight, alpha=0.005)
+    assert "average" not in caplog.text
+
+
+class Target(nn.Linear):
+    """A network that no optimizer trains."""
+
+
+def test_a_model_at_o2_that_no_optimizer_trains_is_said_at_initialize(caplog):
+    with_target("O2", Target(4, 4))
+    said = [r.getMessage() for r in caplog.records if "without master weights" in r.getMessage()]
+    assert len(said) == 1 and "Target." in said[0] and "deepcopy" in said[0]
+
+
+@pytest.mark.parametrize("how", ["O1", "O3", "frozen", "no optimizer", "part trained", "quiet"])
+def test_that_is_not_said_where_nothing_is_lost_or_nothing_trains(how, caplog):
+    if how == "no optimizer":
+        ampatch.initialize(Target(4, 4), opt_level="O2")
+    elif how == "part trained":
+        model = Target(4, 4)
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        ampatch.initialize(model, optimizer, opt_level="O2")
+    else:
+        target = Target(4, 4).requires_grad_(how != "frozen")
+        with_target(how if how in ("O1", "O3") else "O2", target, verbosity=int(how != "quiet"))
+    assert "without master weights" not in caplog.text

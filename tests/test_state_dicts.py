@@ -302,3 +302,24 @@ def test_loss_of_nothing_when_saved_in_training():
         ends.append({name: value.clone() for name, value in model.state_dict().items()})
         ampatch.deactivate()
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0]) and held
+
+
+@pytest.mark.parametrize("level", ["O3", "O2 with a frozen layer"])
+@pytest.mark.parametrize("used_in", ["inference mode", "training"])
+def test_a_state_dict_made_in_inference_mode_is_one_like_any(level, used_in):
+    """The model is used afterwards, the values are written into, and it trains on."""
+    model = build()
+    model[0].requires_grad_("frozen" not in level)
+    model, optimizer = start(level[:2], model=model)
+    with torch.inference_mode():
+        own = model.state_dict()
+        if used_in == "inference mode":
+            model.eval()(torch.randn(4, 3))
+    model.train()(torch.randn(4, 3))
+    own["0.weight"].fill_(0.5)
+    model(torch.randn(4, 3))
+    assert bool((model[0].weight == 0.5).all())
+    train(model, optimizer)
+    with torch.inference_mode():
+        assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
+    ampatch.deactivate()

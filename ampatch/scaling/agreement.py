@@ -165,7 +165,9 @@ def agrees(pair: Pair) -> bool:
 def is_unchanged(tensor: Tensor, before: Tensor) -> bool:
     """Whether a tensor still is what it was, to the bit.  Waits for the device."""
     now = tensor.detach()
-    same_kind = now.shape == before.shape and now.dtype is before.dtype
+    same_kind = (
+        now.shape == before.shape and now.dtype is before.dtype and now.device == before.device
+    )
     return same_kind and bool(_alike(now, before).all())
 
 

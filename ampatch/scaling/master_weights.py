@@ -24,13 +24,13 @@ from .agreement import (
     Pair,
     agrees,
     is_read_by_host,
-    is_unchanged,
     plain_data,
     set_plain_data,
     take_over,
 )
 from .pairs import Pairs
 from .ranks import world_size
+from .shown import Shown
 from .writes import Writes
 
 
@@ -50,7 +50,7 @@ class MasterWeights(Pairs):
         self._name_of = name_of
         self._halves_seen = Writes()
         self._masters_seen = Writes()
-        self._shown: dict[int, Tensor] = {}  # half weights as they were when a master was shown
+        self._shown = Shown()
         self._agreement: Agreement | None = None
         self._agreed: set[int] = set()  # ids of half weights whose masters all ranks share
         self._settled = True
@@ -84,6 +84,7 @@ class MasterWeights(Pairs):
         """Forget a pair; the half weight has its gradient itself again, if it is nobody else's."""
         pair = self.by_half.pop(id(half))
         del self.by_master[id(pair.master)], self._dtypes[id(half)]
+        self._shown.forget(half)
         self._forget_lists()
         for seen, tensor in ((self._halves_seen, half), (self._masters_seen, pair.master)):
             seen.forget(tensor)
@@ -122,16 +123,18 @@ class MasterWeights(Pairs):
             self._bring_together(pair)
         return pair.master
 
-    def show(self, half: Tensor) -> Parameter | None:
+    def show(self, half: Tensor, keep_vars: bool) -> Tensor | None:
         """As `current`, for who hands out memory of the master, to be written into perhaps.
 
-        A copy of the half weight is kept until both are compared again: it tells then which of
-        them was written into, whatever way that was done.
+        Returns an alias of the master, with `keep_vars` the master itself.
         """
         master = self.current(half)
-        if master is not None and not computes_with_fakes():
-            self._shown[id(half)] = half.detach().clone()
-        return master
+        if master is None:
+            return None
+        alias = None if keep_vars else master.detach()
+        if not computes_with_fakes():
+            self._shown.add(half, alias)
+        return master if alias is None else alias
 
     def load(self, half: Tensor, values: Tensor) -> None:
         """Take a master's values from a checkpoint, which is about to be copied into `half` too."""
@@ -139,7 +142,7 @@ class MasterWeights(Pairs):
         with torch.no_grad():
             master.copy_(values)
         self._masters_seen.note([master])
-        self._shown[id(half)] = master.detach().to(half.dtype)
+        self._shown.expect(half, master.detach().to(half.dtype))
         self._agreed.add(id(half))
 
     def agree(self, half: Tensor, send: Callable[[Tensor], None]) -> None:
@@ -207,7 +210,7 @@ class MasterWeights(Pairs):
         """
         if self._shown or self._masters_seen.is_touched or self._masters_seen.moved(masters):
             for pair in self:
-                asked = id(pair.half) in self._shown or self._masters_seen.may_be_new(pair.master)
+                asked = pair.half in self._shown or self._masters_seen.may_be_new(pair.master)
                 if asked and self._who_wrote(pair)[1]:
                     self._bring_together(pair)
 
@@ -246,9 +249,8 @@ class MasterWeights(Pairs):
         """Whether the half weight was written into, and whether the master, as far as is known."""
         half, master = pair
         by_half, by_master = self._halves_seen.is_new(half), self._masters_seen.is_new(master)
-        shown = self._shown.get(id(half))
-        if shown is not None:
-            by_half = not is_unchanged(half, shown)
+        if half in self._shown:
+            by_half = not self._shown.is_unchanged(half)
             return by_half, by_master or not by_half
         if not by_half and not self._halves_seen.may_be_new(half):
             by_master = self._masters_seen.may_be_new(master)
@@ -265,7 +267,8 @@ class MasterWeights(Pairs):
     def _note(self, pair: Pair) -> None:
         self._halves_seen.note([pair.half])
         self._masters_seen.note([pair.master])
-        self._shown.pop(id(pair.half), None)
+        if self._shown:
+            self._shown.renew(pair.half)
 
     def note_shared(self, others: MasterWeights) -> None:
         """Another optimizer has stepped: pairs that are its too agree as they are."""
@@ -285,4 +288,5 @@ class MasterWeights(Pairs):
             set_grad_enabled(found)
         self._halves_seen.note_all(halves)
         self._masters_seen.note_all(masters)
-        self._shown.clear()
+        if self._shown:
+            self._shown.renew_all(halves)
