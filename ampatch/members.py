@@ -139,11 +139,10 @@ class Members:
     def is_alive(self) -> bool:
         """Whether any of its models and optimizers is still in use."""
         references = (*self._models, *self._optimizers, *self.bystanders)
-        return (
-            not self._was_given
-            or not references
-            or any(reference() is not None for reference in references)
-        )
+        for reference in references:
+            if reference() is not None:
+                return True
+        return not self._was_given or not references
 
     def is_empty(self) -> bool:
         """Whether nothing is left of what it was given."""
@@ -180,7 +179,11 @@ class Members:
 
     def wants_masters(self) -> bool:
         """Whether a model is at a level with master weights."""
-        return any(managed.properties.master_weights for managed in self.models())
+        for reference in self._models:
+            managed = reference()
+            if managed is not None and managed.properties.master_weights:
+                return True
+        return False
 
     def wanting_masters(self) -> set[int]:
         """Ids of half weights of such models."""

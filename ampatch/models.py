@@ -35,6 +35,8 @@ try:
 except ImportError:
     pass
 
+_data = torch.Tensor.data  # torch's own: open sessions are told of `parameter.data`
+
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """What is ever converted: not float64, and not the floats of 8 bits."""
 
@@ -179,8 +181,9 @@ def convert_weights(
                 and tensor.dtype is not target
                 and id(tensor) not in converted
             ):
-                converted[id(tensor)] = Converted(tensor, tensor.dtype, tensor.data, tensor.grad)
-                set_data(tensor, tensor.data.to(target))
+                data = _data.__get__(tensor)
+                converted[id(tensor)] = Converted(tensor, tensor.dtype, data, tensor.grad)
+                set_data(tensor, data.to(target))
     if converted:
         flatten_rnns(model)
     return list(converted.values())
@@ -211,7 +214,7 @@ def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
 def set_data(tensor: Tensor, data: Tensor) -> None:
     """Give a tensor other data of perhaps another dtype; its gradient goes along."""
     grad, tensor.grad = tensor.grad, None
-    tensor.data = data
+    _data.__set__(tensor, data)
     if grad is not None:
         tensor.grad = grad.to(data.dtype)
 

@@ -67,11 +67,13 @@ class Registry:
 
     def add(self, session: Session) -> None:
         """A session opens.  Sessions whose models and optimizers are all gone leave the list."""
+        alive = []
         for known in self.sessions:
-            if not known.is_alive():
+            if known.is_alive():
+                alive.append(known)
+            else:
                 known.skips.close()
-        self.sessions = [known for known in self.sessions if known.is_alive()]
-        self.sessions.append(session)
+        self.sessions = [*alive, session]
         self.refresh()
 
     def remove(self, session: Session) -> None:

@@ -122,16 +122,17 @@ def test_composites_are_autocasts(name, half):
 
 @pytest.mark.parametrize("dtype", ["float32", "half"])
 def test_weights_of_a_bag_keep_their_dtype(dtype, half):
-    """No row: PyTorch wants one dtype here and refuses two, and autocast leaves that as it is."""
+    """Of one dtype as plain PyTorch, which refuses two, and so under autocast; the widest wins."""
     dtype = torch.float32 if dtype == "float32" else half
     rows, table, weights = ints(4, 3, 2), square().to(dtype), r(3, 2)
     plain = F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights.to(dtype))
     ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
     found = F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights.to(dtype))
     assert found.dtype is dtype and torch.equal(found, plain)
-    if dtype is half:
-        with pytest.raises(RuntimeError, match="same type"):
-            F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights)
+    mixed = F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights)
+    ampatch.deactivate()
+    wide = F.embedding_bag(rows, table.float(), mode="sum", per_sample_weights=weights)
+    assert mixed.dtype is torch.float32 and torch.equal(mixed, wide)
 
 
 UNLISTED = {

@@ -22,8 +22,10 @@ def pair():
 
 
 def frames(function, *args) -> int:
-    """Python functions entered by and below `function(*args)`."""
+    """Python functions entered by and below `function(*args)`, but for what the collector runs."""
     entered = 0
+    gc.collect()  # replacements of earlier sessions: the patches' weak table hears of each
+    gc.disable()
 
     def profile(frame, event, argument):
         nonlocal entered
@@ -34,6 +36,7 @@ def frames(function, *args) -> int:
         function(*args)
     finally:
         sys.setprofile(None)
+        gc.enable()
     return entered
 
 
@@ -206,7 +209,7 @@ def opening(count: int, level: str, together: bool) -> int:
 
 
 def is_linear(found: list[int]) -> bool:
-    """Whether equal steps cost as much, but for what the collector runs in between."""
+    """Whether equal steps cost as much, but for little."""
     first, second = found[1] - found[0], found[2] - found[1]
     return abs(second - first) <= 10 + first / 50  # one call for each pair of 20 would be 800
 

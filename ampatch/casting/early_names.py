@@ -77,9 +77,8 @@ def keep_replaced(
     `made_of()` lists `(owner, name, make)`.
     """
     if not needed:
-        if len(patches):
-            patches.undo()
-            patches.hand_over()
+        patches.undo()
+        patches.hand_over()  # also of what an earlier `undo`, between two sessions, left alone
     elif not len(patches):
         made: dict[int, Any] = {}
         pairs: list[tuple[Any, Any]] = []
