@@ -29,6 +29,17 @@ def replacements(master_of: MasterOf, half_of: HalfOf) -> list[tuple[Any, str, C
     `master_of` gives up to date masters, `half_of(tensor)` the name of a managed half parameter, or
     of the one whose memory it shares, and whether it has a master.
     """
+    return [
+        (AveragedModel, "update_parameters", lambda original: _update(original, master_of)),
+        (AveragedModel, "__init__", lambda original: _init(original, master_of, half_of)),
+    ]
+
+
+def watched(half_of: HalfOf) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """As `replacements`: the functions that averages are written by hand with, watched.
+
+    Optimizers call them too: only to be put in where there are half weights.
+    """
     told: list[str] = []
     ways = [
         (torch.Tensor, "add_", lambda args, kwargs: kwargs.get("alpha", 1)),
@@ -37,13 +48,9 @@ def replacements(master_of: MasterOf, half_of: HalfOf) -> list[tuple[Any, str, C
         (torch, "_foreach_lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
     ]
     return [
-        (AveragedModel, "update_parameters", lambda original: _update(original, master_of)),
-        (AveragedModel, "__init__", lambda original: _init(original, master_of, half_of)),
-        *(
-            (owner, name, functools.partial(_watched, weight_of=weight_of, half_of=half_of, told=told))
-            for owner, name, weight_of in ways
-            if hasattr(owner, name)
-        ),
+        (owner, name, functools.partial(_watched, weight_of=weight_of, half_of=half_of, told=told))
+        for owner, name, weight_of in ways
+        if hasattr(owner, name)
     ]
 
 
@@ -77,20 +84,27 @@ def _watched(
     half_of: HalfOf,
     told: list[str],
 ) -> Callable:
+    def look(average: Tensor, args: tuple, kwargs: dict) -> None:
+        weight = weight_of(args, kwargs)
+        if isinstance(weight, float) and 0 < weight < 0.5:
+            source = args[0][0] if type(args[0]) in (list, tuple) and args[0] else args[0]
+            if isinstance(source, Tensor) and source.shape == average.shape:
+                _tell(average, source, half_of, told)
+
     @functools.wraps(original)
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        average = self
-        if type(average) is list:
-            average = average[0] if average else None
-        if getattr(average, "dtype", None) in _HALF_TYPES and args and not told:
-            weight = weight_of(args, kwargs)
-            if isinstance(weight, float) and 0 < weight < 0.5:
-                source = args[0][0] if type(args[0]) in (list, tuple) and args[0] else args[0]
-                if isinstance(source, Tensor) and source.shape == average.shape:
-                    _tell(average, source, half_of, told)
+    def update(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype in _HALF_TYPES and args and not told:
+            look(self, args, kwargs)
         return original(self, *args, **kwargs)
 
-    return update
+    @functools.wraps(original)
+    def update_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        average = self[0] if type(self) in (list, tuple) and self else None
+        if getattr(average, "dtype", None) in _HALF_TYPES and args and not told:
+            look(average, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    return update_all if original.__name__.startswith("_foreach") else update
 
 
 def _tell(average: Tensor, source: Tensor, half_of: HalfOf, told: list[str]) -> None:

@@ -185,6 +185,14 @@ class Members:
                 return True
         return False
 
+    def has_half_models(self) -> bool:
+        """Whether a model is at a level with half weights."""
+        for reference in self._models:
+            managed = reference()
+            if managed is not None and managed.properties.cast_model_type in HALF_TYPES:
+                return True
+        return False
+
     def wanting_masters(self) -> set[int]:
         """Ids of half weights of such models."""
         return {

@@ -51,6 +51,7 @@ class Registry:
         self._watching_tools = PatchSet()
         self._tracing_tools = PatchSet()
         self._modes = FunctionModes(self.state)
+        self._averages = PatchSet()
         self._conversions = PatchSet()
         self._distributed_state = PatchSet()
         self._awaits_distributed_state = False
@@ -90,10 +91,12 @@ class Registry:
         by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
         self.state.process = None
         if not casting or bool(by_tables) != self.installation.has_tables:
+            self._averages.undo()
             self._gradient_tools.undo()  # some lie over patches of the tables
             self.installation.undo()
         is_new = bool(by_tables) and not self.installation.has_tables
         if is_new:
+            self._averages.undo()
             self._gradient_tools.undo()
             self.installation.install()
             self.user_functions.put_all()
@@ -125,6 +128,11 @@ class Registry:
                 *broadcast.replacements(self.agree_masters, self._note_wrapped),
                 *averaging.replacements(self.current_master_of, self.managed_half),
             ],
+        )
+        keep_replaced(
+            self._averages,
+            any(session.has_half_models() for session in self.sessions),
+            lambda: averaging.watched(self.managed_half),
         )
         self._strangers.keep(any(session.wants_masters() for session in self.sessions))
         self._steps.keep(self.installation.has_tables)
@@ -379,6 +387,7 @@ class Registry:
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
+            self._averages.undo()
             self._gradient_tools.undo()
             self.installation.undo()
             self.refresh()
