@@ -23,9 +23,9 @@ from models import DISPATCH_BOUND
 from systems import AUTOCAST, HALF, make_step
 from workers import machine, measure, ratios, table
 
-from ampatch import foreach
-from ampatch.casting import batched_casts, weighted
+from ampatch.casting import batched_casts, linear_fast_path
 from ampatch.scaling import optimizer
+from ampatch.torch_private import foreach
 
 AGAIN = "autocast again"
 BATCHES = ("copy_", "add_", "mul_")
@@ -48,7 +48,7 @@ def make(name: str, system: str) -> Callable[[], None]:
         for batch in BATCHES:
             setattr(foreach, batch, functools.partial(foreach.one_by_one, batch))
     elif lever == "short way":
-        weighted.NAMES = frozenset()
+        linear_fast_path.NAMES = frozenset()
     elif lever == "bare calls":
         optimizer.bare_step = lambda original, managed: None
         optimizer.is_bare_zero_grad = lambda original, managed: False
