@@ -40,6 +40,7 @@ from .api.training import (
     step_was_skipped,
 )
 from .errors import AmpatchError, BannedFunctionError
+from .moved import keep_old_paths
 
 if TYPE_CHECKING:
     from .diagnose import debug, gradient_range, report
@@ -80,6 +81,8 @@ __all__ = [
     "unregister_function",
     "unwrap",
 ]
+
+keep_old_paths()
 
 _DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
 """Loaded at their first use: a script that trains does not need them."""
