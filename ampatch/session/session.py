@@ -20,7 +20,6 @@ from ..casting.policy import CastState
 from ..config.opt_levels import NULLABLE, Properties, resolve
 from ..errors import TakingOut
 from ..interop import dynamo_skip, fx_jit
-from ..log import logger
 from ..models import float_copies, module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling import gradient_state, master_weights
