@@ -80,10 +80,11 @@ def test_the_flag_of_a_compiler(monkeypatch):
     assert probes.is_recording() is torch.compiler.is_compiling() is True
 
 
-def test_a_torch_that_keeps_its_group_elsewhere_is_asked_in_public(monkeypatch, group):
+def test_a_torch_that_keeps_its_group_elsewhere_is_asked_in_public(monkeypatch):
     monkeypatch.delattr(torch.distributed.distributed_c10d, "_world")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert are_ranks() is True
+    for is_there in (True, False):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda answer=is_there: answer)
+        assert are_ranks() is is_there
 
 
 def test_a_torch_that_keeps_none_of_it_where_we_look(monkeypatch):
