@@ -10,7 +10,7 @@ from torch import nn
 
 from . import checks, environment, overrides as override_rules
 from .errors import AmpatchError
-from .handover import Handover
+from .handover import Transfer
 from .log import logger, set_verbosity
 from .opt_levels import resolve
 from .session import Session, registry
@@ -144,10 +144,10 @@ def initialize(
         process_group=process_group,
         apex_flavour=registry.opens_as_apex,
     )
-    with Handover(registry, listed_models, listed_optimizers):
+    with Transfer(registry, listed_models, listed_optimizers):
         session.open(listed_models, listed_optimizers)
     registry.close_empty()
-    registry.tell("on_initialize", properties)
+    registry.observers.notify("on_initialize", properties)
     note = checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
         logger.warning(note)
@@ -196,7 +196,7 @@ def _with_settings(given: dict, settings: dict) -> dict:
 def _check(
     models: list[nn.Module], optimizers: list[Any], properties: Any, rules: tuple[list, dict]
 ) -> None:
-    checks.optimizers_own_parameters(models, optimizers, registry.half_of)
+    checks.optimizers_own_parameters(models, optimizers, registry.half_weights.half_of)
     checks.not_wrapped_before(models, properties)
     checks.not_sharded(models, properties)
     checks.weights_convert(models, properties)
@@ -215,7 +215,7 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
     model that no open session manages, `ValueError` for a level in another half type
     than that of those other models.
     """
-    session = registry.session_of_model(model)
+    session = registry.models.session_of(model)
     if session is None:
         raise AmpatchError(
             f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r}): this "
@@ -226,18 +226,18 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """A plain copy of a managed model: no hooks or patches, FP32 weights from the masters."""
-    session = registry.session_of_model(model)
+    session = registry.models.session_of(model)
     if session is None:
         raise AmpatchError(
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
             "ampatch.initialize; copy.deepcopy does for a plain model."
         )
-    return session.plain_copy(model)
+    return session.models.find(model).plain_copy()
 
 
 def cache_info() -> Any:
     """Hits, misses and entries of the weight cache of the session opened last."""
-    return registry.latest("ampatch.cache_info()").cache_info()
+    return registry.latest("ampatch.cache_info()").policies.cache.info()
 
 
 def deactivate() -> None:
@@ -250,7 +250,7 @@ def deactivate() -> None:
     try:
         registry.close_all()
     finally:
-        registry.tell("on_deactivate")
+        registry.observers.notify("on_deactivate")
 
 
 def observe(observer: Any) -> Callable[[], None]:
@@ -263,9 +263,9 @@ def observe(observer: Any) -> Callable[[], None]:
     `skipped` is a bool or a 0-dim tensor to read later, `on_metrics(values)`,
     `on_close(session)` and `on_deactivate()`.
     """
-    return registry.observe(observer)
+    return registry.observers.add(observer)
 
 
 def log_metrics(**values: float) -> None:
     """Report numbers of the training (accuracy, ...) to whoever observes it: the sweep, say."""
-    registry.tell("on_metrics", {name: float(value) for name, value in values.items()})
+    registry.observers.notify("on_metrics", {name: float(value) for name, value in values.items()})

@@ -69,7 +69,7 @@ def open_automatic_session(properties: Properties) -> Session:
     session = Session(properties)
     session.scales_by_itself = True
     session.open([], [])
-    session.cast_on_accelerators()
+    session.policies.cast_on_accelerators()
     return session
 
 
@@ -88,20 +88,20 @@ def with_apex_tables() -> Iterator[None]:
 
 def session_of(optimizer: Any) -> Session | None:
     """The open session that has an optimizer, or None."""
-    return registry.session_of(optimizer)
+    return registry.optimizers.session_of(optimizer)
 
 
 def managed_optimizer(optimizer: Any) -> ManagedOptimizer | None:
     """The managed counterpart of an optimizer; None where no enabled session has it."""
-    return registry.managed(optimizer)
+    return registry.optimizers.managed(optimizer)
 
 
 def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     """Add an optimizer to an open session, and cast on the devices of its parameters."""
-    is_first = not session.optimizers()
+    is_first = not session.optimizers.alive()
     managed = session.manage_optimizer(optimizer)
     managed.forget_found_state()
-    session.cast_on({parameter.device.type for parameter in managed.parameters()})
+    session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
     if is_first:
         registry.refresh()  # torch's gradient tools are replaced while there are optimizers
     return managed
@@ -109,18 +109,18 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
 
 def half_of(master: Tensor) -> Tensor | None:
     """The half parameter whose FP32 master weight a tensor is, or None."""
-    return registry.half_of(master)
+    return registry.half_weights.half_of(master)
 
 
 def master_pairs(optimizer: Any) -> list[Pair]:
     """The half parameters of an optimizer that have masters, as `(half, master)` pairs."""
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     return [] if managed is None else list(managed.masters)
 
 
 def sync_masters(optimizer: Any) -> None:
     """Have the masters of an optimizer take over what was written into their half weights."""
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     if managed is not None:
         managed.masters.settle()
 
