@@ -74,6 +74,8 @@ def _wrapping(
         first = torch.distributed.get_global_rank(group, 0)
         ignored = self.parameters_to_ignore
         parameters = [p for name, p in self.module.named_parameters() if name not in ignored]
-        broadcast(parameters, lambda master: torch.distributed.broadcast(master, first, group=group))
+        broadcast(
+            parameters, lambda master: torch.distributed.broadcast(master, first, group=group)
+        )
 
     return __init__

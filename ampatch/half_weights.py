@@ -30,9 +30,7 @@ class HalfWeights:
 
     def _optimizers(self) -> list[ManagedOptimizer]:
         return [
-            managed
-            for session in self._registry.sessions
-            for managed in session.optimizers.alive()
+            managed for session in self._registry.sessions for managed in session.optimizers.alive()
         ]
 
     # Questions

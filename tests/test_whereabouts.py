@@ -64,7 +64,9 @@ def test_what_was_not_given_is_in_no_session():
     model, optimizer = pair()
     ampatch.initialize(*pair(), **SETTINGS)
     assert registry.optimizers.find(optimizer) is None
-    assert registry.optimizers.session_of(optimizer) is registry.optimizers.managed(optimizer) is None
+    assert (
+        registry.optimizers.session_of(optimizer) is registry.optimizers.managed(optimizer) is None
+    )
     assert registry.models.session_of(model) is registry.models.managed(model) is None
 
 
