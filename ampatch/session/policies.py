@@ -1,0 +1,135 @@
+"""What a session casts: its policies, outside and inside its models."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..casting.policy import Policy
+from ..casting.rules import dtype_of, tensors_in
+from ..config.opt_levels import HALF_TYPES, Properties
+from ..models.managed_model import ManagedModel
+from .members import Members
+
+
+class Policies:
+    """The policies of one session; which of them is in force depends on opt level and models.
+
+    `tables` follows the tables (O1), `overrides` only the functions that the user's overrides
+    name, and `mixed` is for half models whose forward mixes FP32 and half tensors.  All share one
+    weight cache.  `function_rules` maps functions of torch to the precision that the overrides
+    ask for.
+    """
+
+    def __init__(
+        self, properties: Properties, function_rules: dict[Any, str], has_apex_tables: bool
+    ) -> None:
+        self.function_rules = function_rules
+        self.tables = Policy(
+            half_to=properties.dtype,
+            allow_banned=properties.allow_banned,
+            apex_flavour=has_apex_tables,
+            devices=_device_limit(),
+        )
+        self.overrides = dataclasses.replace(self.tables, follows_tables=False)
+        self.mixed = dataclasses.replace(self.tables, gate=mixes)
+        self.cache = self.tables.cache
+
+    def at(self, properties: Properties) -> Policy | None:
+        """What casts at an opt level: the tables, the overrides of functions alone, or nothing."""
+        if properties.patch_torch_functions:
+            return self.tables
+        return self.overrides if self.function_rules else None
+
+    def for_process(self, properties: Properties, models: Members[ManagedModel]) -> Policy | None:
+        """What a session with these models has in force outside them; None: no cast."""
+        policy = self.at(properties)
+        if models.references:
+            inside = [managed.policy for managed in models.alive() if managed.policy is not None]
+            policy = self.tables if self.tables in inside else next(iter(inside), None)
+        is_everywhere = properties.patch_scope == "process" or policy is self.mixed
+        if policy is None or is_everywhere:
+            return policy
+        return dataclasses.replace(policy, gate=_touches(models))
+
+    def override_function(self, original: Any, dtype: torch.dtype) -> None:
+        """Have one function cast to `dtype` whatever the tables say."""
+        self.tables.override(original, dtype)
+
+    def cast_to(self, dtype: torch.dtype) -> None:
+        """Use another half type."""
+        for policy in (self.tables, self.overrides, self.mixed):
+            policy.half_to = policy.half_type = dtype
+
+    def cast_everywhere(self) -> None:
+        """Cast on every device: there is no model whose device would say where."""
+        self.tables.devices = None
+
+    def cast_on(self, devices: set[str]) -> None:
+        """Cast on these device types too, where casting is limited to some."""
+        if self.tables.devices is not None:
+            self.tables.devices |= devices
+
+    def cast_on_accelerators(self) -> None:
+        """Without models: cast on accelerators, if there are any, and where `cast_on` says."""
+        self.tables.devices = _device_limit()
+        if self.tables.devices is not None:
+            self.cast_on({_accelerator()})
+
+
+def _touches(models: Members[ManagedModel]) -> Any:
+    """The gate of `patch_scope="model"`: calls on half tensors, or on parameters of `models`."""
+    parameters = {
+        id(parameter) for managed in models.alive() for parameter in managed.model.parameters()
+    }
+
+    def touches(args: tuple, kwargs: dict) -> bool:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) is Tensor:  # asked by every call: no generator for the usual kinds
+                if value.dtype in HALF_TYPES:
+                    return True
+            elif value is not None and type(value) not in (int, float, bool):
+                for tensor in tensors_in((value,)):
+                    if dtype_of(tensor) in HALF_TYPES or id(tensor) in parameters:
+                        return True
+        return False
+
+    return touches
+
+
+def mixes(args: tuple, kwargs: dict) -> bool:
+    """The gate of half models with FP32 buffers or inputs: calls that mix FP32 and half tensors.
+
+    PyTorch refuses them where the tables have a row.
+    """
+    half = single = False
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            found = (value,)
+        elif value is None or kind in (int, float, bool):
+            continue
+        else:
+            found = tensors_in((value,))
+        for tensor in found:
+            dtype = tensor.dtype
+            if dtype is torch.float32:
+                single = True
+            elif dtype in HALF_TYPES:
+                half = True
+    return half and single
+
+
+def _device_limit() -> set[str] | None:
+    """Where there is only one kind of device nothing needs asking; else start from "meta"."""
+    accelerator = getattr(torch, "accelerator", torch.cuda)
+    return {"meta"} if accelerator.is_available() else None
+
+
+def _accelerator() -> str:
+    accelerator = getattr(torch, "accelerator", None)
+    return "cuda" if accelerator is None else accelerator.current_accelerator().type

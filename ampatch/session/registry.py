@@ -1,0 +1,187 @@
+"""The open sessions, and the things that there is one of per process."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..casting.install import Installation, raw_attribute, resolve
+from ..casting.policy import CastState, Policy
+from ..casting.registered_functions import RegisteredFunctions
+from ..casting.tables import Rule
+from ..errors import AmpatchError, TakingOut
+from ..interop import distributed_checkpoint
+from ..interop.ddp import WrappedModels
+from ..interop.lr_scheduler import HeldSchedulers
+from .half_weights import HalfWeights
+from .index import Index
+from .observers import Observers
+from .policies import mixes
+from .torch_tools import TorchTools, needs_of, tools, watches
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+class Registry:
+    """The open sessions, newest last, and what they share.
+
+    `optimizers` and `models` find the session and the managed counterpart of an object.
+    `half_weights` answers questions about weights of all sessions.
+    """
+
+    def __init__(self, ask_state: Callable[[], CastState]) -> None:
+        self.sessions: list[Session] = []
+        self.state = CastState()
+        self.installation = Installation(self.state, ask_state)
+        self.user_functions = RegisteredFunctions(self.installation)
+        self.observers = Observers()
+        self.optimizers = Index(operator.attrgetter("optimizer"))
+        self.models = Index(operator.attrgetter("model"))
+        self.half_weights = HalfWeights(self)
+        self.wrapped = WrappedModels()
+        self.schedulers = HeldSchedulers(self.optimizers.managed)
+        self.opens_as_apex = False  # sessions that open now follow apex's tables
+        self._tools = TorchTools(tools(self), watches(self))
+        self._awaits_distributed_state = False
+        self._table_edits: list[tuple[str, str, Rule | None]] = []
+        self._closing_all = False
+
+    # Sessions
+
+    def add(self, session: Session) -> None:
+        """A session opens.  Sessions whose models and optimizers are all gone leave the list."""
+        alive = []
+        for known in self.sessions:
+            if known.is_alive():
+                alive.append(known)
+            else:
+                known.skips.close()
+        self.sessions = [*alive, session]
+        self.refresh()
+
+    def remove(self, session: Session) -> None:
+        """A session closes."""
+        self.sessions = [known for known in self.sessions if known is not session]
+        if not self._closing_all:
+            self.refresh()
+
+    def close_empty(self) -> None:
+        """Close sessions whose models and optimizers have all been taken by later ones."""
+        for session in list(self.sessions):
+            if session.is_empty():
+                session.close()
+
+    def close_all(self) -> None:
+        """Close every session, newest first; one that fails does not keep the others.
+
+        Raises what was raised, when torch, and all that could be, is as it was.
+        """
+        taking_out = TakingOut("ampatch.deactivate()")
+        self._closing_all = True
+        for session in list(reversed(self.sessions)):
+            taking_out.do(session.close)
+        self._closing_all = False
+        taking_out.do(self.refresh)
+        taking_out.do(self.schedulers.release)
+        taking_out.end()
+
+    def report_closing(self) -> None:
+        """The process ends: say of each session what was skipped, unless that was said."""
+        for session in self.sessions:
+            session.skips.close()
+
+    def latest(self, what: str) -> Session:
+        """The session opened last.  Raises `AmpatchError` when none is open."""
+        if not self.sessions:
+            raise AmpatchError(
+                f"{what}: no ampatch session is open. "
+                "Call ampatch.initialize(model, optimizer) first."
+            )
+        return self.sessions[-1]
+
+    # Patches and policies
+
+    def refresh(self) -> None:
+        """Make patches and the process's policy what the open sessions need."""
+        # Asked once: a session's models may be collected, and its policy go, while this runs.
+        policies = [(session, session.policy()) for session in self.sessions]
+        casting = [(one, policy) for one, policy in policies if policy is not None]
+        by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
+        outside = [policy for _, policy in by_tables or casting if policy.gate is not mixes]
+        needs = needs_of(self.sessions, tables=bool(by_tables), casts=bool(outside))
+        installed = self.installation
+        tables_change = needs.tables != installed.has_tables
+        tables_change |= not casting and installed.has_patches()
+        is_new = needs.tables and not installed.has_tables
+        self.state.process = None
+        self._tools.take_out_unneeded(needs)
+        if tables_change:
+            self._tools.take_out_over_tables()
+            installed.undo()
+        if is_new:
+            installed.install()
+            self.user_functions.put_all()
+        for session, policy in casting:
+            self._apply_special(session, policy)
+        self.state.process = outside[-1] if outside else None
+        if is_new:
+            installed.regions.begin()
+        self._tools.put_in(needs)
+        self._await_distributed_state(needs.optimizers)
+
+    def _apply_special(self, session: Session, policy: Policy) -> None:
+        if policy.apex_flavour:
+            self.installation.install_apex_rows(self._table_edits)
+        for function, precision in session.policies.function_rules.items():
+            original = self.installation.original(function)
+            self.installation.ensure(original)
+            dtype = torch.float32 if precision == "float" else session.properties.dtype
+            session.policies.override_function(original, dtype)
+
+    def _await_distributed_state(self, have_optimizers: bool) -> None:
+        """A module of torch's that is replaced once somebody has imported it."""
+        if distributed_checkpoint.is_imported() or self._awaits_distributed_state:
+            return
+        if have_optimizers:
+            self._awaits_distributed_state = True
+            distributed_checkpoint.when_imported(self._refresh_tools)
+
+    def _refresh_tools(self) -> None:
+        tables, casts = self.installation.has_tables, self.state.process is not None
+        self._tools.put_in(needs_of(self.sessions, tables=tables, casts=casts))
+
+    # The user's own functions, and changes to the tables
+
+    def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
+        """Have torch's functions follow other rules than the tables', in apex's flavour.
+
+        An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and
+        a rule, or None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for
+        an unknown name.
+        """
+        for where, name, _ in edits:
+            raw_attribute(resolve(where), name)
+        if edits == self._table_edits:
+            return
+        self._table_edits = list(edits)
+        self._install_anew()
+
+    def register(self, place: object, name: str | None, rule: Rule) -> None:
+        """Have a function of the user's follow a rule, now if patches are in, and when they are."""
+        if self.user_functions.register(place, name, rule):
+            self._install_anew()
+
+    def unregister(self, place: object, name: str | None) -> None:
+        """Take that back."""
+        self.user_functions.forget(place, name)
+        self._install_anew()
+
+    def _install_anew(self) -> None:
+        if self.installation.has_tables:
+            self._tools.take_out_over_tables()
+            self.installation.undo()
+            self.refresh()
