@@ -12,6 +12,7 @@ from .control import (
     register_promote_function,
     unregister_function,
 )
+from .diagnose import debug, gradient_range, report
 from .errors import AmpatchError, BannedFunctionError
 from .frontend import (
     cache_info,
@@ -22,7 +23,6 @@ from .frontend import (
     set_opt_level,
     unwrap,
 )
-from .diagnose import debug, gradient_range, report
 from .handle import init
 from .training import (
     hold_scheduler,

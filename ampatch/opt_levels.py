@@ -8,7 +8,6 @@ this module can trust what it reads.
 from __future__ import annotations
 
 import dataclasses
-
 import math
 from typing import Any
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import contextlib
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +24,8 @@ from .casting.tables import Rule
 from .casting_members import mixes
 from .errors import AmpatchError, TakingOut
 from .registered import RegisteredFunctions
-from .schedulers import HeldSchedulers
 from .scaling.strangers import RefuseStrangers, TellOfSteps
+from .schedulers import HeldSchedulers
 from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from .casting.policy import CastState
 from .casting_members import CastingMembers
 from .errors import TakingOut
 from .handover import Handover
-from .log import logger
 from .managed_model import ManagedModel
 from .opt_levels import NULLABLE, Properties, resolve
 from .optimizer_copies import OptimizerCopies

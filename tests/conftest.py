@@ -19,8 +19,8 @@ import torch.utils.checkpoint
 from old_torch import lacking
 
 import ampatch
-from ampatch.scaling import scale_numbers
 from ampatch.log import set_verbosity
+from ampatch.scaling import scale_numbers
 
 _OWNERS = {
     "torch": torch,

@@ -225,7 +225,12 @@ def without_kernels(monkeypatch):
 
 
 def test_fallbacks_do_what_the_kernels_do(without_kernels, monkeypatch):
-    limits = dict(init_scale=32.0, growth_interval=2, min_loss_scale=4.0, max_loss_scale=256.0)
+    limits = {
+        "init_scale": 32.0,
+        "growth_interval": 2,
+        "min_loss_scale": 4.0,
+        "max_loss_scale": 256.0,
+    }
     scalers = DynamicScaler(**limits), DynamicScaler(**limits)
     values = [1.0, 1.0, math.inf, 3.0, -math.inf, 1.0, math.nan, *([1.0] * 14)]
     for first, second in itertools.pairwise(values):

@@ -208,7 +208,7 @@ def test_a_level_written_carelessly_is_understood_and_said(caplog):
 
 def test_nothing_is_said_at_verbosity_zero(caplog, capsys):
     caplog.set_level("DEBUG")
-    model, optimizer = ampatch.initialize(*training(), opt_level="o1", verbosity=0)
+    _model, _optimizer = ampatch.initialize(*training(), opt_level="o1", verbosity=0)
     torch.nn.functional.binary_cross_entropy(torch.rand(3).half(), torch.rand(3).half())
     assert caplog.text == "" and capsys.readouterr() == ("", "")
 

@@ -4,11 +4,11 @@ import importlib
 import sys
 
 import pytest
+from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli import main
 from ampatch.sweep import Sweep
 from ampatch.sweep.events import write_events
-from sweep_made import CASES, made_run, made_sweep
 
 
 @pytest.fixture

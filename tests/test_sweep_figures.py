@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from ampatch.sweep import Sweep, cases
-from ampatch.sweep.probes import BATCH, Readings, Timeline
 from ampatch.sweep.figures import first_and_last, status, step_ms
+from ampatch.sweep.probes import BATCH, Readings, Timeline
 from ampatch.sweep.record import Case, Measured, Planned, Run, Series, read_json, write_json
 from ampatch.sweep.summary import summarize
 from ampatch.sweep.table import plain_table, write_table
-
 
 # What to run
 
@@ -109,7 +108,7 @@ def test_the_plain_table_is_aligned_and_has_the_metrics():
                 metrics={"test_accuracy": Series([2], [0.975])}, loss_scale=65536.0)
     crashed = run_of("O3", exit_code=1, error="RuntimeError: no")
     text = plain_table(summarize([ok, crashed]))
-    head, line, first, second = text.splitlines()
+    head, _line, first, second = text.splitlines()
     assert "test accuracy" in head
     end = head.index("test accuracy") + len("test accuracy")
     assert first[:end].endswith(" 0.9750") and second[:end].endswith("  -")

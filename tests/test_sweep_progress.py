@@ -3,11 +3,11 @@
 import io
 
 import pytest
+from sweep_made import made_run
 
 from ampatch.sweep.progress import Lines, Live, progress_on, shortened
 from ampatch.sweep.record import Case, Planned
 from ampatch.sweep.time_left import TimeLeft
-from sweep_made import made_run
 
 
 class Clock:

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from PIL import Image
+from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli import main
 from ampatch.sweep import Case, Sweep, read_results, read_runs, write_report
@@ -18,7 +19,6 @@ from ampatch.sweep.curves import POINTS, loss_curves, scale_curves
 from ampatch.sweep.plots import COLOURS, pictures
 from ampatch.sweep.record import Series
 from ampatch.sweep.summary import summarize
-from sweep_made import CASES, made_run, made_sweep
 
 NAMES = ["loss-by-step", "loss-by-time", "speed", "memory", "loss-scale"]
 VOID = {"meta", "link", "img", "br"}

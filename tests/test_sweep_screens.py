@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageStat
+from sweep_made import made_sweep
 
 from ampatch.sweep import write_report
-from sweep_made import made_sweep
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)

@@ -23,8 +23,8 @@ from .autocast_regions import AutocastRegions
 from .casts import APEX_CHOOSERS, BEYOND_CHOOSERS, CHOOSERS, banned, refuse, replacement
 from .compiler_tables import CompilerTables
 from .handlers import fresh_tables, overridable
-from .library_ops import LibraryOps
 from .left_behind import Arrivals
+from .library_ops import LibraryOps
 from .patches import PatchSet
 from .policy import CastState
 from .tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Row, Rule

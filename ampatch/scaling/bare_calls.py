@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer
-from torch.optim import optimizer as _torchs
+from torch.optim import Optimizer, optimizer as _torchs
 
 from .strangers import are_others
 
