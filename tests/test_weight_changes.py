@@ -17,7 +17,9 @@ H = torch.bfloat16
 
 def network(*widths):
     torch.manual_seed(0)
-    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+    layers = [
+        layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())
+    ]
     return nn.Sequential(*layers[:-1])
 
 
