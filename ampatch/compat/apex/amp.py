@@ -27,7 +27,7 @@ from ampatch import (
     state_dict,
 )
 
-from ...session import Session, registry
+from ...session.session import Session, registry
 from . import lists
 from .state import Stash, _amp_state
 
