@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casting import batched_casts, rules as casts, special_ops, user_functions
+from ampatch.casting import batched_casts, special_ops, user_functions
+from ampatch.casting import rules as casts
 from ampatch.casting.weight_cache import WeightCache
 from ampatch.errors import AmpatchError
 from ampatch.session.session import registry

@@ -17,14 +17,8 @@ from typing import Any
 import wrapt
 
 from ..casting import batched_casts, contexts, handlers, policy, weight_cache
-from ..models import (
-    conversion,
-    hooks,
-    io_casting,
-    managed_model,
-    module_overrides,
-    submodule_calls as parts,
-)
+from ..models import conversion, hooks, io_casting, managed_model, module_overrides
+from ..models import submodule_calls as parts
 from ..torch_private import probes
 
 _OURS = (

@@ -71,7 +71,7 @@ __all__ = [
     "read_runs",
     "sweep",
     "write_report",
-]  # fmt: skip
+]
 
 
 class SweepError(AmpatchError):

@@ -168,34 +168,10 @@ def test_any_other_call_is_one_python_call_and_one_per_cast():
 
 
 FORWARDS = {
-    "O1": [
-        "_enter",
-        "open",
-        "is_recording",
-        "_makes_fx",
-        "begin",
-        "_hears_of_all",
-        "are_ranks",
-        "__init__",
-        "patched",
-        "find",
-        "_is_ordinary",
-        "make",
-        "_must_be_alone",
-        "is_recording",
-        "_makes_fx",
-        "_together",
-        "alike",
-        "may_be_planned",
-        "cast_together",
-        "copies",
-        "<listcomp>",
-        "find",
-        "_leave",
-        "close",
-        "_learn",
-        "<listcomp>",
-    ],
+    "O1": ["_enter", "open", "is_recording", "_makes_fx", "begin", "_hears_of_all", "are_ranks"]
+    + ["__init__", "patched", "find", "_is_ordinary", "make", "_must_be_alone", "is_recording"]
+    + ["_makes_fx", "_together", "alike", "may_be_planned", "cast_together", "copies", "<listcomp>"]
+    + ["find", "_leave", "close", "_learn", "<listcomp>"],
     "O0": [
         "_enter",
         "take",
@@ -206,33 +182,10 @@ FORWARDS = {
         "give_back",
         "cast_tensors",
     ],
-    "O2": [
-        "_enter",
-        "take",
-        "is_recording",
-        "_makes_fx",
-        "_cast",
-        "_stays_float",
-        "step_aside",
-        "_before_forward",
-        "_leave",
-        "give_back",
-        "come_back",
-        "cast_tensors",
-    ],
-    "O3": [
-        "_enter",
-        "take",
-        "is_recording",
-        "_makes_fx",
-        "_cast",
-        "_stays_float",
-        "step_aside",
-        "_leave",
-        "give_back",
-        "come_back",
-        "cast_tensors",
-    ],
+    "O2": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
+    + ["_before_forward", "_leave", "give_back", "come_back", "cast_tensors"],
+    "O3": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
+    + ["_leave", "give_back", "come_back", "cast_tensors"],
 }
 
 

@@ -10,7 +10,8 @@ import torch
 from run_command import ampatch_run, environment, write
 
 import ampatch
-from ampatch.cli import main, run as command
+from ampatch.cli import main
+from ampatch.cli import run as command
 from ampatch.config import environment as variables
 
 LEGACY = """

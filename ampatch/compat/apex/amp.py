@@ -20,12 +20,12 @@ from ampatch import (
     load_state_dict,
     master_params,
     promote_function,
-    register_float_function as _register_float_function,
-    register_half_function as _register_half_function,
-    register_promote_function as _register_promote_function,
     scale_loss,
     state_dict,
 )
+from ampatch import register_float_function as _register_float_function
+from ampatch import register_half_function as _register_half_function
+from ampatch import register_promote_function as _register_promote_function
 
 from ...session.session import Session, registry
 from . import lists

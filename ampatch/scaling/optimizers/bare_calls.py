@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer, optimizer as _torchs
+from torch.optim import Optimizer
+from torch.optim import optimizer as _torchs
 
 from .unmanaged import are_others
 
