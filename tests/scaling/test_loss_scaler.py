@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch.config.scale_settings import ScaleSettings
 from ampatch.scaling import scale_value
 from ampatch.scaling.loss_scaler import DynamicScaler, StaticScaler
-from ampatch.scaling.scale_settings import ScaleSettings
 from ampatch.scaling.scale_value import DeviceNumbers, HostNumbers
 from ampatch.torch_private import amp_kernels
 
