@@ -51,6 +51,10 @@ def test_the_document_is_fresh(capsys):
     assert capsys.readouterr().out == (ROOT / "docs" / "op_tables.md").read_text(encoding="utf-8")
 
 
+def test_every_rule_has_a_legend():
+    assert set(content.RULES) == set(Rule)
+
+
 def test_the_document_does_not_depend_on_the_torch_at_hand(monkeypatch, capsys):
     main.main(["tables", "--format", "markdown"])
     here = capsys.readouterr().out
