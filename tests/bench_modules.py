@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
+from repository import BENCHMARKS
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def load(name):
