@@ -9,7 +9,6 @@ import pytest
 from repository import BENCHMARKS
 
 
-
 def load(name):
     """`benchmarks/name.py`, which imports its neighbours; skips the module that asks without them."""
     if not BENCHMARKS.is_dir():

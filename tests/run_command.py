@@ -11,7 +11,6 @@ from pathlib import Path
 from repository import ROOT
 
 
-
 def environment(**variables: str) -> dict[str, str]:
     """Ours, with ampatch found from any directory and nothing of ampatch set but `variables`."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -23,7 +22,11 @@ def ampatch_run(folder: Path, *arguments: str, **variables: str) -> subprocess.C
     """`python -m ampatch run ARGUMENTS` in `folder`."""
     return subprocess.run(
         [sys.executable, "-m", "ampatch", "run", *arguments],
-        cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=120,
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 

@@ -15,7 +15,6 @@ from resuming import HALF_TYPES, LEVELS, build, checkpoint, make_optimizer, save
 import ampatch
 
 
-
 def in_a_new_process(*arguments):
     """What a Python process of its own prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
