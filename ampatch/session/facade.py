@@ -21,7 +21,7 @@ from ..casting.patches import PatchSet
 from ..casting.tables import Rule
 from ..config import environment
 from ..config.environment import Asked
-from ..config.opt_levels import Properties, resolve
+from ..config.opt_levels import Properties, properties_for
 from ..scaling.master_weights import Pair
 from ..scaling.optimizer import ManagedOptimizer
 from ..torch_private import foreach
@@ -47,7 +47,7 @@ __all__ = [
     "master_pairs",
     "open_automatic_session",
     "open_sessions",
-    "resolve",
+    "properties_for",
     "session_of",
     "sync_masters",
     "with_apex_tables",

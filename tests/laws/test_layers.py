@@ -25,15 +25,12 @@ ALLOWED = {
     "hooks": set(),
     "frames": {"casting", "hooks", "inputs", "managed_model", "models", "overrides", "parts"}
     | {"surroundings"},
-    "whereabouts": {"session"},  # for type checking only
-    "members": {"whereabouts"} | {"session"},  # for type checking only
-    "masters": LEAVES | {"managed_model", "members", "opt_levels", "scaling"},
-    "half_weights": {"scaling", "session"},  # for type checking only
-    "observers": set(),
-    "float_values": {"opt_levels", "widened"},
+    "whereabouts": {"members"},  # for type checking only
+    "members": {"casting", "log", "managed_model", "opt_levels", "plain_parameters", "scaling"}
+    | {"whereabouts", "widened"},
     "widened": set(),
     "checkpoints": {"hooks"},
-    "casting_members": {"casting", "managed_model", "members", "opt_levels"},
+    "casting_members": {"casting", "members", "opt_levels", "whereabouts"},
     "handover": {"managed_model", "scaling"} | {"registry", "session"},  # for type checking only
     "models": set(),
     "gradients": set(),
@@ -45,8 +42,7 @@ ALLOWED = {
     "scaling": LEAVES | {"scaling"},
     "overrides": LEAVES | {"casting", "hooks", "models", "opt_levels"},
     "managed_model": LEAVES
-    | {"casting", "checkpoints", "float_values", "hooks", "inputs", "model_copies", "models"}
-    | {"opt_levels"}
+    | {"casting", "checkpoints", "hooks", "inputs", "model_copies", "models", "opt_levels"}
     | {"overrides", "parts", "plain_parameters", "widened"},
     "conversions": LEAVES,
     "parts": {"hooks", "inputs", "opt_levels"},
@@ -55,21 +51,16 @@ ALLOWED = {
     "optimizer_copies": {"model_copies", "opt_levels", "plain_parameters", "scaling"},
     "plain_parameters": set(),
     "tracing": LEAVES | {"casting", "managed_model", "models"},
-    "graph_hooks": set(),
-    "torch_tools": {"averaging", "broadcast", "casting", "conversions", "data_access"}
-    | {"distributed_state", "gradients", "graph_hooks", "opt_levels", "scaling", "tracing"}
-    | {"registry", "session"},  # for type checking only
     "registry": LEAVES
-    | {"broadcast", "casting", "casting_members", "distributed_state", "half_weights"}
-    | {"observers", "registered", "schedulers", "torch_tools", "whereabouts"}
-    | {"session"},  # for type checking only
+    | {"averaging", "broadcast", "casting", "data_access", "gradients", "registered"}
+    | {"schedulers", "tracing", "whereabouts"}
+    | {"casting_members", "conversions", "distributed_state"}
+    | {"managed_model", "scaling", "session"},  # for type checking only
     "registered": {"casting", "log"},
     "schedulers": {"casting"},
     "session": LEAVES
-    | {"broadcast", "casting", "casting_members", "float_values", "frames", "half_weights"}
-    | {"handover", "managed_model", "masters", "members", "opt_levels", "optimizer_copies"}
-    | {"overrides", "plain_parameters", "registry", "scaling", "tracing", "widened"},
-    "api": LEAVES | {"casting", "environment", "opt_levels", "scaling", "session"},
+    | {"casting", "casting_members", "scaling", "managed_model", "opt_levels", "overrides"}
+    | {"frames", "handover", "members", "widened", "optimizer_copies", "registry", "tracing"},
     "frontend": LEAVES
     | {"checks", "environment", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "scaling", "session"},
