@@ -367,7 +367,7 @@ def test_several_errors_come_together(monkeypatch):
     for number, model in enumerate(models[:2]):
         monkeypatch.setattr(registry.managed_model(model), "uninstall", failing(f"model {number}"))
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
-    with pytest.raises(kind, match="2 parts could not be taken out"):
+    with pytest.raises(kind, match="2 parts could not be undone"):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions
     assert not models[2]._forward_hooks and "step" not in vars(optimizers[0])
