@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from conftest import changes, snapshot
 from torch import nn
+from torch_snapshot import changes, snapshot
 
 import ampatch
 
