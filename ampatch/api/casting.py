@@ -106,6 +106,8 @@ def precision(dtype: str) -> Under:
         policy = registry.state.current()
         if policy is None or not policy.follows_tables:
             return policy
-        return policy.forced(torch.float32 if dtype == "float" else policy.half_type or policy.half_to)
+        return policy.forced(
+            torch.float32 if dtype == "float" else policy.half_type or policy.half_to
+        )
 
     return registry.state.under(forced, by_user=True)
