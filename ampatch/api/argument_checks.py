@@ -69,7 +69,7 @@ def as_optimizers(optimizers: Any) -> list[Any]:
         return []
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for index, optimizer in enumerate(listed):
-        if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+        if not is_optimizer(optimizer):
             where = (
                 f"optimizers[{index}]" if isinstance(optimizers, (list, tuple)) else "optimizers"
             )
@@ -85,6 +85,20 @@ def as_optimizers(optimizers: Any) -> list[Any]:
                 "from it without __slots__."
             )
     return list({id(optimizer): optimizer for optimizer in listed}.values())
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether an object has what `initialize` needs of an optimizer."""
+    return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
+def one_optimizer(optimizer: Any, call: str) -> None:
+    """Raise `TypeError` for an object that is no optimizer."""
+    if not is_optimizer(optimizer):
+        raise TypeError(
+            f"{call}(optimizer=...): expected an object with param_groups and step, "
+            f"got {type_name(optimizer)}."
+        )
 
 
 def _no_repeats(argument: str, listed: list[Any]) -> None:
@@ -273,17 +287,15 @@ def _fused_sgd_moves(dtype: torch.dtype) -> bool:
     return bool((parameter < 1).all())
 
 
-def a_loss(loss: Any) -> None:
+def floating_loss(loss: Any, call: str) -> None:
     """Raise `TypeError` for a loss that is no floating tensor."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
-            f"ampatch.scale_loss(loss=...): expected a tensor, got {type_name(loss)}."
+            f"{call}(loss=...): expected a floating tensor, got {type_name(loss)}."
             " Pass the loss itself, not loss.item()."
         )
     if not loss.is_floating_point():
-        raise TypeError(
-            f"ampatch.scale_loss(loss=...): expected a floating tensor, got {loss.dtype}."
-        )
+        raise TypeError(f"{call}(loss=...): expected a floating tensor, got {loss.dtype}.")
 
 
 def loss_number(loss_id: Any, count: int, call: str) -> None:

@@ -22,9 +22,10 @@ from torch import Tensor
 from ..config import environment
 from ..config.opt_levels import properties_for
 from ..config.validation import whole_number
-from ..errors import AmpatchError, type_name
+from ..errors import AmpatchError
 from ..log import logger, set_verbosity
 from ..session.session import Session, registry
+from . import argument_checks
 
 
 def init(
@@ -146,17 +147,15 @@ class Handle:
         Raises `TypeError` or `ValueError` for a wrong argument.
         """
         whole_number(f"wrap_optimizer(num_loss={num_loss!r})", num_loss, least=1)
-        _check_optimizer(optimizer, "wrap_optimizer")
+        argument_checks.one_optimizer(optimizer, "wrap_optimizer")
         if not self.is_active():
             return WrappedOptimizer(optimizer, self, range(1))
         self._managed(optimizer)
         return WrappedOptimizer(optimizer, self, self._session.add_scalers(num_loss))
 
     def _scaled(self, loss: Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[Tensor]:
-        if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            given = loss.dtype if isinstance(loss, Tensor) else type_name(loss)
-            raise TypeError(f"scale_loss(loss=...): expected a floating tensor, got {given}.")
-        _check_optimizer(optimizer, "scale_loss")
+        argument_checks.floating_loss(loss, "scale_loss")
+        argument_checks.one_optimizer(optimizer, "scale_loss")
         return self._session.scaled_backward(
             loss,
             [self._managed(optimizer)],
@@ -215,11 +214,3 @@ class WrappedOptimizer:
 
     def __repr__(self) -> str:
         return f"WrappedOptimizer({self._optimizer!r})"
-
-
-def _check_optimizer(optimizer: Any, call: str) -> None:
-    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
-        raise TypeError(
-            f"{call}(optimizer=...): expected an object with param_groups and step, "
-            f"got {type_name(optimizer)}."
-        )

@@ -57,7 +57,7 @@ def scale_loss(
         ValueError: `loss_id` is out of range.
         AmpatchError: `initialize` was not called, or not with these optimizers.
     """
-    argument_checks.a_loss(loss)
+    argument_checks.floating_loss(loss, "ampatch.scale_loss")
     if isinstance(optimizers, (list, tuple)):
         session, managed = _in_care(optimizers)
     else:
