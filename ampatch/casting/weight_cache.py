@@ -101,7 +101,7 @@ class WeightCache:
         """
         thread = self._thread
         forward = thread.forward
-        if forward is None or opener is not None and opener is not forward.opener:
+        if forward is None or (opener is not None and opener is not forward.opener):
             return
         thread.forward = None
         if is_whole and forward.plan is not None:

@@ -142,8 +142,12 @@ def test_a_bounce_is_found_also_through_a_view():
 
 @pytest.mark.parametrize(
     "level, takes, gives",
-    [("O0", torch.float32, torch.float32), ("O1", torch.float32, HALF), ("O2", HALF, HALF)]
-    + [("O3", HALF, HALF)],
+    [
+        ("O0", torch.float32, torch.float32),
+        ("O1", torch.float32, HALF),
+        ("O2", HALF, HALF),
+        ("O3", HALF, HALF),
+    ],
 )
 def test_dtypes_of_modules(level, takes, gives):
     model = initialized(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), level)

@@ -73,8 +73,8 @@ def _in_text(text: str, own: frozenset[str], torchs: frozenset[str]) -> Iterator
     if parts[0] == "torch" and all(part.isidentifier() for part in parts):
         yield from filter(is_private, parts)
     elif text.isidentifier() and is_private(text) and not text.startswith("_ampatch_"):
-        if text not in own or (text in torchs and text not in _slots()):
-            yield text
+        is_ours = text in own and (text not in torchs or text in _slots())
+        yield from () if is_ours else (text,)
 
 
 def _is_self(node: ast.expr) -> bool:
@@ -93,9 +93,9 @@ def own_names() -> frozenset[str]:
                 found.add(node.name)
                 if isinstance(node, ast.ClassDef):
                     found |= set(_names_of_class(node))
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if _is_self(node.value):
-                    found.add(node.attr)
+            is_attribute = isinstance(node, ast.Attribute) and _is_self(node.value)
+            if is_attribute and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
     return frozenset(filter(is_private, found | _slots()))
 
 
