@@ -12,7 +12,7 @@ from ..casting.policy import Policy, Under
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..errors import did_you_mean
-from ..session.session import cast_state, registry
+from ..session.registry import cast_state, registry
 
 
 def half_function(function: Any) -> Any:

@@ -14,7 +14,8 @@ from ..config.overrides import Overrides, parse
 from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
 from ..session.transfer import Transfer
 from . import argument_checks
 
@@ -129,7 +130,7 @@ def initialize(
         properties,
         rules=rules,
         process_group=process_group,
-        apex_flavour=registry.opens_as_apex,
+        has_apex_tables=registry.opens_as_apex,
     )
     with Transfer(registry, listed_models, listed_optimizers):
         session.open(listed_models, listed_optimizers)

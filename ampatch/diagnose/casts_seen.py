@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casting.cast_observers import observers
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 from .storages import StorageNotes
 from .trees import tensors_in

@@ -26,7 +26,8 @@ from ..scaling.master_weights import Pair
 from ..scaling.optimizer import ManagedOptimizer
 from ..torch_private import foreach
 from ..torch_private.probes import current_backward_pass
-from .session import Session, registry
+from .registry import registry
+from .session import Session
 
 __all__ = [
     "Asked",

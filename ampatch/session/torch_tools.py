@@ -56,10 +56,10 @@ def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
         if (managed := ref()) is not None
     ]
     optimizers = [
-        managed
+        optimizer
         for session in sessions
-        for ref in session.optimizers.references
-        if (managed := ref()) is not None
+        for reference in session.optimizers.references
+        if (optimizer := reference()) is not None
     ]
     weight_types = [managed.properties.cast_model_type for managed in models]
     return Needs(
@@ -68,7 +68,7 @@ def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
         optimizers=bool(optimizers),
         half_models=not set(HALF_TYPES).isdisjoint(weight_types),
         master_levels=True in [managed.properties.master_weights for managed in models],
-        masters=sum([len(managed.masters.by_half) for managed in optimizers]) > 0,
+        masters=sum([len(optimizer.masters.by_half) for optimizer in optimizers]) > 0,
         tables=tables,
         casts=casts,
     )
