@@ -1,4 +1,4 @@
-"""Hooks that vanish from copies: a deep-copied or unpickled model is a plain one."""
+"""Hooks that disappear from copies: a deep-copied or unpickled model is a plain one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Hook(functools.partial):
-    """A hook of ours.  In a copy or a pickle it is nothing: copies are plain."""
+    """A hook of ampatch.  In a copy or a pickle it does nothing: copies are plain."""
 
     def __deepcopy__(self, memo: dict) -> Callable:
         return plain_hook
@@ -42,7 +42,7 @@ _HOOK_FLAGS = (
 
 
 def drop_plain_hooks(module: nn.Module) -> None:
-    """Take what is left of our hooks out of a copied module."""
+    """Take what is left of ampatch's hooks out of a copied module."""
     for table in _HOOK_TABLES:
         hooks = getattr(module, table, {})
         for key in [key for key, hook in hooks.items() if _is_plain(hook)]:
@@ -56,7 +56,7 @@ def _is_plain(hook: Any) -> bool:
 
 
 def add_state_dict_hook(module: nn.Module, call: Callable) -> Any:
-    """Have `call(module, state_dict, prefix, metadata)` run after `state_dict()`, before other hooks."""
+    """Run `call(module, state_dict, prefix, metadata)` after `state_dict()`, before other hooks."""
     if hasattr(module, "register_state_dict_post_hook"):
         handle = module.register_state_dict_post_hook(Hook(call))
     else:

@@ -327,9 +327,9 @@ class Session:
         others = [managed for managed in self.models.alive() if managed.model is not model]
         if others and properties.dtype is not self.properties.dtype:
             raise ValueError(
-                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and the "
-                f"models given to initialize together share {self.properties.dtype}. Choose a "
-                "level in that type, or call initialize for this model and its optimizer alone."
+                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and "
+                f"the models given to initialize together share {self.properties.dtype}. Choose "
+                "a level in that type, or call initialize for this model and its optimizer alone."
             )
         with Transfer(registry, [model], []):
             self.policies.cast_to(properties.dtype)

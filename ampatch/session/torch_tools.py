@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..casting.handlers import FunctionModes
 from ..casting.left_behind import Arrivals
-from ..casting.patches import PatchSet
+from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import bound, give_back
 from ..config.opt_levels import HALF_TYPES
 from ..interop import (
@@ -26,9 +26,6 @@ from ..scaling.optimizers.unmanaged import RefuseStrangers, TellOfSteps
 if TYPE_CHECKING:
     from .registry import Registry
     from .session import Session
-
-Replacement = tuple[Any, str, Callable[[Any], Any]]
-"""Owner, name, and what makes the replacement from the original."""
 
 
 class Needs(NamedTuple):
@@ -131,7 +128,7 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "parameter.data: writes that raise no version",
             lambda needs: needs.tables or needs.masters,
-            lambda: [parameter_data.replacement(halves.note_data_access)],
+            lambda: parameter_data.replacements(halves.note_data_access),
         ),
         Tool(
             "tensor.register_hook: weights are cast one by one from there on",
