@@ -15,7 +15,7 @@ from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
 from ..session.session import Session, registry
-from ..session.transfer import Handover
+from ..session.transfer import Transfer
 from . import argument_checks
 
 
@@ -135,10 +135,10 @@ def initialize(
         process_group=process_group,
         apex_flavour=registry.opens_as_apex,
     )
-    with Handover(registry, listed_models, listed_optimizers):
+    with Transfer(registry, listed_models, listed_optimizers):
         session.open(listed_models, listed_optimizers)
     registry.close_empty()
-    registry.tell("on_initialize", properties)
+    registry.observers.notify("on_initialize", properties)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
         logger.warning(note)
@@ -188,7 +188,7 @@ def _check(
     models: list[nn.Module], optimizers: list[Any], properties: Properties, rules: Overrides
 ) -> None:
     """Refuse what `initialize` cannot do with these models and optimizers."""
-    argument_checks.optimizers_own_parameters(models, optimizers, registry.half_of)
+    argument_checks.optimizers_own_parameters(models, optimizers, registry.half_weights.half_of)
     argument_checks.not_wrapped_before(models, properties)
     argument_checks.not_sharded(models, properties)
     argument_checks.weights_convert(models, properties)
@@ -209,7 +209,7 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
         AmpatchError: no open session manages the model.
         ValueError: the level is unknown, or is in another half type than the other models.
     """
-    session = registry.session_of_model(model)
+    session = registry.models.session_of(model)
     if session is None:
         raise AmpatchError(
             f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r}): this "
@@ -223,13 +223,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises `AmpatchError` for a model that no open session manages.
     """
-    session = registry.session_of_model(model)
+    session = registry.models.session_of(model)
     if session is None:
         raise AmpatchError(
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
             "ampatch.initialize; copy.deepcopy does for a plain model."
         )
-    return session.plain_copy(model)
+    return session.models.find(model).plain_copy()
 
 
 def cache_info() -> Any:
@@ -237,7 +237,7 @@ def cache_info() -> Any:
 
     Raises `AmpatchError` when no session is open.
     """
-    return registry.latest("ampatch.cache_info()").cache_info()
+    return registry.latest("ampatch.cache_info()").policies.cache.info()
 
 
 def deactivate() -> None:
@@ -251,7 +251,7 @@ def deactivate() -> None:
     try:
         registry.close_all()
     finally:
-        registry.tell("on_deactivate")
+        registry.observers.notify("on_deactivate")
 
 
 def observe(observer: Any) -> Callable[[], None]:
@@ -268,9 +268,9 @@ def observe(observer: Any) -> Callable[[], None]:
         on_close(session)
         on_deactivate()
     """
-    return registry.observe(observer)
+    return registry.observers.add(observer)
 
 
 def log_metrics(**values: float) -> None:
     """Report numbers of the training (accuracy, ...) to its observers, such as the sweep."""
-    registry.tell("on_metrics", {name: float(value) for name, value in values.items()})
+    registry.observers.notify("on_metrics", {name: float(value) for name, value in values.items()})

@@ -165,16 +165,16 @@ class Handle:
         )
 
     def _managed(self, optimizer: Any) -> Any:
-        known = registry.session_of(optimizer)
+        known = registry.optimizers.session_of(optimizer)
         if known is not None and known is not self._session:
             raise AmpatchError(
                 f"<{type(optimizer).__name__}> was given to ampatch.initialize; use "
                 "ampatch.scale_loss for it, or leave it to the handle alone."
             )
-        return self._session.managed(optimizer) or self._session.manage_optimizer(optimizer)
+        return self._session.optimizers.find(optimizer) or self._session.manage_optimizer(optimizer)
 
     def _clear_cache(self) -> None:
-        self._session._drop_cache()
+        self._session.policies.cache.close()
 
     def _deactivate(self) -> None:
         """Remove the patches and restore the optimizers' own methods."""

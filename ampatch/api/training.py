@@ -61,7 +61,7 @@ def scale_loss(
     if isinstance(optimizers, (list, tuple)):
         session, managed = _in_care(optimizers)
     else:
-        session, one = registry.care_of(optimizers) or _not_given(optimizers, "optimizers")
+        session, one = registry.optimizers.find(optimizers) or _not_given(optimizers, "optimizers")
         managed = [one]
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
@@ -75,7 +75,7 @@ def _in_care(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]
     session = registry.latest("ampatch.scale_loss(...)")
     managed = {}
     for index, optimizer in enumerate(optimizers):
-        found = registry.care_of(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
+        found = registry.optimizers.find(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
         session, managed[id(optimizer)] = found
     return session, list(managed.values())
 
@@ -94,7 +94,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
     For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
     """
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     if managed is not None:
         managed.take_unscaled()  # what a plain backward left in half weights
     for group in optimizer.param_groups:
@@ -296,8 +296,8 @@ def hold_scheduler(scheduler: Any) -> Any:
 
 def _known(optimizer: Any, call: str) -> Any:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    managed = registry.managed(optimizer)
-    if managed is None and registry.session_of(optimizer) is None:
+    managed = registry.optimizers.managed(optimizer)
+    if managed is None and registry.optimizers.session_of(optimizer) is None:
         raise AmpatchError(
             f"ampatch.{call}(<{type(optimizer).__name__}>): this "
             "optimizer was not given to ampatch.initialize."
