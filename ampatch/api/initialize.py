@@ -225,12 +225,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises `AmpatchError` for a model that no open session manages.
     """
     session = registry.models.session_of(model)
-    if session is None:
+    managed = None if session is None else session.models.find(model)
+    if managed is None:
         raise AmpatchError(
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
             "ampatch.initialize; copy.deepcopy does for a plain model."
         )
-    return session.models.find(model).plain_copy()
+    return managed.plain_copy()
 
 
 def cache_info() -> Any:
