@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ..casting.patches import Replacement
 from ..errors import AmpatchError
+from ..torch_private.modules import APPLY
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -32,7 +33,7 @@ def replacements(
     `masters_of(module)` the module's half parameters with their masters.  Inside
     `undressed(halves)` these (by ids) are parameters as torch made them.
     """
-    if not hasattr(nn.Module, "_apply"):  # private to torch: without it conversions go through
+    if not hasattr(nn.Module, APPLY):
         return []
 
     def make(original: Callable) -> Callable:
@@ -60,7 +61,7 @@ def replacements(
 
         return _apply
 
-    return [(nn.Module, "_apply", make)]
+    return [(nn.Module, APPLY, make)]
 
 
 def _move(master: Tensor, fn: Apply) -> None:

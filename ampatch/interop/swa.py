@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..casting.patches import Replacement
 from ..log import logger
+from ..torch_private.foreach import TORCH_NAMES
 
 MasterOf = Callable[[Tensor], "Tensor | None"]
 NameOf = Callable[[Tensor], "tuple[str, bool] | None"]
@@ -46,8 +47,8 @@ def watched(name_of: NameOf) -> list[Replacement]:
     ways = [
         (torch.Tensor, "add_", lambda args, kwargs: kwargs.get("alpha", 1)),
         (torch.Tensor, "lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
-        (torch, "_foreach_add_", lambda args, kwargs: kwargs.get("alpha", 1)),
-        (torch, "_foreach_lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
+        (torch, TORCH_NAMES["add_"], lambda args, kwargs: kwargs.get("alpha", 1)),
+        (torch, TORCH_NAMES["lerp_"], lambda args, kwargs: args[1] if len(args) > 1 else 1),
     ]
     return [
         (
@@ -110,7 +111,7 @@ def _watched(
             look(average, args, kwargs)
         return original(self, *args, **kwargs)
 
-    return update_all if original.__name__.startswith("_foreach") else update
+    return update_all if original.__name__ in TORCH_NAMES.values() else update
 
 
 def _warn(average: Tensor, source: Tensor, name_of: NameOf, warned: list[str]) -> None:
