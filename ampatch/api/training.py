@@ -98,7 +98,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """
     managed = registry.managed(optimizer)
     if managed is not None:
-        managed.take_unscaled()  # what a plain backward left in half weights
+        managed.gradients.in_halves.add_to_masters()  # what a plain backward left in half weights
     for group in optimizer.param_groups:
         yield from group["params"]
 

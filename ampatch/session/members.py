@@ -109,7 +109,7 @@ class Members:
         An alias of its memory; with `keep_vars` the master itself.
         """
         for optimizer in self.optimizers():
-            master = optimizer.masters.show(half, keep_vars)
+            master = optimizer.masters.hand_out(half, keep_vars)
             if master is not None:
                 return master
         return None
@@ -160,12 +160,12 @@ class Members:
         if managed is None:
             return
         for optimizer in self.optimizers():
-            optimizer.settle()
+            optimizer.bring_up_to_date()
         managed.uninstall()
         ids = {id(parameter) for parameter in model.parameters()}
         for optimizer in self.optimizers():
             optimizer.release_parameters(ids)
-            optimizer.fit_state(managed.converted())
+            optimizer.groups.fit_state(managed.converted())
         self._models = [ref for ref in self._models if ref() is not managed]
         self._modelled.remove(model, self)
 
@@ -175,7 +175,7 @@ class Members:
         managed = self.managed(optimizer)
         self._cared_for.remove(optimizer, self)
         if managed is not None:
-            managed.settle()
+            managed.bring_up_to_date()
             managed.uninstall()
             self._optimizers = [ref for ref in self._optimizers if ref() is not managed]
 

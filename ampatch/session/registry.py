@@ -32,7 +32,7 @@ from ..interop import (
     swa,
 )
 from ..interop.lr_scheduler import HeldSchedulers
-from ..scaling.optimizers.unmanaged import RefuseStrangers, TellOfSteps
+from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from .index import Whereabouts
 from .policies import mixes
 
@@ -64,8 +64,8 @@ class Registry:
         self._distributed_state = PatchSet()
         self._awaits_distributed_state = False
         self._data_access = PatchSet()
-        self._strangers = RefuseStrangers(self._wanting_masters)
-        self._steps = TellOfSteps(self._forget_copies)
+        self._strangers = RefuseUnmanaged(self._wanting_masters)
+        self._steps = NotifyOfSteps(self._forget_copies)
         self._wrapped: list[tuple[weakref.ref, set[int]]] = []  # DDPs, and ids of modules in them
         self._observers: list[Any] = []
         self.is_observed = False
@@ -287,7 +287,7 @@ class Registry:
             for managed in session.optimizers():
                 for parameter in parameters:
                     if managed.masters.of(parameter) is not None:
-                        managed.masters.agree(parameter, send)
+                        managed.masters.broadcast(parameter, send)
 
     def reduces(self, model: Any) -> bool | None:
         """Whether DDP averages the gradients of the forward that begins; None: no DDP has it."""
@@ -310,7 +310,7 @@ class Registry:
         wanted = {id(tensor) for tensor in tensors}
         for session in self.sessions:
             for managed in session.optimizers():
-                managed.ready(wanted)
+                managed.gradients.ready(wanted)
 
     def note_data_access(self, parameter: Tensor, data: Tensor | None) -> None:
         """Somebody was given `parameter.data`, to write into it unseen, or (None) replaced it."""
@@ -338,7 +338,7 @@ class Registry:
         """Gradients of these parameters (ids) were zeroed by their module."""
         for session in self.sessions:
             for managed in session.optimizers():
-                managed.forget_overflow(zeroed)
+                managed.gradients.zeroed_by_model(zeroed)
 
     def half_of(self, master: Tensor) -> Tensor | None:
         """The half parameter of a master in any session, or None."""
@@ -347,10 +347,6 @@ class Registry:
             for session in self.sessions
             for managed in session.optimizers()
         )
-
-    def outside_step(self) -> Any:
-        """The policy in force around the step that is running: a closure's forward runs in it."""
-        return self.state.covered()
 
     # Observers
 

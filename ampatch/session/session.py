@@ -20,12 +20,11 @@ from ..casting.policy import CastState
 from ..config.opt_levels import NULLABLE, Properties, resolve
 from ..errors import TakingOut
 from ..interop import dynamo_skip, fx_jit
-from ..log import logger
 from ..models import float_copies, module_overrides
 from ..models.managed_model import ManagedModel
-from ..scaling import gradient_state, master_weights
+from ..scaling import gradient_state, master_weights, other_blocks
 from ..scaling.loss_scaler import make_scaler
-from ..scaling.masters import comparison, pairs, writes
+from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scale_settings import SETTINGS
 from ..scaling.scaled_backward import ScaledBackward
@@ -36,6 +35,7 @@ from . import members
 from .optimizer_copies import OptimizerCopies
 from .policies import CastingMembers
 from .registry import Registry
+from .step_casts import StepCasts
 from .transfer import Handover
 
 
@@ -84,7 +84,7 @@ class Session(CastingMembers):
                 self.manage_optimizer(optimizer, weights)
             self._forget_originals()
             for managed in self.optimizers():
-                managed.forget_found_state()
+                managed.found_states.forget()
             if optimizers:
                 self._tell_of_lone_halves()
             self.is_open = True
@@ -100,15 +100,15 @@ class Session(CastingMembers):
         taking_out.do(registry.state.drop_interrupted)
         taking_out.do(self.skips.close)
         for optimizer in self.optimizers():
-            taking_out.do(optimizer.settle)
+            taking_out.do(optimizer.bring_up_to_date)
         changed: set[int] = set()
         for managed in self.models():
             taking_out.do(managed.uninstall)
             changed |= managed.converted()
         for optimizer in self.optimizers():
             taking_out.do(optimizer.uninstall)
-            taking_out.do(optimizer.fit_state, changed)
-            taking_out.do(optimizer.restore_found_state)
+            taking_out.do(optimizer.groups.fit_state, changed)
+            taking_out.do(optimizer.found_states.restore)
         self.forget_members()
         self.is_open = False
         taking_out.do(registry.remove, self)
@@ -166,12 +166,7 @@ class Session(CastingMembers):
         """
         managed = ManagedOptimizer(
             optimizer,
-            suspend_casts=registry.state.suspend,
-            resume_casts=registry.state.resume,
-            casts_off=lambda: registry.state.under(lambda: None),
-            casts_on=lambda: registry.state.under(
-                registry.outside_step, registry.state.covered_by_user()
-            ),
+            casts=StepCasts(registry.state),
             after_step=self._after_step,
             halves=self.halves_to_step_on,
             master_of=self.share_master_of,
@@ -210,13 +205,13 @@ class Session(CastingMembers):
         """The context manager behind `scale_loss`."""
         registry.state.drop_interrupted()
         for optimizer in managed:
-            optimizer.adopt_new()
-        outsiders = []
+            optimizer.add_new_params()
+        others: list[ManagedOptimizer] = []
         if not (len(managed) == len(self._optimizers) == 1 and self._optimizers[0]() is managed[0]):
             everyone = self.optimizers()
             managed = with_sharers(managed, everyone)
             if not self.scales_by_itself:
-                outsiders = [other for other in everyone if other not in managed]
+                others = [other for other in everyone if other not in managed]
         if registry.is_observed:
             registry.tell("on_loss", loss, loss_id)
             registry.tell("on_scale", self.scalers[loss_id].peek(), loss_id)
@@ -226,7 +221,7 @@ class Session(CastingMembers):
             self.scalers[loss_id],
             delay_unscale,
             delay_overflow_check,
-            outsiders,
+            others,
             self._policy.cache.close,
             together=self._policy.apex_flavour,
         )
@@ -236,7 +231,7 @@ class Session(CastingMembers):
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.reduces(model)
             for managed in self.optimizers():
-                managed.before_forward(reduces, unscaled)
+                managed.gradients.in_halves.before_forward(reduces, unscaled)
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self._policy.cache.close()
@@ -250,9 +245,9 @@ class Session(CastingMembers):
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
             self.skips.report(managed, news, self.parameter_names(), self.scalers)
-        unfed = not (managed.was_fed or self.scales_by_itself)
-        if unfed and any(scaler.is_dynamic for scaler in self.scalers):
-            managed.report_unfed()
+        plain = not (managed.step_had_block or self.scales_by_itself)
+        if plain and any(scaler.is_dynamic for scaler in self.scalers):
+            managed.warn_without_block()
         if registry.is_observed:
             registry.tell("on_step", managed.optimizer, managed.skipped)
 
@@ -337,5 +332,6 @@ registry = Registry(cast_state)
 atexit.register(registry.report_closing)
 dynamo_skip.run_eagerly(
     *(sys.modules[__name__], members, float_copies, half_grads),
-    *(gradient_state, master_weights, pairs, writes, comparison),
+    *(gradient_state, other_blocks, master_weights, half_gradients),
+    *(handed_out, writers, writes, comparison),
 )

@@ -15,10 +15,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .closures import Evaluations
 from .snapshots import Weights
+
+if TYPE_CHECKING:
+    from ..optimizer import ManagedOptimizer
 
 
 def has_two_steps(optimizer: Any) -> bool:
@@ -29,7 +32,7 @@ def has_two_steps(optimizer: Any) -> bool:
 class TwoSteps:
     """The halves of one managed optimizer's step."""
 
-    def __init__(self, managed: Any) -> None:
+    def __init__(self, managed: ManagedOptimizer) -> None:
         self._managed = managed
         self._before = Weights()
         self._overflowed = False
@@ -40,7 +43,7 @@ class TwoSteps:
         if self._inside is not None:
             return self._part(original, args, kwargs)
         self._managed.before_step()
-        self._overflowed = self._managed.take_overflow()
+        self._overflowed = self._managed.gradients.take_overflow()
         if self._overflowed:
             return self._zero_grad_if_asked(original, args, kwargs)
         self._before = Weights(self._managed.parameters())
@@ -51,7 +54,7 @@ class TwoSteps:
         if self._inside is not None:
             return self._part(original, args, kwargs)
         self._managed.before_step()
-        overflowed = self._managed.take_overflow() or self._overflowed
+        overflowed = self._managed.gradients.take_overflow() or self._overflowed
         self._overflowed = False
         if overflowed:
             self._go_back()
@@ -86,7 +89,7 @@ class TwoSteps:
 
     def _moved(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         try:
-            with self._managed.casts_off():
+            with self._managed.casts.off:
                 result = original(*args, **kwargs)
         except BaseException:
             self._go_back()
