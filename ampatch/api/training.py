@@ -11,16 +11,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
 from ..log import logger
 from ..scaling.loss_scaler import Scaler
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scale_settings import (
-    checked_entry,
-    from_grad_scaler,
-    is_grad_scalers,
-    positive_number,
-)
+from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
 from ..session.session import Session, registry
 from . import argument_checks
@@ -63,7 +59,7 @@ def scale_loss(
     if isinstance(optimizers, (list, tuple)):
         session, managed = _in_care(optimizers)
     else:
-        session, one = registry.care_of(optimizers) or _not_given(optimizers, "optimizers")
+        session, one = registry.optimizers.find(optimizers) or _not_given(optimizers, "optimizers")
         managed = [one]
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
@@ -77,7 +73,7 @@ def _in_care(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]
     session = registry.latest("ampatch.scale_loss(...)")
     managed = {}
     for index, optimizer in enumerate(optimizers):
-        found = registry.care_of(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
+        found = registry.optimizers.find(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
         session, managed[id(optimizer)] = found
     return session, list(managed.values())
 
@@ -96,7 +92,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
     For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
     """
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     if managed is not None:
         managed.gradients.in_halves.add_to_masters()  # what a plain backward left in half weights
     for group in optimizer.param_groups:
@@ -197,13 +193,8 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
     session = registry.latest("ampatch.set_loss_scale(...)")
     argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale")
     what = f"ampatch.set_loss_scale(value={value!r})"
-    try:
-        number = float(value) if isinstance(value, str) else value
-    except ValueError:
-        raise ValueError(
-            f'{what}: expected a number; pass loss_scale="dynamic" to initialize.'
-        ) from None
-    session.scalers[loss_id].set(positive_number(what, number))
+    expected = 'a positive number (loss_scale="dynamic" is for ampatch.initialize)'
+    session.scalers[loss_id].set(positive_number(what, value, expected, or_text=True))
 
 
 def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
@@ -293,8 +284,8 @@ def hold_scheduler(scheduler: Any) -> Any:
 
 def _known(optimizer: Any, call: str) -> Any:
     """Our side of an optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    managed = registry.managed(optimizer)
-    if managed is None and registry.session_of(optimizer) is None:
+    managed = registry.optimizers.managed(optimizer)
+    if managed is None and registry.optimizers.session_of(optimizer) is None:
         raise AmpatchError(
             f"ampatch.{call}(<{type(optimizer).__name__}>): this "
             "optimizer was not given to ampatch.initialize."

@@ -45,7 +45,7 @@ class StepLimit:
         self._count(optimizer)
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if registry.session_of(optimizer) is None:
+        if registry.optimizers.session_of(optimizer) is None:
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:

@@ -95,7 +95,7 @@ def initialize(
     session = registry.sessions[-1]
     _amp_state.verbosity = verbosity
     if session.properties.enabled:
-        for managed in session.optimizers():
+        for managed in session.optimizers.alive():
             _put_stash(managed.optimizer)
     return result
 
@@ -137,7 +137,7 @@ def _put_stash(optimizer: Any) -> None:
 
 def _lazy_init(optimizer: Any) -> None:
     """Have the masters take over what was written into the half weights."""
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     if managed is not None:
         managed.masters.sync_from_half()
     optimizer._amp_stash.lazy_init_called = True
@@ -148,7 +148,7 @@ class Cleaner:
 
     def on_close(self, session: Session) -> None:
         """Told by the session, before its optimizers go."""
-        for managed in session.optimizers():
+        for managed in session.optimizers.alive():
             for name in _ON_OPTIMIZER:
                 vars(managed.optimizer).pop(name, None)
 

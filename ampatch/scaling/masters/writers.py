@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from .comparison import Pair
 from .handed_out import HandedOut
 from .writes import Writes
