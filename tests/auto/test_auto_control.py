@@ -22,11 +22,17 @@ from ampatch.session.session import registry
 def test_nothing_is_left_behind():
     """What the fixture of every test checks, and what it does not see."""
     replaced = [
-        (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "__setstate__"),
-        (torch.amp.GradScaler, "__init__"), (torch.amp.autocast_mode.autocast, "__enter__"),
-        (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"), (torch.autograd, "backward"),
-        (torch.Tensor, "register_hook"), (torch.Tensor, "numpy"), (ampatch, "initialize"), (ampatch, "init"),
-    ]  # fmt: skip
+        (torch.optim.Optimizer, "__init__"),
+        (torch.optim.Optimizer, "__setstate__"),
+        (torch.amp.GradScaler, "__init__"),
+        (torch.amp.autocast_mode.autocast, "__enter__"),
+        (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"),
+        (torch.autograd, "backward"),
+        (torch.Tensor, "register_hook"),
+        (torch.Tensor, "numpy"),
+        (ampatch, "initialize"),
+        (ampatch, "init"),
+    ]
     before = [vars(owner).get(name) for owner, name in replaced]
     begin()
     assert all(vars(o).get(n) is not b for (o, n), b in zip(replaced, before, strict=True))

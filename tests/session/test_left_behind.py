@@ -1,4 +1,4 @@
-"""After `deactivate` nothing of ours is left: in modules imported meanwhile, with mocks, on failures."""
+"""After `deactivate` no replacement is left: in modules imported later, with mocks, on failures."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         found = {F.linear, F.relu, F.conv2d, F.layer_norm}
         ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
         assert "torch.ao.quantization.quantize_fx" not in sys.modules
-        ours = [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+        installation = ampatch.session.session.registry.installation
+        ours = [made for made, _ in installation._originals.values()]
         import torch.ao.quantization.quantize_fx
         import torch.ao.ns._numeric_suite_fx
         from torch.ao.quantization.backend_config import get_native_backend_config
@@ -371,7 +372,7 @@ def test_several_errors_come_together(monkeypatch):
     for number, model in enumerate(models[:2]):
         monkeypatch.setattr(registry.models.managed(model), "uninstall", failing(f"model {number}"))
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
-    with pytest.raises(kind, match="2 parts could not be taken out"):
+    with pytest.raises(kind, match="2 parts could not be undone"):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions
     assert not models[2]._forward_hooks and "step" not in vars(optimizers[0])
