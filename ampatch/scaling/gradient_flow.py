@@ -98,7 +98,7 @@ class GradientFlow:
         if held:
             owned, stays = sharing.owned(self, held), world_size() > 1
             if not stays:
-                state.aside = [(param, param.grad) for param in owned]
+                state.aside = list(zip(owned, map(_grad_of, owned), strict=True))
         else:
             self.in_halves.is_unreduced = False
             state.overflow = None
@@ -121,7 +121,7 @@ class GradientFlow:
         time what it was kept from (`no_sync`).
         """
         if self.state.now is State.IN_BLOCK:
-            pending.scale_up([param.grad for param in owned])
+            pending.scale_up(list(map(_grad_of, owned)))
             self.state.change(Event.SCALE_UP, pending)
             pending.join(self)
         if self.in_halves.is_unreduced and self.in_halves.reduces:
@@ -241,7 +241,7 @@ class GradientFlow:
         return self._unscale_all(scaler, scale, sharing)
 
     def check_spent(self) -> None:
-        """Look again at gradients that a step has used and nobody zeroed: inf may be left there."""
+        """Look again at gradients that a step used and that were not zeroed: inf may be left."""
         self.state.change(Event.RECHECK)
         by = self.state.unscaled_by
         if by is not None and self.has_gradients():
@@ -278,7 +278,7 @@ class GradientFlow:
     def zeroed_by_model(self, zeroed: set[int]) -> None:
         """Parameters (ids) of a model were zeroed; forget an overflow if no gradients are left."""
         state, half_of = self.state, self._masters.half_of
-        if state.in_block:  # what masters have is not to be seen there, but gone it is
+        if state.in_block:  # what masters have is not to be seen there, but they go too
             for half, master in self._masters:
                 if id(half) in zeroed:
                     master.grad = None

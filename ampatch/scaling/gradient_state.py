@@ -80,7 +80,7 @@ class Event(IntEnum):
     STEP = 6  # a step uses gradients that were checked for overflow
     RECHECK = 7  # gradients that a step has used are checked again
     ZERO = 8  # all gradients were zeroed
-    DROP = 9  # unscaling was interrupted: nobody could tell which gradients are still scaled
+    DROP = 9  # unscaling was interrupted: it is unknown which gradients are still scaled
 
 
 TRANSITIONS: dict[Event, dict[State, State]] = {

@@ -98,7 +98,7 @@ class ManagedOptimizer:
         self._own_methods.update(methods)
 
     def without_methods(self) -> AbstractContextManager:
-        """Context manager: the optimizer is without methods of ours, to be copied."""
+        """Context manager: the optimizer is without the methods put in here, to be copied."""
         return self._methods.out()
 
     def reinstall(self) -> None:

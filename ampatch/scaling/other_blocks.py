@@ -1,6 +1,7 @@
 """Blocks for other optimizers: the gradients that one left scaled in an optimizer it was not given.
 
-A GAN does this on purpose and zeroes them; whoever steps on them, or adds to them, is told.
+A GAN does this on purpose and zeroes them.  A step on them, or a block that adds to them, logs an
+error.
 """
 
 from __future__ import annotations

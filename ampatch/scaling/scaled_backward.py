@@ -58,6 +58,7 @@ class ScaledBackward:
         self._delay_check = delay_overflow_check
         self._done = done
         self._together = together and len(self._flows) > 1
+        self._scale: Any = None
 
     def __enter__(self) -> Tensor:
         for flow in self._flows:

@@ -50,7 +50,7 @@ class Sharing:
     ) -> Flag | None:
         """Unscale those of an optimizer's gradients, of `params`, that it owns.
 
-        Those shared are checked for all who hold them.  Returns found_inf, or None: unchecked.
+        Those shared are checked for all that hold them.  Returns found_inf, or None: unchecked.
         """
         if not self._holders:
             return flow.check(scaler, list(grads), scale, [flow])
@@ -68,7 +68,7 @@ class Sharing:
         return found
 
     def _others(self, flow: GradientFlow) -> list[GradientFlow]:
-        """Those who hold tensors that this optimizer owns."""
+        """The others that hold tensors which this one owns."""
         known = [holders[1:] for holders in self._holders.values() if holders[0] is flow]
         return list({id(other): other for some in known for other in some}.values())
 
@@ -89,7 +89,7 @@ def sharing_among(flows: Sequence[GradientFlow]) -> Sharing:
 def with_sharers(
     given: list[ManagedOptimizer], everyone: Sequence[ManagedOptimizer]
 ) -> list[ManagedOptimizer]:
-    """`given` and all who share a tensor with them, be it through others."""
+    """`given` and all that share a tensor with them, be it through others."""
     if all(map(given.__contains__, everyone)):
         return given
     found = list(given)

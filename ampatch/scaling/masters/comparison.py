@@ -16,7 +16,7 @@ from torch.nn import Parameter
 _PART = 2**16  # elements: half a megabyte of scratch memory
 _LARGE_PART = 2**18  # elements, as much
 plain_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-"""`.data`, past whoever watches it."""
+"""`.data`, past the property that watches reads of it."""
 set_plain_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -212,7 +212,11 @@ def _flat(pair: Pair) -> tuple[Tensor, Tensor] | None:
         or (half.dim() > 1 and half.stride() != master.stride())
     ):
         return None
-    return tuple(t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in (half, master))
+    return _in_a_row(half), _in_a_row(master)
+
+
+def _in_a_row(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -41,24 +41,26 @@ class TwoSteps:
     def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `first_step`."""
         if self._inside is not None:
-            return self._part(original, args, kwargs)
+            return self._part(self._inside, original, args, kwargs)
         self._managed.before_step()
         self._overflowed = self._managed.gradients.take_overflow()
         if self._overflowed:
-            return self._zero_grad_if_asked(original, args, kwargs)
+            self._zero_grad_if_asked(original, args, kwargs)
+            return None
         self._before = Weights(self._managed.parameters())
         return self._moved(original, args, kwargs)
 
     def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `second_step`."""
         if self._inside is not None:
-            return self._part(original, args, kwargs)
+            return self._part(self._inside, original, args, kwargs)
         self._managed.before_step()
         overflowed = self._managed.gradients.take_overflow() or self._overflowed
         self._overflowed = False
+        result = None
         if overflowed:
             self._go_back()
-            result = self._zero_grad_if_asked(original, args, kwargs)
+            self._zero_grad_if_asked(original, args, kwargs)
         else:
             result = self._moved(original, args, kwargs)
         self._before = Weights()
@@ -75,10 +77,10 @@ class TwoSteps:
         finally:
             self._inside = None
 
-    def _part(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def _part(self, evaluations: Evaluations, original: Callable, args: tuple, kwargs: dict) -> Any:
         """A half that `step(closure)` calls; gradients from before the closure are looked at."""
-        if not self._inside.count:
-            self._inside.ask()
+        if not evaluations.count:
+            evaluations.ask()
         return original(*args, **kwargs)
 
     def _go_back(self) -> None:
