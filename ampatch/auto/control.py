@@ -90,7 +90,7 @@ def _noticing(original: Callable, session: Session) -> Callable:
 def _take_into_care(session: Session, optimizer: Any) -> None:
     first = not any(True for _ in session.optimizers.alive())
     managed = session.manage_optimizer(optimizer)
-    managed.forget_found_state()
+    managed.found_states.forget()
     devices = {parameter.device.type for parameter in managed.parameters()}
     session.policies.cast_on(devices)
     if first:

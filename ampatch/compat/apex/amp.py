@@ -140,7 +140,7 @@ def _lazy_init(optimizer: Any) -> None:
     """Have the masters take over what was written into the half weights."""
     managed = registry.optimizers.managed(optimizer)
     if managed is not None:
-        managed.masters.settle()
+        managed.masters.sync_from_half()
     optimizer._amp_stash.lazy_init_called = True
 
 
