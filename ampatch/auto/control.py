@@ -13,7 +13,8 @@ from ..casting.patches import PatchSet
 from ..config.environment import Asked
 from ..config.opt_levels import properties_for
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
 from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
 
@@ -89,7 +90,7 @@ def _noticing(original: Callable, session: Session) -> Callable:
 def _take_into_care(session: Session, optimizer: Any) -> None:
     first = not any(True for _ in session.optimizers.alive())
     managed = session.manage_optimizer(optimizer)
-    managed.forget_found_state()
+    managed.found_states.forget()
     devices = {parameter.device.type for parameter in managed.parameters()}
     session.policies.cast_on(devices)
     if first:

@@ -27,7 +27,8 @@ from ..scaling.master_weights import Pair
 from ..scaling.optimizer import ManagedOptimizer
 from ..torch_private import foreach
 from ..torch_private.probes import current_backward_pass
-from .session import Session, registry
+from .registry import registry
+from .session import Session
 
 __all__ = [
     "Asked",
@@ -106,7 +107,7 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     """Add an optimizer to an open session, and cast on the devices of its parameters."""
     is_first = not session.optimizers.alive()
     managed = session.manage_optimizer(optimizer)
-    managed.forget_found_state()
+    managed.found_states.forget()
     session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
     if is_first:
         registry.refresh()  # torch's gradient tools are replaced while there are optimizers
@@ -128,7 +129,7 @@ def sync_masters(optimizer: Any) -> None:
     """Have the masters of an optimizer take over what was written into their half weights."""
     managed = registry.optimizers.managed(optimizer)
     if managed is not None:
-        managed.masters.settle()
+        managed.masters.sync_from_half()
 
 
 # Casting

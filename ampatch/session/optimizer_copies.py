@@ -54,7 +54,9 @@ class OptimizerCopies:
         """Pickle takes a plain copy; `copy.copy`, which asks here too, shares what it can."""
         optimizer = self._bring_up_to_date()
         with self._plain():
-            make, args, state, *rest = type(optimizer).__reduce_ex__(optimizer, protocol)
+            kind: Any = type(optimizer)
+            reduced = kind.__reduce_ex__(optimizer, protocol)
+            make, args, state, *rest = reduced
             if isinstance(state, dict):
                 state = dict(state)
         widened = self._widened()
@@ -63,8 +65,8 @@ class OptimizerCopies:
         return make, args, SharedState(state, lambda: self._with_stand_ins(state, widened)), *rest
 
     def _bring_up_to_date(self) -> Any:
-        self._managed.adopt_new()
-        self._managed.masters.settle()
+        self._managed.add_new_params()
+        self._managed.masters.sync_from_half()
         return self._managed.optimizer
 
     def _widened(self) -> list[Tensor]:

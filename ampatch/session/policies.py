@@ -110,7 +110,7 @@ def mixes(args: tuple, kwargs: dict) -> bool:
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            found = (value,)
+            found = [value]
         elif value is None or kind in (int, float, bool):
             continue
         else:

@@ -1,13 +1,7 @@
-"""A session: one `initialize`, with all it changed and how to take it out.
-
-The only module that knows both the operator side and the optimizer side, and
-the only one with a module-level variable that changes: `registry`, which holds
-the open sessions and what they share.
-"""
+"""A session: one `initialize`, with all that it changed and how to take it out."""
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import sys
 from typing import Any
@@ -16,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..casting.policy import CastState, Policy
+from ..casting.policy import Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
 from ..errors import TakingOut
 from ..interop import ddp, dynamo_skip, fx_jit
@@ -24,9 +18,9 @@ from ..models import float_copies, float_values, module_overrides
 from ..models.float_values import FloatValues
 from ..models.managed_model import ManagedModel
 from ..models.plain_parameters import PlainParameters
-from ..scaling import gradient_state, master_weights
+from ..scaling import gradient_state, master_weights, other_blocks
 from ..scaling.loss_scaler import make_scaler
-from ..scaling.masters import comparison, pairs, writes
+from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
@@ -37,7 +31,8 @@ from .masters import Masters, ModelWeights
 from .members import Members
 from .optimizer_copies import OptimizerCopies
 from .policies import Policies
-from .registry import Registry
+from .registry import registry
+from .step_casts import StepCasts
 from .transfer import Transfer
 
 
@@ -55,15 +50,15 @@ class Session:
         *,
         rules: tuple[list, dict] = ([], {}),
         process_group: Any = None,
-        apex_flavour: bool = False,
+        has_apex_tables: bool = False,
     ) -> None:
         self._module_rules, function_rules = rules
         self.properties = properties
         self.models: Members[ManagedModel] = Members(self, registry.models)
         self.optimizers: Members[ManagedOptimizer] = Members(self, registry.optimizers)
-        self.policies = Policies(properties, function_rules, apex_flavour)
+        self.policies = Policies(properties, function_rules, has_apex_tables)
         self.masters = Masters(self.optimizers)
-        self.weights = ModelWeights(self.models, apex_flavour)
+        self.weights = ModelWeights(self.models, has_apex_tables)
         self.values = FloatValues(self.masters)
         self.plain_parameters = PlainParameters()
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
@@ -95,7 +90,7 @@ class Session:
                 self.manage_optimizer(optimizer, weights)
             self.weights.forget_originals()
             for managed in self.optimizers.alive():
-                managed.forget_found_state()
+                managed.found_states.forget()
             if optimizers:
                 self.weights.warn_of_missing_masters(self.masters)
             self.is_open = True
@@ -111,15 +106,15 @@ class Session:
         taking_out.do(registry.state.drop_interrupted)
         taking_out.do(self.skips.close)
         for optimizer in self.optimizers.alive():
-            taking_out.do(optimizer.settle)
+            taking_out.do(optimizer.bring_up_to_date)
         changed: set[int] = set()
         for managed in self.models.alive():
             taking_out.do(managed.uninstall)
             changed |= managed.converted()
         for optimizer in self.optimizers.alive():
             taking_out.do(optimizer.uninstall)
-            taking_out.do(optimizer.fit_state, changed)
-            taking_out.do(optimizer.restore_found_state)
+            taking_out.do(optimizer.groups.fit_state, changed)
+            taking_out.do(optimizer.found_states.restore)
         self.models.clear()
         self.optimizers.clear()
         self.is_open = False
@@ -187,12 +182,12 @@ class Session:
         if managed is None:
             return
         for optimizer in self.optimizers.alive():
-            optimizer.settle()
+            optimizer.bring_up_to_date()
         managed.uninstall()
         ids = {id(parameter) for parameter in model.parameters()}
         for optimizer in self.optimizers.alive():
             optimizer.release_parameters(ids)
-            optimizer.fit_state(managed.converted())
+            optimizer.groups.fit_state(managed.converted())
         self.models.remove(model)
 
     def stop_casting(self) -> None:
@@ -214,12 +209,7 @@ class Session:
         """
         managed = ManagedOptimizer(
             optimizer,
-            suspend_casts=registry.state.suspend,
-            resume_casts=registry.state.resume,
-            casts_off=lambda: registry.state.under(lambda: None),
-            casts_on=lambda: registry.state.under(
-                registry.state.covered, registry.state.covered_by_user()
-            ),
+            casts=StepCasts(registry.state),
             after_step=self._after_step,
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
@@ -243,7 +233,7 @@ class Session:
         """Manage an optimizer no longer."""
         managed = self.optimizers.find(optimizer)
         if managed is not None:
-            managed.settle()
+            managed.bring_up_to_date()
             managed.uninstall()
         self.optimizers.remove(optimizer)
 
@@ -266,8 +256,8 @@ class Session:
         """The context manager behind `scale_loss`."""
         registry.state.drop_interrupted()
         for optimizer in managed:
-            optimizer.adopt_new()
-        others = []
+            optimizer.add_new_params()
+        others: list[ManagedOptimizer] = []
         members = self.optimizers.references
         if not (len(managed) == len(members) == 1 and members[0]() is managed[0]):
             everyone = self.optimizers.alive()
@@ -294,7 +284,7 @@ class Session:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
-                managed.before_forward(reduces, unscaled)
+                managed.gradients.in_halves.before_forward(reduces, unscaled)
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self.policies.cache.close()
@@ -308,9 +298,9 @@ class Session:
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
             self.skips.report(managed, news, self.weights.names(), self.scalers)
-        unfed = not (managed.was_fed or self.scales_by_itself)
-        if unfed and any(scaler.is_dynamic for scaler in self.scalers):
-            managed.report_unfed()
+        without_block = not (managed.step_had_block or self.scales_by_itself)
+        if without_block and any(scaler.is_dynamic for scaler in self.scalers):
+            managed.warn_without_block()
         if registry.observers.are_there:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
 
@@ -333,9 +323,9 @@ class Session:
         others = [managed for managed in self.models.alive() if managed.model is not model]
         if others and properties.dtype is not self.properties.dtype:
             raise ValueError(
-                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and the "
-                f"models given to initialize together share {self.properties.dtype}. Choose a "
-                "level in that type, or call initialize for this model and its optimizer alone."
+                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and "
+                f"the models given to initialize together share {self.properties.dtype}. Choose "
+                "a level in that type, or call initialize for this model and its optimizer alone."
             )
         with Transfer(registry, [model], []):
             self.policies.cast_to(properties.dtype)
@@ -390,15 +380,9 @@ def _scaler(properties: Properties) -> Any:
     return make_scaler(properties.loss_scale, **dataclasses.asdict(properties.scale_settings))
 
 
-def cast_state() -> CastState:
-    """The process's `CastState`, read from this module's globals."""
-    return registry.state
-
-
-registry = Registry(cast_state)
-atexit.register(registry.report_closing)
 dynamo_skip.run_eagerly(
     *(sys.modules[__name__], members, masters, half_weights, policies),
     *(float_values, ddp, float_copies, half_grads),
-    *(gradient_state, master_weights, pairs, writes, comparison),
+    *(gradient_state, other_blocks, master_weights, half_gradients),
+    *(handed_out, writers, writes, comparison),
 )
