@@ -16,7 +16,7 @@ from ..casting.install import Installation, raw_attribute, resolve
 from ..casting.policy import CastState, Policy
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
-from ..errors import AmpatchError, TakingOut
+from ..errors import AmpatchError, UndoAll
 from ..interop import distributed_checkpoint
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
@@ -84,14 +84,14 @@ class Registry:
 
         Raises what was raised, when torch, and all that could be, is as it was.
         """
-        taking_out = TakingOut("ampatch.deactivate()")
+        undo = UndoAll("ampatch.deactivate()")
         self._closing_all = True
         for session in list(reversed(self.sessions)):
-            taking_out.do(session.close)
+            undo.do(session.close)
         self._closing_all = False
-        taking_out.do(self.refresh)
-        taking_out.do(self.schedulers.release)
-        taking_out.end()
+        undo.do(self.refresh)
+        undo.do(self.schedulers.release)
+        undo.end()
 
     def report_closing(self) -> None:
         """The process ends: say of each session what was skipped, unless that was said."""

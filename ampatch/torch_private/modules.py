@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,7 @@ HOOK_FLAGS = (
 """As `HOOK_TABLES`: what is noted of a hook under its handle's id."""
 
 
-def forward_tables(module: nn.Module) -> tuple[dict, dict] | None:
+def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
     """The tables of its forward pre-hooks and forward hooks; None where torch has others."""
     before = getattr(module, "_forward_pre_hooks", None)
     after = getattr(module, "_forward_hooks", None)

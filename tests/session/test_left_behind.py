@@ -16,7 +16,7 @@ from torch import nn
 from warm_python import python
 
 import ampatch
-from ampatch.errors import TakingOut
+from ampatch.errors import UndoAll
 
 H = torch.float16
 FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")
@@ -374,11 +374,11 @@ def test_several_errors_come_together(monkeypatch):
 
 def test_errors_of_a_python_without_groups(monkeypatch):
     monkeypatch.delattr(builtins, "ExceptionGroup", raising=False)
-    taking_out = TakingOut("deactivate()")
+    undo = UndoAll("deactivate()")
     for name in ("one", "two", "two"):
-        assert taking_out.do(failing(name)) is None
+        assert undo.do(failing(name)) is None
     with pytest.raises(ampatch.AmpatchError, match="2 parts.*ValueError: one; ValueError: two"):
-        taking_out.end()
+        undo.end()
 
 
 def test_ctrl_c_wins(monkeypatch):
