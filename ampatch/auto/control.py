@@ -13,7 +13,8 @@ from ..casting.patches import PatchSet
 from ..config.environment import Asked
 from ..config.opt_levels import properties_for
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
 from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..log import logger
+from ..torch_private.optimizers import note_skipped_step
 from .gradient_flow import GradientFlow
 from .gradient_state import Event, State
 from .master_weights import MasterWeights
@@ -249,8 +250,8 @@ class ManagedOptimizer:
         """Record whether this step is left out; a scheduler must not think it was forgotten."""
         self.skipped = skipped
         self.counter.note(skipped)
-        if skipped is True and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            self.optimizer._opt_called = True
+        if skipped is True:
+            note_skipped_step(self.optimizer)
 
     def warn_without_block(self) -> None:
         """Say once if the last step came without `scale_loss`, where there is dynamic scaling."""

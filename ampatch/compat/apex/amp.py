@@ -27,7 +27,8 @@ from ampatch import register_float_function as _register_float_function
 from ampatch import register_half_function as _register_half_function
 from ampatch import register_promote_function as _register_promote_function
 
-from ...session.session import Session, registry
+from ...session.registry import registry
+from ...session.session import Session
 from . import lists
 from .state import Stash, _amp_state
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...session.session import Session, registry
+from ...session.registry import registry
+from ...session.session import Session
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 
