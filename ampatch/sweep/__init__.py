@@ -33,7 +33,7 @@ import torch
 
 from ampatch._version import __version__
 from ampatch.errors import AmpatchError
-from ampatch.run.script import check_script
+from ampatch.launch.script import check_script
 from ampatch.sweep.directory import Directory, choose
 from ampatch.sweep.figures import OK, status
 from ampatch.sweep.files import write_files

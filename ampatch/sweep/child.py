@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import ampatch
-from ampatch import environment
-from ampatch.run import children
-from ampatch.run.script import describe, run_script
+from ampatch.config import environment
+from ampatch.launch import children
+from ampatch.launch.script import describe, run_script
 from ampatch.sweep import plain_engine
 from ampatch.sweep.autocast_engine import AutocastEngine
 from ampatch.sweep.order import Order

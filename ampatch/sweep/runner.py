@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ampatch.environment import VARIABLES
+from ampatch.config.environment import VARIABLES
 from ampatch.sweep.order import Order
 from ampatch.sweep.output_metrics import read_metrics
 from ampatch.sweep.plan import counts_its_steps, placeholders
