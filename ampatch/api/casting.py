@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..casting import user_functions
-from ..casting.policy import Policy, Under
+from ..casting.contexts import PolicyContext
+from ..casting.policy import Policy
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..errors import did_you_mean
@@ -78,7 +79,7 @@ def unregister_function(module: Any, name: str | None = None) -> None:
     registry.unregister(module, name)
 
 
-def disable_casts() -> Under:
+def disable_casts() -> PolicyContext:
     """Context manager and decorator: no casting in this thread.
 
     Like torch's grad mode it belongs to the thread, so that while a generator or task
@@ -89,7 +90,7 @@ def disable_casts() -> Under:
     return registry.state.under(lambda: None, by_user=True)
 
 
-def precision(dtype: str) -> Under:
+def precision(dtype: str) -> PolicyContext:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
     For threads and tasks as `disable_casts`.  Raises `ValueError` for another word.  Without casting in force it changes nothing.

@@ -13,7 +13,8 @@ from typing import Any
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
-from .policy import CastState, Policy
+from .cast_state import CastState
+from .policy import Policy
 
 _UNKNOWN = object()
 

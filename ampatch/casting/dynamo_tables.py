@@ -22,31 +22,42 @@ from typing import Any
 import torch
 import wrapt
 
+from .autocast_regions import AutocastRegions
+from .cast_state import CastState
 from .patches import PatchSet
-from .recording import is_by_itself
+from .recording import is_opaque_call
 
 Original = Callable[[Any], Any]
 Correction = Callable[[ModuleType, PatchSet, Original], None]
 
 
-class CompilerTables:
+class DynamoTables:
     """Keeps Dynamo's tables true, from the first patch to `patches.undo`.
 
-    `original` gives what a replacement stands for, and anything else back.  `others` are
-    corrections by the module's name, beside those of the tables.
+    `original` gives what a replacement stands for, and anything else back.
     """
 
     def __init__(
-        self, patches: PatchSet, original: Original, others: dict[str, Correction]
+        self,
+        patches: PatchSet,
+        original: Original,
+        regions: AutocastRegions,
+        ask_state: Callable[[], CastState],
     ) -> None:
         self._patches = patches
         self._original = original
-        self._corrections = {**_CORRECTIONS, **others}
+        self._corrections: dict[str, Correction] = {
+            "torch._dynamo.trace_rules": _correct_rules,
+            "torch._dynamo.variables.torch": _correct_functions,
+            "torch._dynamo.variables.ctx_manager": lambda contexts, patches, original: (
+                _trace_regions(contexts, patches, regions, ask_state)
+            ),
+        }
         self._awaited: set[str] = set()
         self._is_kept = False
 
     def keep(self) -> None:
-        """To be called with each patch; more than once changes nothing."""
+        """To be called before the first patch; more than once changes nothing."""
         if self._is_kept:
             return
         self._is_kept = True
@@ -86,7 +97,7 @@ def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> 
     if hasattr(rules, "load_object"):
         patches.replace(rules, "load_object", lambda found: lambda name: original(found(name)))
     if hasattr(rules, "is_callable_allowed"):
-        patches.replace(rules, "is_callable_allowed", _or_by_itself)
+        patches.replace(rules, "is_callable_allowed", _or_opaque)
     _correct_table(
         rules,
         "get_tensor_method",
@@ -95,8 +106,8 @@ def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> 
     )
 
 
-def _or_by_itself(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda obj: is_by_itself(obj) or is_callable_allowed(obj)
+def _or_opaque(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda obj: is_opaque_call(obj) or is_callable_allowed(obj)
 
 
 def _methods(original: Original) -> frozenset:
@@ -129,7 +140,44 @@ def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[
     patches.on_undo(found.cache_clear)  # what it remembers may be of the time between
 
 
-_CORRECTIONS: dict[str, Correction] = {
-    "torch._dynamo.trace_rules": _correct_rules,
-    "torch._dynamo.variables.torch": _correct_functions,
-}
+def _trace_regions(
+    contexts: ModuleType,
+    patches: PatchSet,
+    regions: AutocastRegions,
+    ask_state: Callable[[], CastState],
+) -> None:
+    """Dynamo knows regions of torch.autocast by a class of its own, and enters what it traces.
+
+    Its `enter` and `exit` trace a push and a pop of ours too.
+    """
+    variable = getattr(contexts, "AutocastModeVariable", None)
+    if variable is None or not hasattr(variable, "enter") or not hasattr(variable, "exit"):
+        return
+
+    def traced(tx: Any, method: str) -> None:
+        from torch._dynamo.variables import UserFunctionVariable  # complete by now
+
+        state = UserFunctionVariable(ask_state).call_function(tx, [], {})
+        state.call_method(tx, method, [], {})
+
+    def enter(original: Callable) -> Callable:
+        def entered(region: Any, tx: Any) -> Any:
+            regions.thread.is_tracing = True
+            try:
+                found = original(region, tx)
+            finally:
+                regions.thread.is_tracing = False
+            traced(tx, "enter_region")
+            return found
+
+        return entered
+
+    def leave(original: Callable) -> Callable:
+        def left(region: Any, tx: Any, *args: Any) -> Any:
+            traced(tx, "leave_region")
+            return original(region, tx, *args)
+
+        return left
+
+    patches.replace(variable, "enter", enter)
+    patches.replace(variable, "exit", leave)

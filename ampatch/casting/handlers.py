@@ -22,8 +22,8 @@ import torch.overrides
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, has_torch_function
 
+from .cast_state import CastState
 from .patches import PatchSet
-from .policy import CastState
 
 try:
     from torch._C import _is_torch_function_mode_enabled as is_mode_on

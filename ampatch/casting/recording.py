@@ -43,7 +43,7 @@ class Recorded(Exception):
         return self._proxy.tracer.create_proxy("call_function", patched, tuple(args), kwargs)
 
 
-def by_itself(function: Callable) -> Callable:
+def opaque_call(function: Callable) -> Callable:
     """`function` for a graph of Dynamo's to hold as an object.
 
     Torch's functions stand in a graph's code by name, so that the graph, run under
@@ -56,12 +56,12 @@ def by_itself(function: Callable) -> Callable:
     return recorded
 
 
-_BY_ITSELF = by_itself(len).__code__
+_OPAQUE_CALL = opaque_call(len).__code__
 
 
-def is_by_itself(function: Any) -> bool:
-    """Whether it comes from `by_itself`."""
-    return getattr(function, "__code__", None) is _BY_ITSELF
+def is_opaque_call(function: Any) -> bool:
+    """Whether it comes from `opaque_call`."""
+    return getattr(function, "__code__", None) is _OPAQUE_CALL
 
 
 def proxy_of(value: Any) -> Any:

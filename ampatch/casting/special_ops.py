@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
+from .cast_state import CastState
 from .handlers import unseen_where_modes_are
-from .policy import CastState, Policy
+from .policy import Policy
 from .rules import cast, castable
 
 Make = Callable[[Callable], Callable]
@@ -139,13 +140,13 @@ def _checkpoint(original: Callable, state: CastState) -> Callable:
 
 
 def refused(function: Callable, message: str, state: CastState) -> Callable:
-    """apex's flavour: an in-place function that would have to change a half tensor's dtype."""
+    """With apex's tables: an in-place function that would have to change a half tensor's dtype."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.table_policy()
         if (
             policy is not None
-            and policy.apex_flavour
+            and policy.apex_tables
             and args
             and isinstance(args[0], Tensor)
             and args[0].dtype in (torch.float16, torch.bfloat16)

@@ -10,14 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.autograd import Function
 
 from ..errors import type_name
-from .policy import CastState, Policy
-from .rules import call_in
+from .cast_state import CastState
+from .rules import Choose
+from .wrapper import call_in
 
-Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
 Make = Callable[[Any], Any]
 Ask = Callable[[], CastState]
 

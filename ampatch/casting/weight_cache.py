@@ -157,41 +157,36 @@ class WeightCache:
         if forward is not None:
             forward.is_hooked = True
 
-    def find(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The copy of `weight` in `dtype` made earlier in this forward; None: there is none."""
-        forward = self._thread.forward
-        if forward is None:
-            return None
-        key = id(weight)
-        in_graph = weight.requires_grad and is_grad_enabled()
-        copy = (forward.graphed if in_graph else forward.plain).get(key)
-        if copy is None:
-            return None
-        half, version = copy
-        if (
-            version != weight._version
-            or half.dtype is not dtype
-            or (forward.in_inference and not torch.is_inference_mode_enabled())
-        ):
-            return None
-        forward.used.add(key)
-        self.hits += 1
-        return half
-
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """`weight` in `dtype`: the copy made earlier in this forward, or a new one."""
-        half = self.find(weight, dtype)
-        return self.make(weight, dtype) if half is None else half
+        """`weight` in `dtype`: the copy made earlier in this forward, or a new one.
 
-    def make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A new copy of `weight` in `dtype`, made together with those that go with it."""
+        A copy still serves if its weight has the version it was made from, and if it can be
+        saved for the backward pass.
+        """
         forward = self._thread.forward
         if forward is None:
             return weight.to(dtype)
+        in_graph = weight.requires_grad and is_grad_enabled()
+        copy = (forward.graphed if in_graph else forward.plain).get(id(weight))
+        if copy is not None:
+            half, version = copy
+            if (
+                version == weight._version
+                and half.dtype is dtype
+                and not (forward.in_inference and not torch.is_inference_mode_enabled())
+            ):
+                forward.used.add(id(weight))
+                self.hits += 1
+                return half
+        return self._make(forward, weight, dtype, in_graph)
+
+    def _make(
+        self, forward: _Forward, weight: Tensor, dtype: torch.dtype, in_graph: bool
+    ) -> Tensor:
+        """A new copy of `weight`, made together with those that go with it."""
         if id(weight) in forward.touched or _must_be_alone(forward, weight):
             self.misses += 1
             return weight.to(dtype)
-        in_graph = weight.requires_grad and is_grad_enabled()
         copies = forward.graphed if in_graph else forward.plain
         together = _together(forward, copies, weight, dtype)
         versions = list(map(_version_of, together))

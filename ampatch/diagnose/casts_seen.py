@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casting import batched_casts, special_ops, user_functions
-from ampatch.casting import rules as casts
+from ampatch.casting import wrapper as casts
 from ampatch.casting.weight_cache import WeightCache
 from ampatch.errors import AmpatchError
 from ampatch.session.session import registry
@@ -47,7 +47,7 @@ _CALLS = {
 _CAST = casts.cast.__code__
 _CACHE = WeightCache.cast.__code__
 _TOGETHER = batched_casts.cast_together.__code__
-_MAKING = {WeightCache.make.__code__, _TOGETHER}
+_MAKING = {WeightCache._make.__code__, _TOGETHER}
 _SEEN = {*_CALLS, _CAST, _CACHE, _TOGETHER}
 
 

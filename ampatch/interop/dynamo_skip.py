@@ -16,13 +16,14 @@ from typing import Any
 
 import wrapt
 
-from ..casting import batched_casts, contexts, handlers, policy, weight_cache
+from ..casting import batched_casts, cast_state, contexts, handlers, policy, weight_cache
 from ..models import conversion, hooks, io_casting, managed_model, module_overrides
 from ..models import submodule_calls as parts
 from ..torch_private import probes
 
 _OURS = (
     batched_casts,
+    cast_state,
     handlers,
     hooks,
     io_casting,

@@ -17,7 +17,8 @@ import torch
 import torch.fx
 from torch import nn
 
-from ..casting.policy import CastState, Policy
+from ..casting.cast_state import CastState
+from ..casting.policy import Policy
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
 from ..models.conversion import cast_tensors

@@ -10,7 +10,7 @@ as the model is, for as long as the session is open.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting import dtype_errors
 from ..casting.batched_casts import Plan
+from ..casting.cast_state import CastState
 from ..casting.handlers import is_mode_on, unseen
-from ..casting.policy import CastState, Policy
+from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import TakingOut
 from ..log import logger

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from ..casting.cast_state import CastState
 from ..casting.handlers import is_mode_on, unseen
 from ..casting.install import Installation
-from ..casting.policy import CastState, Policy
+from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import did_you_mean, type_name
 from .conversion import caster, has_statistics, is_instance_norm, map_tensors

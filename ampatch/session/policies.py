@@ -38,7 +38,7 @@ class CastingMembers(Members):
         self._policy = Policy(
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
-            apex_flavour=apex_flavour,
+            apex_tables=apex_flavour,
             devices=_device_limit(),
         )
         self._overrides_only = dataclasses.replace(self._policy, follows_tables=False)
@@ -61,7 +61,7 @@ class CastingMembers(Members):
 
     def _has_masters(self, properties: Properties) -> bool:
         """As apex, its package makes none at O1: weights that came in half keep their gradients."""
-        as_apex = self._policy.apex_flavour and properties.patch_torch_functions
+        as_apex = self._policy.apex_tables and properties.patch_torch_functions
         return super()._has_masters(properties) and not as_apex
 
     def _policy_under(self, properties: Properties) -> Policy | None:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..casting.cast_state import CastState
 from ..casting.handlers import FunctionModes
 from ..casting.install import Installation, raw_attribute, resolve
 from ..casting.patches import PatchSet
-from ..casting.policy import CastState, Policy
+from ..casting.policy import Policy
 from ..casting.rebind import keep_replaced
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
@@ -117,7 +118,7 @@ class Registry:
         self._refresh_tools()
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
-        if policy.apex_flavour:
+        if policy.apex_tables:
             self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.function_rules.items():
             original = self.installation.original(function)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..casting.policy import CastState
+from ..casting.cast_state import CastState
 from ..config.opt_levels import NULLABLE, Properties, resolve
 from ..errors import TakingOut
 from ..interop import dynamo_skip, fx_jit
-from ..log import logger
 from ..models import float_copies, module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling import gradient_state, master_weights
@@ -166,8 +165,8 @@ class Session(CastingMembers):
         """
         managed = ManagedOptimizer(
             optimizer,
-            suspend_casts=registry.state.suspend,
-            resume_casts=registry.state.resume,
+            suspend_casts=registry.state.casts_off.__enter__,
+            resume_casts=registry.state.casts_off.__exit__,
             casts_off=lambda: registry.state.under(lambda: None),
             casts_on=lambda: registry.state.under(
                 registry.outside_step, registry.state.covered_by_user()
@@ -228,7 +227,7 @@ class Session(CastingMembers):
             delay_overflow_check,
             outsiders,
             self._policy.cache.close,
-            together=self._policy.apex_flavour,
+            together=self._policy.apex_tables,
         )
 
     def _before_forward(self, model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import ampatch
 from ampatch.casting import special_ops, tables
 from ampatch.casting.install import has
-from ampatch.casting.policy import CastState
+from ampatch.casting.cast_state import CastState
 from ampatch.casting.tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Rule
 from ampatch.cli import main
 from ampatch.diagnose.tables import content, differences, formats

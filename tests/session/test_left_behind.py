@@ -31,7 +31,7 @@ def start(**options):
 
 
 def replacements():
-    return [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+    return list(ampatch.session.session.registry.installation.replacements)
 
 
 TABLES = """
@@ -121,7 +121,7 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         found = {F.linear, F.relu, F.conv2d, F.layer_norm}
         ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
         assert "torch.ao.quantization.quantize_fx" not in sys.modules
-        ours = [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+        ours = list(ampatch.session.session.registry.installation.replacements)
         import torch.ao.quantization.quantize_fx
         import torch.ao.ns._numeric_suite_fx
         from torch.ao.quantization.backend_config import get_native_backend_config
