@@ -20,6 +20,7 @@ from torch import Tensor, is_grad_enabled
 
 from ..torch_private.probes import is_recording
 from .batched_casts import Plan, alike, cast_together, may_be_planned
+from .cast_observers import note_copies, observers
 
 
 @dataclasses.dataclass
@@ -100,7 +101,7 @@ class WeightCache:
         """
         thread = self._thread
         forward = thread.forward
-        if forward is None or opener is not None and opener is not forward.opener:
+        if forward is None or (opener is not None and opener is not forward.opener):
             return
         thread.forward = None
         if is_whole and forward.plan is not None:
@@ -165,7 +166,7 @@ class WeightCache:
         """
         forward = self._thread.forward
         if forward is None:
-            return weight.to(dtype)
+            return _cast_alone(weight, dtype)
         in_graph = weight.requires_grad and is_grad_enabled()
         copy = (forward.graphed if in_graph else forward.plain).get(id(weight))
         if copy is not None:
@@ -186,7 +187,7 @@ class WeightCache:
         """A new copy of `weight`, made together with those that go with it."""
         if id(weight) in forward.touched or _must_be_alone(forward, weight):
             self.misses += 1
-            return weight.to(dtype)
+            return _cast_alone(weight, dtype)
         copies = forward.graphed if in_graph else forward.plain
         together = _together(forward, copies, weight, dtype)
         versions = list(map(_version_of, together))
@@ -195,7 +196,16 @@ class WeightCache:
         forward.kept.append(together)
         forward.used.add(id(weight))
         self.misses += len(together)
+        if observers:
+            note_copies(halves)
         return copies[id(weight)][0]
+
+
+def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    half = weight.to(dtype)
+    if observers:
+        note_copies((half,))
+    return half
 
 
 _version_of = operator.attrgetter("_version")

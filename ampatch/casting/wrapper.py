@@ -18,6 +18,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
+from .cast_observers import ObservedCall, observers
 from .cast_state import FOLLOW, CastState
 from .dtype_errors import note_call
 from .handlers import Handled, hand_over, is_asked, is_mode_on
@@ -53,6 +54,8 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
                 policy = own
                 if is_dynamo_compiling():
                     call = as_object
+            if observers and not is_dynamo_compiling():
+                call = ObservedCall(original, args, kwargs)
         if (
             policy is None
             or ("out" in kwargs and kwargs["out"] is not None)
@@ -148,7 +151,12 @@ def overridden(
     with state.under(lambda: None):
         output = call_in(to, original, patched, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)
-    return output if found is None else cast(output, found, policy)
+    if found is None:
+        return output
+    after = cast(output, found, policy)
+    if isinstance(original, ObservedCall):
+        original.note_casts(output, after)
+    return after
 
 
 def banned(original: Callable, decide: Callable[[Policy], None], state: CastState) -> Callable:
@@ -157,7 +165,8 @@ def banned(original: Callable, decide: Callable[[Policy], None], state: CastStat
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.table_policy()
         if policy is None or not _has_half(args, kwargs, policy):
-            return original(*args, **kwargs)
+            call = ObservedCall(original, args, kwargs) if observers else original
+            return call(*args, **kwargs)
         decide(policy)
         return floated(*args, **kwargs)
 
