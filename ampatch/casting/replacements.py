@@ -75,7 +75,7 @@ class Replacements:
             self._patches.on_undo(lambda: table.pop(id(made), None))
 
     def rebind(self, *originals: Any) -> None:
-        """Have the user's modules that bound these originals before (none: all) use replacements."""
+        """Have modules that bound these originals before use replacements; none given: all."""
         chosen = {id(one): self._by_original[id(one)] for one in originals}
         rebind.rebind(self._patches, chosen or self._by_original)
 

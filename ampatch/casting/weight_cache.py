@@ -184,8 +184,17 @@ class WeightCache:
     def _make(
         self, forward: _Forward, weight: Tensor, dtype: torch.dtype, in_graph: bool
     ) -> Tensor:
-        """A new copy of `weight`, made together with those that go with it."""
-        if id(weight) in forward.touched or _must_be_alone(forward, weight):
+        """A new copy of `weight`, made together with those that go with it.
+
+        It is not kept where it would leak out of a trace or a transform, or could not be
+        saved for a backward pass.
+        """
+        if (
+            id(weight) in forward.touched
+            or is_recording()
+            or weight.is_inference()
+            or forward.in_inference is not torch.is_inference_mode_enabled()
+        ):
             self.misses += 1
             return _cast_alone(weight, dtype)
         copies = forward.graphed if in_graph else forward.plain
@@ -228,17 +237,6 @@ def _together(
         known = copies.keys() | forward.touched
         found = [one for one in found if id(one) not in known]
     return found or [weight]  # it has got hooks, say
-
-
-def _must_be_alone(forward: _Forward, weight: Tensor) -> bool:
-    """Whether a copy may not be kept: it would leak out of a trace or a transform, or could not be
-    saved for a backward pass.
-    """
-    return (
-        is_recording()
-        or weight.is_inference()
-        or forward.in_inference is not torch.is_inference_mode_enabled()
-    )
 
 
 def _learn(plan: Plan, forward: _Forward) -> None:
