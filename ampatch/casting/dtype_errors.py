@@ -132,7 +132,7 @@ def _is_torch_s(frame: FrameType) -> bool:
 def _calls(frame: FrameType, line: int) -> list[str]:
     """The calls in a line that are arguments of others."""
     tree, first = _tree(frame.f_code)
-    inner = {}
+    inner: dict[str, None] = {}  # an ordered set
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Call) and node.lineno + first - 1 == line:
             for argument in (*node.args, *(word.value for word in node.keywords)):
@@ -195,7 +195,9 @@ def _bindings(name: str, frame: FrameType, line: int) -> list[str]:
     tree, first = _tree(frame.f_code)
     lines = set()
     for node in ast.walk(tree) if tree is not None else ():
-        for target in node.targets if isinstance(node, ast.Assign) else ():
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
             names = {inner.id for inner in ast.walk(target) if isinstance(inner, ast.Name)}
             if name in names and node.lineno + first - 1 < line:
                 lines.add(node.lineno + first - 1)

@@ -122,17 +122,20 @@ def _correct_functions(variables: ModuleType, patches: PatchSet, original: Origi
 
     kind = getattr(variables, "TorchInGraphFunctionVariable", None)
     _correct_table(kind, "_get_handlers", patches, by_original)
-    scalars = getattr(variables, "ops_consuming_unbacked_scalars", None)
+    scalars = getattr(variables, _SCALARS, None)
     if isinstance(scalars, frozenset):
         corrected = frozenset(map(original, scalars))
         if corrected != scalars:  # filled at an import meanwhile: right once, right for good
-            variables.ops_consuming_unbacked_scalars = corrected
+            setattr(variables, _SCALARS, corrected)
+
+
+_SCALARS = "ops_consuming_unbacked_scalars"
 
 
 def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[Any], Any]) -> None:
     """Have the cached function `owner.name` return `correct` of what it returns."""
     found = getattr(owner, name, None)
-    if not hasattr(found, "cache_clear"):
+    if found is None or not hasattr(found, "cache_clear"):
         return
     corrected = functools.cache(lambda: correct(found()))
     is_static = inspect.isclass(owner)

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -132,7 +132,7 @@ class _Search:
         elif isinstance(value, (dict, set, frozenset)):
             if patched in value:
                 self.patched = True
-                if not isinstance(value, frozenset):
+                if isinstance(value, (dict, set)):
                     self.entered.append(value)
             elif original in value:
                 if self._can_take(value):
@@ -146,7 +146,7 @@ class _Search:
             return True
         return False
 
-    def _can_take(self, table: Any) -> bool:
+    def _can_take(self, table: Any) -> TypeGuard[Table]:
         """Whether a table leads to handlers: counts and records are not for us to add to."""
         if type(table) is set:
             return not self._is_logging

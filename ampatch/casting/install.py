@@ -7,7 +7,7 @@ What this torch lacks is left out and listed in `missing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ class Installation:
                 )
             decide = refuse(message, self._warn_once)
             return self._overridable(lambda original, state: banned(original, decide, state))
-        choosers = CHOOSERS
+        choosers: Mapping[Rule, Choose] = CHOOSERS
         if row in APEX:
             choosers = APEX_CHOOSERS
         elif row in BEYOND:

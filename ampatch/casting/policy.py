@@ -33,7 +33,7 @@ class Policy:
     follows_tables: bool = True
     allow_banned: bool = True
     apex_tables: bool = False
-    half_type: torch.dtype | None = None
+    half_type: torch.dtype = None  # type: ignore[assignment]  # `half_to` unless given
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
 
     def __post_init__(self) -> None:

@@ -168,8 +168,9 @@ def _widest_unless_scalar(args: tuple, kwargs: dict, policy: Policy) -> torch.dt
 
 def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     first = args[0] if args else kwargs.get("input")
-    is_ours = isinstance(first, Tensor) and castable(first, policy)
-    return dtype_of(first) if is_ours else None
+    if isinstance(first, Tensor) and castable(first, policy):
+        return dtype_of(first)
+    return None
 
 
 def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:

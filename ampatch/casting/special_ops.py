@@ -72,9 +72,10 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         policy = state.table_policy()
-        if policy is not None:
+        weights = self._flat_weights[0]
+        if policy is not None and weights is not None:
             with unseen_where_modes_are(state):
-                input = _like_weights(input, self._flat_weights[0], policy)
+                input = _like_weights(input, weights, policy)
         return original(self, input, batch_sizes)
 
     return check_input

@@ -29,7 +29,7 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
         policy = ask().table_policy()
         to = None if policy is None else choose(args, kwargs, policy)
         call = ObservedCall(function, args, kwargs) if observers else function
-        if to is None:
+        if policy is None or to is None:
             return call(*args, **kwargs)
         return call_in(to, call, patched, args, kwargs, policy)
 
