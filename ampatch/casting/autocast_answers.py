@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..torch_private.devices import device_types
 from .autocast_regions import Make
 from .cast_state import CastState
 from .policy import Policy
@@ -21,7 +22,6 @@ from .torch_autocast import (
     asking_frame,
     casts_to_answer,
     device_of,
-    devices,
     function_context,
     is_enabled,
 )
@@ -32,7 +32,7 @@ def casting_policy(state: CastState, device: str) -> Policy | None:
     policy = state.table_policy()
     if policy is None:
         return None
-    return policy if device in (policy.devices or devices()) else None
+    return policy if device in (policy.devices or device_types()) else None
 
 
 def places(state: CastState) -> list[tuple[str, str, Make]]:

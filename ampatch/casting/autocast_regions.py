@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..torch_private.autocast_callers import AUTOCAST
+from ..torch_private.devices import device_types
 from .cast_state import CastState
 from .contexts import PolicyContext
 from .policy import Policy
 from .torch_autocast import (
-    AUTOCAST,
     FORWARD_POLICY,
     asking_frame,
-    devices,
     enters_for_user,
     function_context,
     is_enabled,
@@ -64,7 +64,7 @@ class AutocastRegions:
             return
         found = self._state.current()
         policy = found
-        for device in devices():
+        for device in device_types():
             if is_enabled(device):
                 policy = without(policy, device)
         if policy is found:  # disabled, and for which device is not known
@@ -127,9 +127,9 @@ def without(policy: Policy | None, device: str) -> Policy | None:
     if policy is None:
         return None
     if policy.devices is None:
-        if len(devices()) == 1:  # whatever device the region names: it can only mean this one
+        if len(device_types()) == 1:  # whatever device the region names: it can only mean this one
             return None
-        left = set(devices())
+        left = set(device_types())
     else:
         left = set(policy.devices)
     if policy.devices is not None and device not in left:

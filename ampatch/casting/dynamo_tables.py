@@ -93,6 +93,13 @@ def _is_ours(function: Any) -> bool:
     return home.partition(".")[0] == __name__.partition(".")[0]
 
 
+def _trace_call(tx: Any, function: Any) -> Any:
+    """Have Dynamo trace a call of `function` where the translator `tx` is."""
+    from torch._dynamo.variables import UserFunctionVariable  # Dynamo runs, so it is there
+
+    return UserFunctionVariable(function).call_function(tx, [], {})
+
+
 def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> None:
     if hasattr(rules, "load_object"):
         patches.replace(rules, "load_object", lambda found: lambda name: original(found(name)))
@@ -158,10 +165,7 @@ def _trace_regions(
         return
 
     def traced(tx: Any, method: str) -> None:
-        from torch._dynamo.variables import UserFunctionVariable  # complete by now
-
-        state = UserFunctionVariable(ask_state).call_function(tx, [], {})
-        state.call_method(tx, method, [], {})
+        _trace_call(tx, ask_state).call_method(tx, method, [], {})
 
     def enter(original: Callable) -> Callable:
         def entered(region: Any, tx: Any) -> Any:

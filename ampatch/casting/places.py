@@ -8,6 +8,8 @@ from typing import Any
 
 import wrapt
 
+from .tables import BUILTINS
+
 NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.Tensor")
 """Where torch keeps the functions that overrides and registrations may name."""
 
@@ -45,7 +47,8 @@ def places_of(function: Any) -> list[tuple[Any, str]]:
 
 def public_name(where: str) -> str:
     """The name by which users know the place of a row."""
-    return where.replace("torch._C._nn.", "torch.nn.functional.")
+    functional = "torch.nn.functional"
+    return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
 
 
 def parse_place(place: Any, name: str | None) -> tuple[Any, str]:

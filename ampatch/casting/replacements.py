@@ -11,17 +11,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ..torch_private.scripting import builtin_table
 from . import rebind
 from .left_behind import Arrivals
 from .patches import PatchSet
-
-try:
-    from torch.jit._builtins import _get_builtin_table
-except ImportError:
-
-    def _get_builtin_table() -> dict:
-        """Without torch.jit's table, scripting a patched function fails as for any closure."""
-        return {}
 
 
 class Replacements:
@@ -69,7 +62,7 @@ class Replacements:
         self._patches.replace(owner, name, make_and_register)
 
     def _register_for_script(self, made: Any, original: Any) -> None:
-        table = _get_builtin_table()
+        table = builtin_table()
         if id(original) in table:
             table[id(made)] = table[id(original)]
             self._patches.on_undo(lambda: table.pop(id(made), None))

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from ..torch_private.torch_functions import unhandled
+from ..torch_private.tracing_tensors import is_internal
 from .handlers import Handled, wants_to_see
 from .policy import Policy
-from .recording import Recorded, is_internal, proxy_of
+from .recording import Recorded, proxy_of
 from .tables import Rule
 
 Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
@@ -92,8 +94,9 @@ def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
     if type(value) not in TENSORS and wants_to_see(value):
-        with torch._C.DisableTorchFunctionSubclass():  # our look at it is not the user's call
-            return castable(value, policy)
+        with unhandled():  # our look at it is not the user's call
+            dtype, device = value.dtype, value.device
+        return dtype in _CASTABLE and (policy.devices is None or device.type in policy.devices)
     return value.dtype in _CASTABLE and (
         policy.devices is None or value.device.type in policy.devices
     )
@@ -102,7 +105,7 @@ def castable(value: Tensor, policy: Policy) -> bool:
 def dtype_of(value: Tensor) -> torch.dtype:
     """A tensor's dtype, which no handler is asked for."""
     if type(value) not in TENSORS and wants_to_see(value):
-        with torch._C.DisableTorchFunctionSubclass():
+        with unhandled():
             return value.dtype
     return value.dtype
 

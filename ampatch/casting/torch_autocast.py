@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-AUTOCAST = "torch.amp.autocast_mode"
+from ..torch_private.autocast_callers import ASK_TO_CAST, AUTOCAST, ENTER_FOR_USER
+
 FORWARD_POLICY = "_ampatch_forward_policy"
 """Attribute of a custom Function's context: the policy that its backward is under."""
 
@@ -25,10 +26,6 @@ _PASSED_ON = frozenset(
         *("contextlib", "torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"),
     )
 )
-_FOR_THE_USER = frozenset((AUTOCAST, "torch._higher_order_ops.wrap"))
-"""Modules of torch's that enter regions because the user's code asked them to."""
-_CASTS_TO_ANSWER = frozenset(("torch.nested._internal.sdpa",))
-"""Modules of torch's that ask about autocast in order to cast to the answer."""
 
 is_enabled = torch.is_autocast_enabled
 set_enabled = torch.set_autocast_enabled
@@ -51,16 +48,6 @@ def autocast_on(devices: Iterable[str]) -> Iterator[None]:
     finally:
         for device, was in found.items():
             set_enabled(device, was)
-
-
-def devices() -> tuple[str, ...]:
-    """The types of devices that there are here."""
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is None:
-        return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    if not accelerator.is_available():
-        return ("cpu",)
-    return ("cpu", accelerator.current_accelerator().type)
 
 
 def device_of(args: tuple, kwargs: dict, usual: str) -> str:
@@ -86,12 +73,12 @@ def is_torch_s(frame: FrameType) -> bool:
 
 def enters_for_user(frame: FrameType) -> bool:
     """Whether a region entered by this frame is one of the user's code."""
-    return _module(frame) in _FOR_THE_USER or not is_torch_s(frame)
+    return _module(frame) in ENTER_FOR_USER or not is_torch_s(frame)
 
 
 def casts_to_answer(frame: FrameType) -> bool:
     """Whether the frame asks about autocast in order to act as under autocast."""
-    return _module(frame) in _CASTS_TO_ANSWER or not is_torch_s(frame)
+    return _module(frame) in ASK_TO_CAST or not is_torch_s(frame)
 
 
 def function_context(frame: FrameType, wrapper: str) -> Any:

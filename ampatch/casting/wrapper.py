@@ -18,10 +18,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
+from ..torch_private.torch_functions import is_mode_on
 from .cast_observers import ObservedCall, observers
 from .cast_state import FOLLOW, CastState
 from .dtype_errors import note_call
-from .handlers import Handled, hand_over, is_asked, is_mode_on
+from .handlers import Handled, hand_over, is_asked
 from .policy import Policy
 from .recording import Recorded, opaque_call
 from .rules import (

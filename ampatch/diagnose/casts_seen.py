@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casting.cast_observers import observers
+from ampatch.casting.tables import BUILTINS
 from ampatch.session.session import registry
 
 from .storages import StorageNotes
@@ -141,6 +142,6 @@ def name_of(original: Any) -> str:
     made = registry.installation.replaced_by(original)
     named = original if made is None else made
     module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", str(named))
-    if module == "torch._C._nn" and hasattr(torch.nn.functional, name):
+    if module == BUILTINS["torch.nn.functional"] and hasattr(torch.nn.functional, name):
         module = "torch.nn.functional"
     return f"{module}.{name}" if module else name

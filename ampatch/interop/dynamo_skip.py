@@ -11,15 +11,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from itertools import chain
 from types import CodeType, ModuleType
-from typing import Any
-
-import wrapt
 
 from ..casting import batched_casts, cast_state, contexts, handlers, policy, weight_cache
 from ..models import conversion, hooks, io_casting, managed_model, module_overrides
 from ..models import submodule_calls as parts
-from ..torch_private import probes
+from ..torch_private import (
+    devices,
+    distributed,
+    dynamo,
+    probes,
+    tensors,
+    torch_functions,
+    tracing_tensors,
+)
+from ..torch_private import modules as torch_modules
 
 _OURS = (
     batched_casts,
@@ -32,8 +39,14 @@ _OURS = (
     module_overrides,
     parts,
     policy,
-    probes,
     contexts,
+    devices,
+    distributed,
+    probes,
+    tensors,
+    torch_functions,
+    torch_modules,
+    tracing_tensors,
     weight_cache,
 )
 
@@ -44,15 +57,7 @@ def run_eagerly(*others: ModuleType) -> None:
     `others` are modules that hooks reach through what they were given to call.
     """
 
-    def mark(eval_frame: Any) -> None:
-        skip_code = getattr(eval_frame, "skip_code", None)
-        if skip_code is None:  # private to torch: without it hooks are compiled, and work
-            return
-        for module in (*_OURS, *others):
-            for code in _codes(module):
-                skip_code(code)
-
-    wrapt.register_post_import_hook(mark, "torch._dynamo.eval_frame")
+    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, (*_OURS, *others))))
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

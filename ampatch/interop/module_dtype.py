@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import AmpatchError
+from ..torch_private.modules import APPLY
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -31,7 +32,7 @@ def replacements(
     `masters_of(module)` its half parameters with their masters.  Within `undressed(halves)`
     these (by ids) are as torch made them.
     """
-    if not hasattr(nn.Module, "_apply"):  # private to torch: without it conversions go through
+    if not hasattr(nn.Module, APPLY):
         return []
 
     def make(original: Callable) -> Callable:
@@ -59,7 +60,7 @@ def replacements(
 
         return _apply
 
-    return [(nn.Module, "_apply", make)]
+    return [(nn.Module, APPLY, make)]
 
 
 def _move(master: Tensor, fn: Apply) -> None:

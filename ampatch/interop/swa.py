@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..log import logger
+from ..torch_private.foreach import TORCH_NAMES
 
 MasterOf = Callable[[Tensor], "Tensor | None"]
 HalfOf = Callable[[Tensor], "tuple[str, bool] | None"]
@@ -46,8 +47,8 @@ def watched(half_of: HalfOf) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     ways = [
         (torch.Tensor, "add_", lambda args, kwargs: kwargs.get("alpha", 1)),
         (torch.Tensor, "lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
-        (torch, "_foreach_add_", lambda args, kwargs: kwargs.get("alpha", 1)),
-        (torch, "_foreach_lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
+        (torch, TORCH_NAMES["add_"], lambda args, kwargs: kwargs.get("alpha", 1)),
+        (torch, TORCH_NAMES["lerp_"], lambda args, kwargs: args[1] if len(args) > 1 else 1),
     ]
     return [
         (owner, name, functools.partial(_watched, weight_of=weight_of, half_of=half_of, told=told))
@@ -106,7 +107,7 @@ def _watched(
             look(average, args, kwargs)
         return original(self, *args, **kwargs)
 
-    return update_all if original.__name__.startswith("_foreach") else update
+    return update_all if original.__name__ in TORCH_NAMES.values() else update
 
 
 def _tell(average: Tensor, source: Tensor, half_of: HalfOf, told: list[str]) -> None:

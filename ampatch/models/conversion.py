@@ -18,22 +18,14 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-_BATCH_NORMS: tuple[type, ...] = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
+from ..torch_private.modules import (
+    BATCH_NORMS,
+    INSTANCE_NORMS,
+    TORCH_BATCH_NORMS,
+    TORCH_INSTANCE_NORMS,
 )
-_INSTANCE_NORMS: tuple[type, ...] = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_NORM_NAMES = {norm.__name__ for norm in (*_BATCH_NORMS, *_INSTANCE_NORMS)}
-try:
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.modules.instancenorm import _InstanceNorm
 
-    _BATCH_NORMS = (_BatchNorm,)  # their common base, and that of other people's
-    _INSTANCE_NORMS = (_InstanceNorm,)
-except ImportError:
-    pass
+_NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NORMS)}
 
 _data = torch.Tensor.data  # torch's own: open sessions are told of `parameter.data`
 
@@ -137,7 +129,7 @@ class Converted(NamedTuple):
 
 def is_instance_norm(module: nn.Module) -> bool:
     """Whether it is an InstanceNorm that is no TorchScript."""
-    return isinstance(module, _INSTANCE_NORMS)
+    return isinstance(module, INSTANCE_NORMS)
 
 
 def has_statistics(module: nn.Module) -> bool:
@@ -147,9 +139,9 @@ def has_statistics(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         known = module.original_name in _NORM_NAMES
         return known and getattr(module, "running_mean", None) is not None
-    if isinstance(module, _INSTANCE_NORMS):
+    if isinstance(module, INSTANCE_NORMS):
         return module.running_mean is not None
-    return isinstance(module, _BATCH_NORMS)
+    return isinstance(module, BATCH_NORMS)
 
 
 def convert_weights(

@@ -20,12 +20,13 @@ from torch.compiler import is_dynamo_compiling
 from ..casting import dtype_errors
 from ..casting.batched_casts import Plan
 from ..casting.cast_state import CastState
-from ..casting.handlers import is_mode_on, unseen
+from ..casting.handlers import unseen
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import TakingOut
 from ..log import logger
 from ..torch_private.half_grads import undress
+from ..torch_private.torch_functions import is_mode_on
 from .conversion import (
     Converted,
     cast_tensors,

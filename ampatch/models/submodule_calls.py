@@ -19,15 +19,10 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_TYPES
+from ..torch_private.modules import forward_tables
+from ..torch_private.probes import current_backward_pass
 from .hooks import Hook
 from .io_casting import ModelInputs
-
-try:
-    from torch._C import _current_graph_task_id
-except ImportError:  # private to torch: without it a recomputation gets inputs cast again
-
-    def _current_graph_task_id() -> int:
-        return -1
 
 
 class _Here(threading.local):
@@ -77,9 +72,11 @@ class Parts:
             pre = module.register_forward_pre_hook(before, with_kwargs=True)
             post = module.register_forward_hook(after, always_call=True)
             handles += (pre, post)
-            self._tables += (module._forward_pre_hooks, module._forward_hooks)
-            self._ids += (pre.id, post.id)
-            self._hooks += (before, after)
+            tables = forward_tables(module)
+            if tables is not None:  # else they stay in, which only takes time
+                self._tables += tables
+                self._ids += (pre.id, post.id)
+                self._hooks += (before, after)
         return handles
 
     def forget(self) -> None:
@@ -102,7 +99,7 @@ class Parts:
         if here.outermost is not None:
             here.again += here.outermost is module
             return None
-        if _current_graph_task_id() != -1:  # a recomputation: its inputs are those of the forward
+        if current_backward_pass() != -1:  # a recomputation: its inputs are those of the forward
             return None
         if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
             return None

@@ -13,6 +13,7 @@ from ..casting.policy import Policy
 from ..casting.rules import dtype_of, tensors_in
 from ..casting.weight_cache import CacheInfo
 from ..config.opt_levels import HALF_TYPES, Properties
+from ..torch_private.devices import device_types, devices_to_start_from
 from .index import Whereabouts
 from .members import Members
 
@@ -39,7 +40,7 @@ class CastingMembers(Members):
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
             apex_tables=apex_flavour,
-            devices=_device_limit(),
+            devices=devices_to_start_from(),
         )
         self._overrides_only = dataclasses.replace(self._policy, follows_tables=False)
         self.mixed_policy = dataclasses.replace(self._policy, gate=mixes)
@@ -116,9 +117,8 @@ class CastingMembers(Members):
 
     def cast_on_accelerators(self) -> None:
         """Without models: cast on accelerators, if there are any, and where `cast_on` says."""
-        self._policy.devices = _device_limit()
-        if self._policy.devices is not None:
-            self.cast_on({_accelerator()})
+        self._policy.devices = devices_to_start_from()
+        self.cast_on(set(device_types()) - {"cpu"})
 
     def _cast_to(self, dtype: torch.dtype) -> None:
         for policy in (self._policy, self._overrides_only, self.mixed_policy):
@@ -149,14 +149,3 @@ def mixes(args: tuple, kwargs: dict) -> bool:
             elif dtype in HALF_TYPES:
                 half = True
     return half and single
-
-
-def _device_limit() -> set[str] | None:
-    """Where there is only one kind of device nothing needs asking; else start from "meta"."""
-    accelerator = getattr(torch, "accelerator", torch.cuda)
-    return {"meta"} if accelerator.is_available() else None
-
-
-def _accelerator() -> str:
-    accelerator = getattr(torch, "accelerator", None)
-    return "cuda" if accelerator is None else accelerator.current_accelerator().type
