@@ -1,8 +1,8 @@
-"""To code outside torch that asks whether autocast is enabled, our casts count as autocast.
+"""What `torch.is_autocast_enabled` and `get_autocast_dtype` answer while ampatch casts.
 
-`custom_fwd`, attention kernels and libraries ask in order to act as under autocast: they are
-told True while our casts are in force for the device, and our half type.  Torch's own modules
-hear the truth, since they keep the state to bring it back, guard on it or choose kernels by it.
+`custom_fwd`, attention kernels and libraries ask in order to act as under autocast.  They get
+True and the policy's half type, if calls on the device are cast.  Torch's own modules get
+torch's answer, since they save the state to restore it, guard on it or choose kernels by it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Regions of `torch.autocast`: what torch is told about precision there wins over our casts.
+"""Regions of `torch.autocast`: what the user's code asks torch for wins over ampatch's casts.
 
 While the patches are installed, entering a region puts the thread under a policy of its own:
-no casts of ours for the region's device type, whether the region is enabled (torch's
-autocast casts there) or not (nothing casts).  Torch's own code that brings back the
-autocast state of a forward, for a recomputation or in a replica's thread, enters no region.
+ampatch casts nothing on the region's device type, whether the region is enabled (torch's
+autocast casts there) or not (nothing casts).  Torch's own code that restores the autocast
+state of a forward, for a recomputation or in a replica's thread, does not count as a region.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class AutocastRegions:
         ]
 
     def begin(self) -> None:
-        """The patches are installed: a region that this thread is in already counts too.
+        """The patches are installed: a region that this thread is already in counts too.
 
-        Its exit calls nothing of ours: a `with` block has looked it up before.  So its policy
-        context says itself that it has ended.
+        Its exit calls no replacement: the `with` block has looked `__exit__` up before.  So
+        its policy context is asked whether the region has ended.
         """
         if nesting() == 0:
             return

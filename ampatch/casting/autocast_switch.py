@@ -1,8 +1,8 @@
 """`torch.set_autocast_enabled`, called by the user's code: a region without a `with` block.
 
-Switched on, torch's autocast casts, and our casts are off as in a region of `torch.autocast`.
-Switched off where torch's autocast was not on, the call means our casts: they are off until
-the switch is on again, which then brings back our casts and not torch's autocast.
+Switched on: torch's autocast casts, and ampatch does not, as in a region of `torch.autocast`.
+Switched off while torch's autocast was off: the call means ampatch's casts.  They are off
+until the switch is on again, which then restores these casts and not torch's autocast.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class _TorchOn:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OursOff:
-    """The region in which the switch has turned our casts off."""
+class _CastsOff:
+    """The region in which the switch has turned ampatch's casts off."""
 
     device: str
 
 
 class AutocastSwitch:
-    """What the raw switch does to our casts, in the thread that turns it."""
+    """What the raw switch does to ampatch's casts, in the thread that turns it."""
 
     def __init__(self, state: CastState, regions: AutocastRegions) -> None:
         self._state = state
@@ -48,15 +48,15 @@ class AutocastSwitch:
         ]
 
     def end(self) -> None:
-        """The patches go, and the switch is seen no more: leave this thread's regions of it."""
+        """The patches go: leave this thread's regions, since the next turn will not be seen."""
         for region, _ in list(self._regions.thread.entered):
-            if isinstance(region, (_TorchOn, _OursOff)):
+            if isinstance(region, (_TorchOn, _CastsOff)):
                 self._regions.leave(region)
 
     def _set(self, original: Callable, usual: str) -> Callable:
         def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
             if is_dynamo_compiling() or is_torch_s(asking_frame()):
-                original(*args, **kwargs)  # torch.autocast turns it too, and is a region itself
+                original(*args, **kwargs)  # torch.autocast uses it, and is a region itself
                 return
             turn = self._turn_on if (*args, *kwargs.values())[-1] else self._turn_off
             turn(device_of(args, kwargs, usual), lambda: original(*args, **kwargs))
@@ -64,17 +64,17 @@ class AutocastSwitch:
         return set_autocast_enabled
 
     def _turn_on(self, device: str, original: Callable[[], None]) -> None:
-        were_ours = self._regions.leave(_OursOff(device))
-        if not were_ours:
+        were_casts = self._regions.leave(_CastsOff(device))
+        if not were_casts:
             original()
         self._regions.leave(_TorchOn(device))
-        if not were_ours:
+        if not were_casts:
             self._regions.enter(_TorchOn(device), device)
 
     def _turn_off(self, device: str, original: Callable[[], None]) -> None:
         was_on = is_enabled(device)
-        self._regions.leave(_OursOff(device))
+        self._regions.leave(_CastsOff(device))
         original()
         self._regions.leave(_TorchOn(device))
         if not was_on and casting_policy(self._state, device) is not None:
-            self._regions.enter(_OursOff(device), device)
+            self._regions.enter(_CastsOff(device), device)

@@ -1,13 +1,12 @@
-"""Dynamo's tables of torch's functions, true while the patches are in.
+"""What torch.compile needs while patches are installed: Dynamo's tables of torch's functions.
 
-torch.compile knows what to do with a function of torch's from tables that it
-fills at their first use, by name.  Filled while the patches are in they would
-have a replacement in each patched place, to be recorded unopened, cast and all,
-and know nothing of the original that the replacement calls: a graph break.
-So here each name leads Dynamo to the original.
+Dynamo fills these tables at their first use, by name.  Filled while the patches are
+installed, they would have a replacement in each patched place, which Dynamo would record
+without tracing the cast, and they would lack the original that the replacement calls:
+a graph break.  So here each name leads Dynamo to the original.
 
-All of it is private to torch: what a version lacks is left as it is.  Dynamo is
-never imported here, which takes seconds; what arrives later is met as it comes.
+All of it is private to torch: what a version lacks is left as it is.  This module never
+imports Dynamo, which takes seconds; it corrects each module when the module is imported.
 """
 
 from __future__ import annotations
@@ -78,10 +77,10 @@ class DynamoTables:
             self._correct(module)
 
     def _correct(self, module: ModuleType) -> None:
-        self._corrections[module.__name__](module, self._patches, self._torch_s_own)
+        self._corrections[module.__name__](module, self._patches, self._original_of)
 
-    def _torch_s_own(self, function: Any) -> Any:
-        """What `function` stands for; torch's tools, too, have replacements of ours."""
+    def _original_of(self, function: Any) -> Any:
+        """The original of `function`; torch's tools have replacements too."""
         function = self._original(function)
         while _is_ours(function) and hasattr(function, "__wrapped__"):
             function = self._original(function.__wrapped__)
@@ -132,7 +131,7 @@ def _correct_functions(variables: ModuleType, patches: PatchSet, original: Origi
     scalars = getattr(variables, _SCALARS, None)
     if isinstance(scalars, frozenset):
         corrected = frozenset(map(original, scalars))
-        if corrected != scalars:  # filled at an import meanwhile: right once, right for good
+        if corrected != scalars:  # filled while patches were installed, and never again
             setattr(variables, _SCALARS, corrected)
 
 
@@ -156,9 +155,9 @@ def _trace_regions(
     regions: AutocastRegions,
     ask_state: Callable[[], CastState],
 ) -> None:
-    """Dynamo knows regions of torch.autocast by a class of its own, and enters what it traces.
+    """Dynamo traces regions of torch.autocast by a class of its own, which also enters them.
 
-    Its `enter` and `exit` trace a push and a pop of ours too.
+    Have its `enter` and `exit` trace a push and a pop of the cast state too.
     """
     variable = getattr(contexts, "AutocastModeVariable", None)
     if variable is None or not hasattr(variable, "enter") or not hasattr(variable, "exit"):

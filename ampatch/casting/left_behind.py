@@ -5,8 +5,8 @@ level puts things: globals, tables keyed by functions, class attributes, default
 own are among them (`torch.ao` has tables of functions), so all of these are looked
 through, and only these; what was imported before holds what it held.
 
-Who has put something over a replacement means to put it back one day (`mock.patch`,
-pytest's `monkeypatch`); what they keep for that is found by the collector's lists.
+Tools that replace a replacement keep it, to restore it later (`mock.patch`, pytest's
+`monkeypatch`).  They are found by the garbage collector's lists of referrers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from ..log import logger
 
-# Of exactly these kinds: what iterating over others does is anybody's.
+# Of exactly these types: iterating over others may run any code.
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _CONTAINERS = frozenset((*_DICTS, list, set, collections.deque))
 _PLAIN = frozenset((str, bytes, int, float, bool, complex, type(None)))

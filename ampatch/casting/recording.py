@@ -21,10 +21,10 @@ class Recorded(Exception):
 
 
 def opaque_call(function: Callable) -> Callable:
-    """`function` for a graph of Dynamo's to hold as an object.
+    """`function` as an object that a graph of Dynamo's holds.
 
-    Torch's functions stand in a graph's code by name, so that the graph, run under
-    another policy than the one it was recorded under, would find a replacement there.
+    A graph's code names torch's functions.  Run under another policy than the one it was
+    recorded under, it would find a replacement under the name, and cast by the new policy.
     """
 
     def recorded(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""torch's own autocast: its state past our replacements, and who asks about it.
+"""torch's own autocast: its state, and the code that calls its functions.
 
-The state is asked and set by the functions that torch had when this module was imported.
-Who enters a region or asks a question is read from the caller's frame: torch's own modules
-keep the state to bring it back later, and say nothing new.
+The state is read and set by the functions that torch had when this module was imported,
+not by their replacements.  The caller of a replacement is known by its frame: a call from
+torch's own modules, which save and restore the state, says nothing about the user's wishes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def nesting() -> int:
 
 @contextlib.contextmanager
 def autocast_on(devices: Iterable[str]) -> Iterator[None]:
-    """Switch torch's own autocast on for these device types, without a region for our casts."""
+    """Switch torch's own autocast on for these device types, without entering a region."""
     found = {device: is_enabled(device) for device in devices}
     for device in found:
         set_enabled(device, True)
@@ -72,7 +72,7 @@ def is_torch_s(frame: FrameType) -> bool:
 
 
 def enters_for_user(frame: FrameType) -> bool:
-    """Whether a region entered by this frame is one of the user's code."""
+    """Whether the frame enters a region because the user's code asked for it."""
     return _module(frame) in ENTER_FOR_USER or not is_torch_s(frame)
 
 

@@ -63,8 +63,8 @@ class _Forward:
         self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
         self.used: set[int] = set()
         self.alone: dict[int, Tensor] = {}  # weights cast by themselves, in the order of use
-        self.touched: set[int] = set()  # weights whose `.data` somebody may be writing into
-        self.is_hooked = False  # somebody hooks into its graph, and may look at gradients there
+        self.touched: set[int] = set()  # weights whose `.data` the user's code may be writing into
+        self.is_hooked = False  # its graph has hooks, which may look at gradients there
 
 
 class _Thread(threading.local):
@@ -134,8 +134,9 @@ class WeightCache:
         return CacheInfo(self.hits, self.misses, entries)
 
     def forget(self, weight: Tensor) -> None:
-        """Somebody may write into the weight and raise no version: cast it at each use from now
-        to the end of this thread's forward.
+        """Cast the weight at each use, from now to the end of this thread's forward.
+
+        For a weight that may be written into without raising its version.
         """
         forward = self._thread.forward
         while forward is not None:
@@ -151,8 +152,8 @@ class WeightCache:
             forward.graphed, forward.plain = {}, {}
 
     def note_hook(self) -> None:
-        """Somebody hooks into the graph of this thread's forward: no weights are cast together from
-        now on, nor in the model's next forward.
+        """The graph of this thread's forward gets a hook: cast no weights together from now on,
+        nor in the model's next forward.
         """
         forward = self._thread.forward
         if forward is not None:

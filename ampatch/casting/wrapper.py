@@ -22,7 +22,7 @@ from ..torch_private.torch_functions import is_mode_on
 from .cast_observers import ObservedCall, observers
 from .cast_state import FOLLOW, CastState
 from .dtype_errors import note_call
-from .handlers import Handled, hand_over, is_asked
+from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
 from .recording import Recorded, opaque_call
 from .rules import (
@@ -49,7 +49,7 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
         policy, call = state.process, original
         if state.overridden:  # as `state.current()`, without the price of a call
             if state.modes and not is_dynamo_compiling() and is_mode_on():
-                return hand_over(state, patched, original, args, kwargs)
+                return call_handlers(state, patched, original, args, kwargs)
             own = state.thread.policy
             if own is not FOLLOW:
                 policy = own
@@ -65,11 +65,11 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 kind = type(arg)
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
-                    return hand_over(state, patched, original, args, kwargs)
+                    return call_handlers(state, patched, original, args, kwargs)
             return call(*args, **kwargs)
         if policy.special:
             if is_asked(args, kwargs):
-                return hand_over(state, patched, original, args, kwargs)
+                return call_handlers(state, patched, original, args, kwargs)
             to = policy.special.get(original)
             return overridden(call, to, choose, patched, args, kwargs, policy, state)
         if is_half:
@@ -80,7 +80,7 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
             to = choose(args, kwargs, policy)
             if to is None:
                 if is_asked(args, kwargs):
-                    return hand_over(state, patched, original, args, kwargs)
+                    return call_handlers(state, patched, original, args, kwargs)
                 return call(*args, **kwargs)
         try:
             cast_args = []
@@ -98,7 +98,7 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
             for name, arg in kwargs.items():
                 cast_kwargs[name] = arg if type(arg) in SCALARS else cast(arg, to, policy)
         except Handled:
-            return hand_over(state, patched, original, args, kwargs)
+            return call_handlers(state, patched, original, args, kwargs)
         except Recorded as proxy:
             return proxy.record(patched, args, kwargs)
         except NoHalfKernel:
