@@ -34,7 +34,7 @@ class Rule(Enum):
     LIKE_FIRST = "like first"  # that of the first input, which the call writes into
     POWER = "matrix power"  # HALF from the first multiplication on
     BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
-    REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; apex's flavour only
+    REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; with apex's tables only
 
 
 class Row(NamedTuple):

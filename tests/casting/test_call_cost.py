@@ -64,12 +64,10 @@ def operators(function: Callable, *args) -> list:
 
 
 MM = ("c_call", "mm")
-PATCHED = ("call", "patched")
-TRACED = ("call", "is_dynamo_compiling")  # asked where a thread has a policy of its own
-INACTIVE = {  # how it comes about: the options of initialize, the `with` around the call, the calls
-    "disable_casts": ({}, ampatch.disable_casts, [PATCHED, TRACED, MM]),
-    "O2": ({"opt_level": "O2"}, nullcontext, [MM]),
-    "O0": ({"opt_level": "O0"}, nullcontext, [MM]),
+INACTIVE = {  # the options of initialize, the `with` around the call, the calls before the original
+    "disable_casts": ({}, ampatch.disable_casts, 2),  # ours, and torch's: whether Dynamo traces
+    "O2": ({"opt_level": "O2"}, nullcontext, 0),
+    "O0": ({"opt_level": "O0"}, nullcontext, 0),
 }
 
 
@@ -78,7 +76,8 @@ def test_an_inactive_call_adds_so_many_calls_and_no_operator(name):
     options, inside, expected = INACTIVE[name]
     ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0, **options)
     with inside():
-        assert calls(torch.mm, X, X) == expected
+        found = calls(torch.mm, X, X)
+        assert found[-1] == MM and len(found) - 1 == expected
         assert operators(torch.mm, X, X) == [torch.ops.aten.mm.default]
 
 
@@ -86,7 +85,8 @@ def test_outside_a_model_the_gate_is_what_it_costs_more():
     """`patch_scope="model"`: the gate looks at every argument, and there is no more to it."""
     ampatch.initialize(nn.Linear(2, 2), dtype=H, patch_scope="model", verbosity=0)
     gate = calls(ampatch.session.session.registry.state.process.gate, (X, X), {})
-    assert calls(torch.mm, X, X) == [PATCHED, *gate, MM]
+    found = calls(torch.mm, X, X)
+    assert found[-1] == MM and len(found) == 1 + len(gate) + 1
     assert 1 <= len(gate) <= 20
     assert operators(torch.mm, X, X) == [torch.ops.aten.mm.default]
 
@@ -94,12 +94,13 @@ def test_outside_a_model_the_gate_is_what_it_costs_more():
 def test_after_deactivate_nothing_is_left():
     before = [torch.mm]
     ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
-    assert calls(torch.mm, X.to(H), X.to(H))[0] == PATCHED
+    assert calls(torch.mm, X.to(H), X.to(H))[0] != MM
     held = [torch.mm]
     ampatch.deactivate()
     assert torch.mm is before[0]
     assert calls(torch.mm, X, X) == [MM]
-    assert calls(held[0], X, X) == [PATCHED, MM]  # a replacement that somebody kept
+    kept = calls(held[0], X, X)  # a replacement that the user's code kept
+    assert len(kept) == 2 and kept[-1] == MM
 
 
 @pytest.mark.parametrize("options", [{}, {"patch_scope": "model"}, {"opt_level": "O2"}])
@@ -196,4 +197,4 @@ def test_a_transformer_layer_asks_for_its_fused_path_without_a_walk_over_its_wei
     x = torch.ones(2, 3, 4)
     model(x)
     seen = python_calls(model, x)
-    assert seen.count("_left_alone") == 2 and "named_parameters" not in seen
+    assert "get_fastpath_enabled" in seen and "named_parameters" not in seen

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from registrations import forgotten_afterwards
 from torch import nn
 
 import ampatch
@@ -236,11 +237,10 @@ def test_module_methods_of_ours_under_a_mock():
 
 @pytest.fixture
 def late_module(tmp_path, monkeypatch):
-    registry = ampatch.session.session.registry
-    monkeypatch.setattr(registry.user_functions, "_rules", [])
     (tmp_path / "late_library.py").write_text("def dtype_of(x):\n    return x.dtype\n")
     monkeypatch.syspath_prepend(tmp_path)
-    yield "late_library"
+    with forgotten_afterwards():
+        yield "late_library"
     sys.modules.pop("late_library", None)
 
 
