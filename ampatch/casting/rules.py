@@ -28,7 +28,7 @@ Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
 TENSORS = frozenset((Tensor, Parameter))
 SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
 
-_CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -41,7 +41,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
     kind = type(value)
     if kind is Tensor or kind is Parameter:
         dtype = value.dtype
-        if dtype is to or dtype not in _CASTABLE:
+        if dtype is to or dtype not in CASTABLE:
             return value
         if policy.devices is not None and value.device.type not in policy.devices:
             return value
@@ -96,8 +96,8 @@ def castable(value: Tensor, policy: Policy) -> bool:
     if type(value) not in TENSORS and wants_to_see(value):
         with unhandled():  # our look at it is not the user's call
             dtype, device = value.dtype, value.device
-        return dtype in _CASTABLE and (policy.devices is None or device.type in policy.devices)
-    return value.dtype in _CASTABLE and (
+        return dtype in CASTABLE and (policy.devices is None or device.type in policy.devices)
+    return value.dtype in CASTABLE and (
         policy.devices is None or value.device.type in policy.devices
     )
 

@@ -169,7 +169,8 @@ class WeightCache:
         if forward is None:
             return _cast_alone(weight, dtype)
         in_graph = weight.requires_grad and is_grad_enabled()
-        copy = (forward.graphed if in_graph else forward.plain).get(id(weight))
+        copies = forward.graphed if in_graph else forward.plain
+        copy = copies.get(id(weight))
         if copy is not None:
             half, version = copy
             if (
@@ -180,10 +181,10 @@ class WeightCache:
                 forward.used.add(id(weight))
                 self.hits += 1
                 return half
-        return self._make(forward, weight, dtype, in_graph)
+        return self._make(forward, copies, weight, dtype)
 
     def _make(
-        self, forward: _Forward, weight: Tensor, dtype: torch.dtype, in_graph: bool
+        self, forward: _Forward, copies: _Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """A new copy of `weight`, made together with those that go with it.
 
@@ -198,10 +199,9 @@ class WeightCache:
         ):
             self.misses += 1
             return _cast_alone(weight, dtype)
-        copies = forward.graphed if in_graph else forward.plain
         together = _together(forward, copies, weight, dtype)
         versions = list(map(_version_of, together))
-        halves = cast_together(together, dtype, in_graph, forward.plan)
+        halves = cast_together(together, dtype, copies is forward.graphed, forward.plan)
         copies.update(zip(map(id, together), zip(halves, versions)))
         forward.kept.append(together)
         forward.used.add(id(weight))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
@@ -26,6 +27,7 @@ from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
 from .recording import Recorded, opaque_call
 from .rules import (
+    CASTABLE,
     SCALARS,
     TENSORS,
     Choose,
@@ -83,15 +85,30 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
                     return call_handlers(state, patched, original, args, kwargs)
                 return call(*args, **kwargs)
         try:
-            cast_args = []
+            cast_args, is_traced = [], None
             for arg in args:
                 kind = type(arg)
-                if kind is tuple:  # of numbers, mostly: a shape, a stride
+                if kind in TENSORS:  # as `cast`, without the price of a call
+                    if arg.dtype is to:
+                        pass
+                    elif (
+                        arg.dtype not in CASTABLE
+                        or arg.layout is not torch.strided
+                        or (policy.devices is not None and arg.device.type not in policy.devices)
+                    ):
+                        arg = cast(arg, to, policy)
+                    elif kind is Tensor:
+                        arg = arg.to(to)
+                    else:
+                        if is_traced is None:
+                            is_traced = is_dynamo_compiling()
+                        arg = arg.to(to) if is_traced else policy.cache.cast(arg, to)
+                elif kind is tuple:  # of numbers, mostly: a shape, a stride
                     for item in arg:
                         if type(item) not in SCALARS:
                             arg = cast(arg, to, policy)
                             break
-                elif not (kind in SCALARS or (kind in TENSORS and arg.dtype is to)):
+                elif kind not in SCALARS:
                     arg = cast(arg, to, policy)
                 cast_args.append(arg)
             cast_kwargs = {}

@@ -147,8 +147,8 @@ class Measured(nn.Module):
 
 @pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d"])
 @pytest.mark.parametrize("dtype", [torch.float32, H])
-def test_a_layer_s_call_is_one_python_call_and_so_many_per_tensor(name, dtype):
-    """One for an input that is cast, and three for a weight whose half copy is found."""
+def test_a_layer_s_call_is_two_python_calls_and_one_per_weight(name, dtype):
+    """One is ours, the other torch's: whether Dynamo traces.  Copies of weights are found."""
     dims = 0 if name == "linear" else int(name[4])
     rest = ((1,) * dims, (0,) * dims, (1,) * dims, 1) if dims else ()
     model = Measured(torch.ones(2, 2, *(1,) * dims), *rest)
@@ -156,19 +156,19 @@ def test_a_layer_s_call_is_one_python_call_and_so_many_per_tensor(name, dtype):
     x = torch.ones(3, 2, *(2,) * dims, dtype=dtype)
     for _ in range(2):  # the first learns which weights are cast together
         model(lambda *args: getattr(torch.nn.functional, name)(*args), x)
-    assert len(model.seen[-1]) - 1 == 1 + (dtype is not H) + 3 + 3  # without the lambda
+    assert len(model.seen[-1]) - 1 == 2 + 2  # without the lambda
 
 
-def test_any_other_call_is_one_python_call_and_one_per_cast():
+def test_a_call_with_plain_tensors_is_one_python_call():
     ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
     half = X.to(H)
     assert len(python_calls(torch.mm, half, half)) == 1
-    assert len(python_calls(torch.mm, half, X)) == 2
-    assert len(python_calls(torch.layer_norm, half, (2,))) == 2
+    assert len(python_calls(torch.mm, half, X)) == 1
+    assert len(python_calls(torch.layer_norm, half, (2,))) == 1
     assert len(python_calls(torch.layer_norm, X, (2,), None, None, 1e-5)) == 1
 
 
-FORWARDS = {"O0": 8, "O1": 27, "O2": 12, "O3": 11}
+FORWARDS = {"O0": 8, "O1": 24, "O2": 12, "O3": 11}
 """Python functions of ours that a forward of one layer calls."""
 
 
