@@ -88,7 +88,7 @@ class Passes:
         ids = {id(tensor) for tensor in reached}
         optimizers = [
             optimizer
-            for optimizer in self._session.optimizers()
+            for optimizer in self._session.optimizers.alive()
             if hidden or any(id(param) in ids for param in optimizer.parameters())
         ]
         if optimizers:
@@ -106,7 +106,7 @@ class Passes:
             )
 
     def _held(self) -> set[int]:
-        return {id(param) for one in self._session.optimizers() for param in one.parameters()}
+        return {id(param) for one in self._session.optimizers.alive() for param in one.parameters()}
 
     def _run(self, original: Callable, bound: inspect.BoundArguments, plan: _Plan) -> None:
         roots = _listed(bound.arguments["tensors"])

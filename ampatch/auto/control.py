@@ -13,7 +13,8 @@ from ..casting.patches import PatchSet
 from ..config.environment import Asked
 from ..config.opt_levels import properties_for
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
 from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
 
@@ -46,7 +47,7 @@ def start(asked: Asked) -> Session | None:
     session = Session(properties)
     session.scales_by_itself = True
     session.open([], [])
-    session.cast_on_accelerators()
+    session.policies.cast_on_accelerators()
     patches = PatchSet()
     passes = Passes(session)
     refusals.put(patches)
@@ -57,7 +58,7 @@ def start(asked: Asked) -> Session | None:
     for name in ("__init__", "__setstate__"):  # built, and copied or unpickled
         patches.replace(Optimizer, name, lambda original: _noticing(original, session))
     ending = _Ending(session, patches)
-    ending.stop_observing = registry.observe(ending)
+    ending.stop_observing = registry.observers.add(ending)
     return session
 
 
@@ -80,18 +81,18 @@ def _noticing(original: Callable, session: Session) -> Callable:
     @functools.wraps(original)
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        if session.is_open and session.managed(optimizer) is None:
+        if session.is_open and session.optimizers.find(optimizer) is None:
             _take_into_care(session, optimizer)
 
     return method
 
 
 def _take_into_care(session: Session, optimizer: Any) -> None:
-    first = not any(True for _ in session.optimizers())
+    first = not any(True for _ in session.optimizers.alive())
     managed = session.manage_optimizer(optimizer)
-    managed.forget_found_state()
+    managed.found_states.forget()
     devices = {parameter.device.type for parameter in managed.parameters()}
-    session.cast_on(devices)
+    session.policies.cast_on(devices)
     if first:
         registry.refresh()  # torch's gradient tools are ours while there are optimizers
         if "cpu" in devices and session.properties.dtype is torch.float16:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..casting.patches import PatchSet
-from ..session.session import registry
+from ..session.registry import registry
 from ..torch_private.data_loading import FETCHERS
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .left_behind import Arrivals, give_back_within
@@ -67,25 +67,3 @@ def _namespaces() -> Iterator[dict]:
 def _is_module(value: Any) -> bool:
     """Whether it is a real module; `isinstance` would ask a proxy for its class, and load it."""
     return issubclass(type(value), types.ModuleType)
-
-
-def keep_replaced(
-    patches: PatchSet, needed: bool, made_of: Callable[[], list[tuple[Any, str, Callable]]]
-) -> None:
-    """Have functions replaced, early bound names too, for as long as it is needed.
-
-    `made_of()` lists `(owner, name, make)`.
-    """
-    if not needed:
-        patches.undo()
-        patches.hand_over()  # also of what an earlier `undo`, between two sessions, left alone
-    elif not len(patches):
-        made: dict[int, Any] = {}
-        pairs: list[tuple[Any, Any]] = []
-        arrivals = Arrivals()
-        patches.on_undo(lambda: give_back(pairs, arrivals))
-        for owner, name, make in made_of():
-            original = patches.replace(owner, name, make)
-            put = made[id(original)] = vars(owner)[name]
-            pairs.append((put, original))
-        rebind(patches, made)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casting.cast_observers import observers
 from ampatch.casting.tables import BUILTINS
-from ampatch.session.session import registry
+from ampatch.session import facade
 
 from .storages import StorageNotes
 from .trees import tensors_in
@@ -77,14 +76,11 @@ class CastWatch:
 
     def start(self) -> None:
         """Count from now on."""
-        observers.append(self)
-        registry.state.watch(+1)
+        facade.watch_casts(self)
 
     def stop(self) -> None:
         """Count no more; a second call does nothing."""
-        if self in observers:
-            observers.remove(self)
-            registry.state.watch(-1)
+        facade.stop_watching_casts(self)
 
     # What the engine tells: see `CastObserver`
 
@@ -139,7 +135,7 @@ class CastWatch:
 
 def name_of(original: Any) -> str:
     """A function's name as people write it."""
-    made = registry.installation.replaced_by(original)
+    made = facade.replacement_of(original)
     named = original if made is None else made
     module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", str(named))
     if module == BUILTINS["torch.nn.functional"] and hasattr(torch.nn.functional, name):

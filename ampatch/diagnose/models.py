@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 
 def check_model(model: Any, what: str) -> None:
@@ -78,7 +78,7 @@ class Models:
         name = self._parameters.get(weight)
         if name is not None:
             return name
-        half = registry.half_of(weight)
+        half = registry.half_weights.half_of(weight)
         return None if half is None else self._parameters.get(half)
 
     def owner(self, parameter: str) -> nn.Module | None:

@@ -80,7 +80,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         dispatch_modes.take_out(self)  # in another thread it passes all through from now on
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Where the non-finite numbers in a tensor come from, if an operator was seen to make it."""
+        """Where the non-finite numbers in a tensor come from, if an operator was seen."""
         return self._origins.get(tensor)
 
     def __torch_dispatch__(

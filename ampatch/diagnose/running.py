@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
 from ampatch.launch.script import Ending, check_script, run_script
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 __all__ = ["check_script", "run_watched"]
 
@@ -45,7 +45,7 @@ class StepLimit:
         self._count(optimizer)
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if registry.session_of(optimizer) is None:
+        if registry.optimizers.session_of(optimizer) is None:
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:

@@ -1,10 +1,9 @@
-"""Keep torch.compile from compiling our hooks as frames of their own.
+"""Keep torch.compile from compiling ampatch's hooks as frames of their own.
 
-Compiling a module, Dynamo runs the module's hooks outside the graph and then
-compiles each hook function it meets, one code object for all our models: its
-recompile limit would soon be reached, an error under `fullgraph=True`.  Marked
-to be skipped, hooks run eagerly there, and are still traced where a compiled
-function calls the model.
+When Dynamo compiles a module it runs the module's hooks outside the graph, and then compiles each
+hook function that it meets.  One code object serves the hooks of all managed models, so its
+recompile limit would soon be reached, an error under `fullgraph=True`.  Functions that are marked
+to be skipped run eagerly there.  They are still traced where a compiled function calls the model.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from itertools import chain
 from types import CodeType, ModuleType
 
 from ..casting import batched_casts, cast_state, contexts, handlers, policy, weight_cache
-from ..models import conversion, hooks, io_casting, managed_model, module_overrides
-from ..models import submodule_calls as parts
+from ..models import conversion, hooks, io_casting, managed_model, module_overrides, submodule_calls
 from ..torch_private import (
     devices,
     distributed,
@@ -28,21 +26,21 @@ from ..torch_private import (
 )
 from ..torch_private import modules as torch_modules
 
-_OURS = (
+_BEHIND_HOOKS = (
     batched_casts,
     cast_state,
+    contexts,
+    conversion,
     handlers,
     hooks,
     io_casting,
     managed_model,
-    conversion,
     module_overrides,
-    parts,
     policy,
-    contexts,
     devices,
     distributed,
     probes,
+    submodule_calls,
     tensors,
     torch_functions,
     torch_modules,
@@ -56,8 +54,7 @@ def run_eagerly(*others: ModuleType) -> None:
 
     `others` are modules that hooks reach through what they were given to call.
     """
-
-    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, (*_OURS, *others))))
+    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, (*_BEHIND_HOOKS, *others))))
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

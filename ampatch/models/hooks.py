@@ -1,4 +1,4 @@
-"""Hooks that vanish from copies: a deep-copied or unpickled model is a plain one."""
+"""Hooks that disappear from copies: a deep-copied or unpickled model is a plain one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..torch_private.modules import (
 
 
 class Hook(functools.partial):
-    """A hook of ours.  In a copy or a pickle it is nothing: copies are plain."""
+    """A hook of ampatch.  In a copy or a pickle it does nothing: copies are plain."""
 
     def __deepcopy__(self, memo: dict) -> Callable:
         return plain_hook
@@ -35,7 +35,7 @@ def _the_plain_hook() -> Callable:
 
 
 def drop_plain_hooks(module: nn.Module) -> None:
-    """Take what is left of our hooks out of a copied module."""
+    """Take what is left of ampatch's hooks out of a copied module."""
     for table in HOOK_TABLES:
         hooks = getattr(module, table, {})
         for key in [key for key, hook in hooks.items() if _is_plain(hook)]:
@@ -49,7 +49,7 @@ def _is_plain(hook: Any) -> bool:
 
 
 def add_state_dict_hook(module: nn.Module, call: Callable) -> Any:
-    """Have `call(module, state_dict, prefix, metadata)` run after `state_dict()`, before other hooks."""
+    """Run `call(module, state_dict, prefix, metadata)` after `state_dict()`, before others."""
     return register_state_dict_hook(module, Hook(call))
 
 

@@ -1,8 +1,8 @@
 """Parts of a half model called from outside its forward: `model.encoder(x)`, `model.encode(x)`.
 
-The outermost part called gets its inputs as the model's own forward would.  What it gives
-back stays in half: between the layers of a method nothing else would fit the next one.
-While the model's own forward runs the hooks are out of the way, so that they cost it nothing.
+The outermost part that is called gets its inputs as the model's own forward would.  What it
+returns stays in half: between the layers of a method nothing else would fit the next one.
+While the model's own forward runs these hooks are taken out, so that they cost it nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _Here(threading.local):
 class Parts:
     """Hooks on the submodules of one half model.
 
-    `is_inside()` says whether the model's own forward runs in this thread; `make_inputs(name)`
-    makes what casts a part's inputs; `push(owner)` and `pop(owner)` put the model's
-    policy in force and out again.
+    `is_inside()` says whether the model's own forward runs in this thread.  `make_inputs(name)`
+    makes what casts a part's inputs.  `push(owner)` puts the model's policy in force, `pop(owner)`
+    takes it out again.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Parts:
 
     def install(self) -> list[Any]:
         """Hang the hooks on the parts with half weights; returns their handles."""
-        handles = []
+        handles: list[Any] = []
         for name, module in self._model.named_modules():
             if not name or isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -117,4 +117,4 @@ class Parts:
             return
         here.outermost = None
         self._pop(self)
-        self._inputs[id(module)].give_back()
+        self._inputs[id(module)].write_back()

@@ -40,7 +40,7 @@ def is_read_by_host(tensor: Tensor) -> bool:
 
 
 def place_of(tensor: Tensor) -> Any:
-    """Equal for tensors that one kernel may take together now: the device and, there, its stream."""
+    """Equal for tensors that one kernel may take together: the device and its current stream."""
     if tensor.is_cuda:
         return tensor.device, torch.cuda.current_stream(tensor.device).cuda_stream
     return tensor.device

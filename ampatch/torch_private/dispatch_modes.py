@@ -17,8 +17,8 @@ except ImportError:
 
         def __init__(self) -> None:
             raise AmpatchError(
-                f"This torch ({torch.__version__}) does not let operators be seen "
-                "(torch.utils._python_dispatch.TorchDispatchMode is missing). ampatch.debug needs it."
+                f"ampatch.debug: this torch ({torch.__version__}) has no TorchDispatchMode, "
+                "which shows each operator. ampatch.gradient_range works without it."
             )
 
 

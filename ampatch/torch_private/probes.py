@@ -64,7 +64,7 @@ try:
 except ImportError:
 
     def is_batched(tensor: torch.Tensor) -> bool:
-        """Whether it is one of a batch of gradients (`is_grads_batched`).  Unknown here: it may be."""
+        """Whether it is one of a batch of gradients (`is_grads_batched`); it may be: unknown."""
         return True
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 H = torch.bfloat16
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))

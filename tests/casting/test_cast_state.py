@@ -11,7 +11,7 @@ from torch import nn
 import ampatch
 from ampatch.casting.cast_state import FOLLOW, CastState
 from ampatch.casting.policy import Policy
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 H = torch.bfloat16
 X = torch.ones(2, 2)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ampatch import AmpatchError, observe
 
-from ...session.session import registry
+from ...session.registry import registry
 from . import (
     amp,
     fp16_utils,

@@ -27,7 +27,8 @@ from ampatch import register_float_function as _register_float_function
 from ampatch import register_half_function as _register_half_function
 from ampatch import register_promote_function as _register_promote_function
 
-from ...session.session import Session, registry
+from ...session.registry import registry
+from ...session.session import Session
 from . import lists
 from .state import Stash, _amp_state
 
@@ -95,7 +96,7 @@ def initialize(
     session = registry.sessions[-1]
     _amp_state.verbosity = verbosity
     if session.properties.enabled:
-        for managed in session.optimizers():
+        for managed in session.optimizers.alive():
             _put_stash(managed.optimizer)
     return result
 
@@ -137,9 +138,9 @@ def _put_stash(optimizer: Any) -> None:
 
 def _lazy_init(optimizer: Any) -> None:
     """Have the masters take over what was written into the half weights."""
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     if managed is not None:
-        managed.masters.settle()
+        managed.masters.sync_from_half()
     optimizer._amp_stash.lazy_init_called = True
 
 
@@ -148,7 +149,7 @@ class Cleaner:
 
     def on_close(self, session: Session) -> None:
         """Told by the session, before its optimizers go."""
-        for managed in session.optimizers():
+        for managed in session.optimizers.alive():
             for name in _ON_OPTIMIZER:
                 vars(managed.optimizer).pop(name, None)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...session.session import Session, registry
+from ...session.registry import registry
+from ...session.session import Session
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 
@@ -147,7 +148,7 @@ class SessionHandle:
         self._session.stop_casting()
 
     def _clear_cache(self) -> None:
-        self._session._drop_cache()
+        self._session.policies.cache.close()
 
 
 class Stash:
@@ -175,7 +176,7 @@ class Stash:
         return [param for group in groups for param in group["params"] if id(param) not in masters]
 
     def _pairs(self) -> list[Any]:
-        managed = registry.managed(self._optimizer)
+        managed = registry.optimizers.managed(self._optimizer)
         return [] if managed is None else list(managed.masters)
 
 
