@@ -1,9 +1,9 @@
-"""Replacements that others still hold when the patches are out: they get the originals.
+"""Replacements that other code still holds when the patches are out: it gets the originals.
 
 Modules imported while patches were in have bound replacements wherever a module's top
 level puts things: globals, tables keyed by functions, class attributes, defaults.  torch's
-own are among them (`torch.ao` has tables of functions), so all of these are looked
-through, and only these; what was imported before holds what it held.
+own modules are among them (`torch.ao` has tables of functions), so all of these modules
+are searched.  Modules imported before are not: they hold what they held.
 
 Tools that replace a replacement keep it, to restore it later (`mock.patch`, pytest's
 `monkeypatch`).  They are found by the garbage collector's lists of referrers.
@@ -161,11 +161,11 @@ def _like(found: Any, items: list[Any]) -> Any:
     return make(items)
 
 
-def hand_over(pairs: list[tuple[Any, Any]]) -> None:
-    """Give those who keep a replacement, to put it back, the original: `pairs` of these two.
+def give_to_keepers(pairs: list[tuple[Any, Any]]) -> None:
+    """Give the originals to objects that keep replacements, `(replacement, original)` pairs.
 
-    Found are attributes of objects, dicts, lists, and tuples in these.  To be called when
-    nothing else of ours refers to the replacements any more.
+    It looks at attributes of objects, dicts, lists, and tuples in these.  To be called when
+    nothing of ampatch's refers to the replacements any more.
     """
     while pairs:
         replacement, original = pairs.pop()

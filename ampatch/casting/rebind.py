@@ -1,10 +1,10 @@
 """Names bound in the user's modules: `from torch.nn.functional import linear`.
 
-What was bound before the patches is rebound, and given back with them.  What
-is bound while they are in (a module imported meanwhile) holds a replacement
-and gets the original when they go.
+A name bound before the patches is bound to the replacement, and to the original again when
+the patches go.  A name bound while they are installed (by a module imported then) holds a
+replacement, and gets the original when they go.
 
-Of modules that were there before only globals are looked at, and only through the modules'
+In modules imported before, only globals are looked at, and only through the modules'
 dictionaries: asking some modules for an attribute makes them load others.
 """
 
@@ -26,7 +26,7 @@ def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     wanted = frozenset(functions)
     found = []
     for namespace in _namespaces():
-        # Thousands of modules, few hits.  In C throughout, so that no thread can import meanwhile.
+        # Thousands of modules, few hits.  In C throughout: no other thread can import during it.
         if not wanted.isdisjoint(map(id, namespace.values())):
             found += [
                 (namespace, name, value)
@@ -45,7 +45,8 @@ def rebind(patches: PatchSet, replacements: Mapping[int, Any]) -> None:
 def give_back(pairs: Iterable[tuple[Any, Any]], arrivals: Arrivals) -> None:
     """Bind each global that still is a replacement to its original, `pairs` of these two.
 
-    So it is with whatever else `arrivals` hold.  To be called when the patches are out.
+    Containers, classes and functions in `arrivals` get originals too.  To be called when the
+    patches are out.
     """
     pairs = list(pairs)
     originals = {id(replacement): original for replacement, original in pairs}

@@ -8,7 +8,7 @@ them.  The order of rows does not matter, and within the first five tables no
 `where` is the place of the patch, not of the documentation: where a function
 of `torch.nn.functional` is written in Python, the row names the builtin below
 it (`torch._C._nn`, `torch._VF`, `torch`).  Calls with `out=` and in-place functions
-follow no rule, PyTorch decides about them, but for those that write values in, which
+follow no rule, PyTorch decides about them, except those that write values in, which
 it refuses in another dtype.
 
 The numbers in the reasons are those of FP16.  Bfloat16 has the range of FP32
@@ -473,7 +473,7 @@ BEYOND: tuple[Row, ...] = (
     Row("torch._VF", ("istft", "stft"), Rule.FLOAT, _FOURIER),
 )
 
-# Apex's flavour: these rows come on top, and win over a row above for the same place.
+# Only with apex's tables: these rows come on top, and win over a row above for the same place.
 
 _SPREAD = "Adds up squares of differences, and a square overflows FP16 from 256 on."
 _IN_PLACE = (
