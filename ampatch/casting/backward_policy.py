@@ -14,13 +14,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from .cast_state import CastState
+from .patches import Replacement
 from .policy import Policy
 
 _POLICY = "_ampatch_policy"
 _UNKNOWN = object()
 
 
-def parts(state: CastState) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def parts(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for what has to be replaced."""
     return [
         (BackwardCFunction, "__init__", lambda original: _noting(original, state)),
