@@ -19,8 +19,9 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting import dtype_errors
 from ..casting.batched_casts import Plan
+from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
-from ..casting.policy import CastState, Policy
+from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..casting.install import Installation, raw_attribute, resolve
-from ..casting.policy import CastState, Policy
+from ..casting.cast_state import CastState
+from ..casting.install import Installation
+from ..casting.places import raw_attribute, resolve
+from ..casting.policy import Policy
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
@@ -138,7 +140,7 @@ class Registry:
         self._await_distributed_state(needs.optimizers)
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
-        if policy.apex_flavour:
+        if policy.apex_tables:
             self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.policies.function_rules.items():
             original = self.installation.original(function)

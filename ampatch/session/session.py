@@ -275,7 +275,7 @@ class Session:
             delay_overflow_check,
             others,
             self.policies.cache.close,
-            together=self.policies.tables.apex_flavour,
+            together=self.policies.tables.apex_tables,
         )
 
     def before_forward(self, model: nn.Module) -> None:

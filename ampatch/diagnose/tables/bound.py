@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import ampatch
-from ampatch.casting.install import has, raw_attribute, resolve
+from ampatch.casting.places import has, raw_attribute, resolve
 from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
 
 _DEEPEST = 8  # attribute of an item of an attribute of ...
