@@ -28,8 +28,8 @@ def add_to(commands: Any) -> None:
 
 
 def command(options: argparse.Namespace) -> int:
-    from ampatch.sweep.results import read_results
-    from ampatch.sweep.table import write_results
+    from ampatch.sweep.report.results import read_results
+    from ampatch.sweep.report.table import write_results
 
     check_tensorboard(options)
     directory = Path(options.directory)

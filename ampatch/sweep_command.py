@@ -138,7 +138,7 @@ def add_tensorboard(parser: Any) -> None:
 
 def command(options: argparse.Namespace) -> int:
     from ampatch.sweep import Sweep, SweepError
-    from ampatch.sweep.progress import progress_on
+    from ampatch.sweep.execution.progress import progress_on
 
     check_tensorboard(options)
     try:
@@ -181,7 +181,7 @@ def command(options: argparse.Namespace) -> int:
 
 def check_tensorboard(options: argparse.Namespace) -> None:
     """Refuse --tensorboard where it cannot be had, before anything is done."""
-    from ampatch.sweep.events import check
+    from ampatch.sweep.report.tensorboard_events import check
 
     if options.tensorboard:
         try:
@@ -192,8 +192,8 @@ def check_tensorboard(options: argparse.Namespace) -> None:
 
 def write_shown(directory: Path, tensorboard: bool) -> None:
     """Make of the stored results what people look at, and say where it lies."""
-    from ampatch.sweep.events import write_events
-    from ampatch.sweep.report import write_report
+    from ampatch.sweep.report.tensorboard_events import write_events
+    from ampatch.sweep.report.render import write_report
 
     lacking = write_report(directory)
     if tensorboard:
@@ -209,7 +209,7 @@ def write_shown(directory: Path, tensorboard: bool) -> None:
 
 def _report(plan: Any, stopped: str, tensorboard: bool) -> int:
     """Print and write what there is; 1 if no run went well."""
-    from ampatch.sweep.table import write_results
+    from ampatch.sweep.report.table import write_results
 
     results = plan.results
     write_results(results, sys.stdout)

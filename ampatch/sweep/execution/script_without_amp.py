@@ -1,7 +1,7 @@
-"""Scripts without AMP code: watched at O0, and at O1 as `ampatch run --auto` has it.
+"""Watches a script without AMP code, at O0 and at O1 as `ampatch run --auto` runs it.
 
-Losses are what `backward()` is called on.  At O0 nothing is changed, and steps
-are those of any optimizer; at O1 the engine tells of those it has in its care.
+The losses are the tensors on which `backward()` is called.  At O0 nothing is changed
+and the steps of every optimizer count; at O1 ampatch reports those of managed optimizers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import ampatch
 from ampatch.environment import Asked
 from ampatch.opt_levels import resolve
-from ampatch.sweep.recorder import Recorder
+from ampatch.sweep.measure.recorder import Recorder
 
 
 class _Steps:
-    """The engine's notices but for losses: it has none where nothing is scaled."""
+    """Passes ampatch's notices on, but not those of losses, which `backward` reports."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.on_step, self.on_scale = recorder.on_step, recorder.on_scale
@@ -28,9 +28,9 @@ class _Steps:
 
 
 def watch(recorder: Recorder, asked: Asked) -> None:
-    """Tell `recorder` of each backward pass and step.  For a process of its own: it stays.
+    """Report each backward pass and step to `recorder`, for the rest of the process.
 
-    At O1 `ampatch.auto` has begun already, and its scaled losses are not seen here.
+    At O1 `ampatch.auto` has started already, so losses are reported before they are scaled.
     """
     original = torch.autograd.backward
 

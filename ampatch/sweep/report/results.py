@@ -1,15 +1,15 @@
-"""The results of a sweep, and where they lie.  For whoever reads or draws them.
+"""The results of a sweep, and where each of them is, for code that reads or draws them.
 
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
-    DIR/summary.csv        one line per row, the columns of `table.py`'s `FLAT`
+    DIR/summary.csv        one line per row, the columns of `summary_files.py`
     DIR/summary.md         the table, the verdicts, the recommendation, how it was tested
-    DIR/report.html        and DIR/plots/*.png: see `report.py`
-    DIR/tensorboard/STEM/  event files, on request: see `events.py`
-    DIR/runs/STEM.json     a `record.Run`, written when its process has ended
+    DIR/report.html        and DIR/plots/*.png: see `render.py`
+    DIR/tensorboard/STEM/  event files, on request: see `tensorboard_events.py`
+    DIR/runs/STEM.json     a `Run`, written when its process has ended
     DIR/runs/STEM.log      what the script printed
-    DIR/runs/STEM.progress {"steps": 12, "loss": 0.5}, while the run goes on
+    DIR/runs/STEM.progress {"steps": 12, "loss": 0.5}, while the run is going on
 
-STEM is `Planned.file_stem`, such as `O1-float16.seed0.repeat0`.  From Python:
+STEM is `Trial.file_stem`, such as `O1-float16.seed0.repeat0`.  From Python:
 
     results = read_results("DIR")                 # Results
     for row in results.rows:                      # one per case
@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.record import FORMAT, Run, read_json
+from ampatch.sweep.json_files import read_json
+from ampatch.sweep.measure.record import FORMAT, Run
 
 SUMMARY = "summary.json"
 RUNS = "runs"
@@ -39,10 +40,10 @@ EVENTS = "tensorboard"
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure that was measured `n` times: its median, and between what it lay.
+    """A figure that was measured `n` times: its median and its range.
 
-    `low` and `high` are quartiles for step times, the least and the greatest for
-    speed-ups (of which there are as many as rounds).
+    `low` and `high` are quartiles for step times, minimum and maximum for speed-ups (one
+    for each round).
     """
 
     median: float
@@ -80,16 +81,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what all its runs came to.  None stands for what they did not get to measure.
+    """A case and the figures of all its runs.  None: they did not measure it.
 
-    Over seeds: losses and metrics are means, memory the most, skips and
-    non-finite losses sums, `step_ms` medians over runs of their medians and
-    quartiles.  `status` is "ok", or what is wrong with the first run that has
-    something wrong.
+    Over the runs: losses and metrics are means, memory is the maximum, skips and
+    non-finite losses are sums, `step_ms` is the median over runs of their medians and
+    quartiles.  `status` is "ok", or what is wrong with the first failed run.
     """
 
     label: str
-    opt_level: str  # with "+tf32" and settings; "autocast" for the peer's row
+    opt_level: str  # with "+tf32" and settings; "autocast" for the autocast baseline
     dtype: str
     engine: str = "ampatch"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -130,18 +130,18 @@ class Row:
 
 @dataclass
 class Results:
-    """What `summary.json` holds."""
+    """The content of `summary.json`."""
 
     script: str
     arguments: list[str]
     started: str  # ISO 8601, UTC
     planned: int  # runs
-    settings: dict[str, Any]  # what was asked for; a resumed sweep must have the same
+    settings: dict[str, Any]  # a resumed sweep must have the same
     versions: dict[str, str]
     rows: list[Row] = field(default_factory=list)
     done: int = 0  # runs that have ended
     recommendation: str = ""
-    notes: list[str] = field(default_factory=list)  # what a reader should know of these figures
+    notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
     format: int = FORMAT
 
     @property
@@ -158,9 +158,9 @@ class Results:
 
 
 def read_results(directory: str | Path) -> Results | None:
-    """The results in a sweep's directory; None where there are none.
+    """The results in a sweep's directory; None if there are none.
 
-    Raises `ValueError` for those of another version's format.
+    Raises `ValueError` for results in another version's format.
     """
     data = read_json(Path(directory) / SUMMARY)
     if data is None:

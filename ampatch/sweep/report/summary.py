@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from ampatch.sweep.figures import (
+from ampatch.sweep.report.figures import (
     OK,
     first_and_last,
     non_finite,
@@ -20,9 +20,10 @@ from ampatch.sweep.figures import (
     status,
     step_times,
 )
-from ampatch.sweep.judge import LOSS, Samples, compare, outcome_of, verdict_of
-from ampatch.sweep.record import Case, Measured, Run
-from ampatch.sweep.results import Row, Spread
+from ampatch.sweep.report.judge import LOSS, Samples, compare, outcome_of, verdict_of
+from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.trial import Case
+from ampatch.sweep.report.results import Row, Spread
 
 BASE = Case("O0")
 
@@ -50,7 +51,7 @@ def samples_of(runs: Iterable[Run]) -> Samples:
         if status(run) != OK:
             continue
         for name, value in _finals(run.measured or Measured()).items():
-            values.setdefault(name, {}).setdefault(run.planned.seed, []).append(value)
+            values.setdefault(name, {}).setdefault(run.trial.seed, []).append(value)
     return {
         name: [statistics.fmean(seeds[seed]) for seed in sorted(seeds)]
         for name, seeds in values.items()
@@ -63,7 +64,7 @@ def seeds_matter(runs: Iterable[Run]) -> bool:
     for run in runs:
         if status(run) == OK and run.case == BASE:
             losses = [series.values for series in run.measured.losses.values()]
-            by_seed[run.planned.seed] = (losses, _finals(run.measured))
+            by_seed[run.trial.seed] = (losses, _finals(run.measured))
     first, *others = list(by_seed.values()) or [None]
     return not others or any(other != first for other in others)
 
@@ -93,7 +94,7 @@ def _row(
         status=trouble[0] if trouble else OK,
         runs=len(runs),
         good_runs=len(runs) - len(trouble),
-        seeds=len({run.planned.seed for run in runs}),
+        seeds=len({run.trial.seed for run in runs}),
         step_ms=times and times.median,
         step_times=times,
         speed=speeds and speeds.median,
@@ -142,10 +143,10 @@ def _times(measured: Sequence[Measured]) -> Spread | None:
 
 def _speeds(runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
     """Against O0 of the same round."""
-    of_round = {(one.planned.repeat, one.planned.seed): step_times(one.measured) for one in base}
+    of_round = {(one.trial.repeat, one.trial.seed): step_times(one.measured) for one in base}
     ratios = []
     for run in runs:
-        theirs = of_round.get((run.planned.repeat, run.planned.seed))
+        theirs = of_round.get((run.trial.repeat, run.trial.seed))
         ours = step_times(run.measured)
         if theirs is not None and ours is not None and ours.median:
             ratios.append(theirs.median / ours.median)

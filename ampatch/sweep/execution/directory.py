@@ -1,9 +1,9 @@
 """The directory of a sweep: one sweep at a time, and never two mixed.
 
-It is locked while a sweep runs, checked to be writable with room to write
-before anything runs, and belongs to the sweep whose settings are in its
-`summary.json`: only the same sweep goes on in it (`resume`), and only on
-request another takes its place (`overwrite`).
+It is locked while a sweep runs.  Before the first run it is checked that it can be
+written and has free space.  It belongs to the sweep whose settings are in its
+`summary.json`: only that sweep continues in it (`resume`), and another replaces it
+only on request (`overwrite`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.record import Planned, Run, read_json
-from ampatch.sweep.results import EVENTS, PLOTS, REPORT, RUNS, SUMMARY, Results, read_results
-from ampatch.sweep.runner import Files
+from ampatch.sweep.json_files import read_json
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.trial import Trial
+from ampatch.sweep.report.results import EVENTS, PLOTS, REPORT, RUNS, SUMMARY, Results, read_results
+from ampatch.sweep.execution.run_files import RunFiles
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
 _LOCK = ".lock"
-_OURS = (SUMMARY, "summary.csv", "summary.md", REPORT)
+_FILES = (SUMMARY, "summary.csv", "summary.md", REPORT)
 
 
 def choose(out: str | Path | None, script: str, resume: bool, overwrite: bool) -> Path:
     """`out`, or by default `ampatch-sweep/` and the script's name, numbered if that is taken.
 
-    To resume or overwrite is about the last of these.
+    With `resume` or `overwrite` it is the last one that exists.
     """
     if out is not None:
         return Path(out)
@@ -45,17 +47,17 @@ def choose(out: str | Path | None, script: str, resume: bool, overwrite: bool) -
 
 
 class Directory:
-    """A directory that one sweep holds from construction to `release`.
+    """A directory that one sweep holds, from construction to `release`.
 
-    Raises `OSError` where it cannot be written, `ValueError` where another sweep
-    runs or has run in it.
+    Raises `OSError` if it cannot be written, `ValueError` if another sweep runs or has run
+    in it.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
         self.path = path
         self.runs = path / RUNS
         self.settings = settings
-        self._lock: Any = None  # closes the file that is locked
+        self._lock: Any = None  # closes the locked file
         try:
             self.runs.mkdir(parents=True, exist_ok=True)
             self._acquire()
@@ -72,18 +74,18 @@ class Directory:
             self._clear()
 
     def release(self) -> None:
-        """Let other sweeps have it.  Harmless when released."""
+        """Release it for other sweeps.  A second call changes nothing."""
         if self._lock is not None:
             self._lock()
 
-    def finished(self, planned: Sequence[Planned], timeout: float | None) -> dict[Planned, Run]:
-        """The runs of an earlier part of this sweep; not those that a longer timeout lets go on."""
+    def finished(self, trials: Sequence[Trial], timeout: float | None) -> dict[Trial, Run]:
+        """The runs of an earlier part of this sweep, but those that a longer timeout may finish."""
         kept = {}
-        for one in planned:
-            data = read_json(Files.of(self.runs, one).run) if self.earlier else None
+        for trial in trials:
+            data = read_json(RunFiles.of(self.runs, trial).run) if self.earlier else None
             run = None if data is None else Run.from_json(data)
             if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
-                kept[one] = run
+                kept[trial] = run
         return kept
 
     def _acquire(self) -> None:
@@ -105,14 +107,14 @@ class Directory:
         probe = self.path / ".probe"
         try:
             with probe.open("wb") as file:
-                file.write(bytes(2**20))  # a quota shows only in writing
+                file.write(bytes(2**20))  # a quota is noticed only when writing
                 file.flush()
                 os.fsync(file.fileno())
         finally:
             probe.unlink(missing_ok=True)
 
     def _earlier(self, resume: bool, overwrite: bool) -> Results | None:
-        """The results to go on with.  Raises `ValueError` where that is impossible or not wanted."""
+        """The results to continue.  Raises `ValueError` if that is impossible or not asked for."""
         if overwrite:
             return None
         earlier = read_results(self.path)
@@ -137,8 +139,8 @@ class Directory:
         return earlier
 
     def _clear(self) -> None:
-        """Take an earlier sweep's files away, and no others."""
-        for name in _OURS:
+        """Delete the files of an earlier sweep, and no others."""
+        for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
         for ending in ("json", "log", "progress", "record", "part"):
             for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
@@ -163,7 +165,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _locked(file: int) -> bool:
-    """Lock an open file (its descriptor) until it is closed or this process ends; whether that went well."""
+    """Lock an open file until it is closed or this process ends; False if another holds it."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.judge import METHOD
-from ampatch.sweep.record import write_json, write_whole
-from ampatch.sweep.results import SUMMARY, Results, Row
-from ampatch.sweep.table import columns, notes
+from ampatch.sweep.report.judge import METHOD
+from ampatch.sweep.json_files import write_json, write_whole
+from ampatch.sweep.report.results import SUMMARY, Results, Row
+from ampatch.sweep.report.table import columns, notes
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",

@@ -1,15 +1,15 @@
-"""The peer's row: the same script under torch.autocast and torch.amp.GradScaler.
+"""The autocast baseline: the same script under torch.autocast and torch.amp.GradScaler.
 
-`install` replaces `initialize`, `scale_loss` and what asks about the loss scale
-in the package `ampatch`, so that a script that uses ampatch or `from apex import
-amp` runs, unedited, as one written for PyTorch's own mixed precision would:
+`install` replaces `initialize`, `scale_loss` and the functions that read or set the
+loss scale in the package `ampatch`.  A script that uses ampatch or `from apex import
+amp` then runs, unedited, like a script written for PyTorch's own mixed precision:
 
 * each model's forward runs under `torch.autocast`, and its floating outputs are
   FP32 afterwards, so that a loss is computed in FP32, as autocast does it.
-  Weights stay FP32.  Work outside a model's forward is not in half;
-* one `GradScaler` with its defaults serves all losses, as PyTorch's
+  Weights stay FP32.  Code outside a model's forward does not run in half;
+* one `GradScaler` with its defaults scales all losses, as PyTorch's
   documentation asks for.  It is off in bfloat16, unless the script says
-  `loss_scale="dynamic"`.  A static loss scale in the script is not taken over;
+  `loss_scale="dynamic"`.  A static loss scale of the script is ignored;
 * `scale_loss` scales, and on its exit calls `unscale_`, so that gradients can be
   clipped; `optimizer.step()` goes through `GradScaler.step`, and `update`
   follows when every optimizer whose loss was scaled has stepped.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import ampatch
 from ampatch.errors import AmpatchError
-from ampatch.sweep.recorder import Recorder
+from ampatch.sweep.measure.recorder import Recorder
 
 _SCALER_SETTINGS = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
 _PUBLIC = (
@@ -44,8 +44,8 @@ _PUBLIC = (
 )
 
 
-class AutocastEngine:
-    """Stands behind `ampatch.initialize` and `ampatch.scale_loss` in one process."""
+class AutocastBaseline:
+    """Implements `ampatch.initialize` and `ampatch.scale_loss` in one process."""
 
     def __init__(self, dtype: torch.dtype, recorder: Recorder) -> None:
         self._dtype = dtype
@@ -54,23 +54,23 @@ class AutocastEngine:
         self._scaler = torch.amp.GradScaler("cpu", enabled=False)
         self._enabled = False
         self._scaled: dict[int, Any] = {}  # optimizers by id, from scale_loss to their step
-        self._unscaled: set[int] = set()  # those of them whose gradients are unscaled by now
+        self._unscaled: set[int] = set()  # those of them whose gradients are unscaled already
         self._stepped: set[int] = set()  # since the scaler's last update
         self._last_skipped: dict[int, Any] = {}
         self._initialize = ampatch.initialize
 
     def install(self) -> None:
-        """Replace the public functions.  For a process of its own: there is no way back."""
+        """Replace the public functions, for the rest of the process."""
         for name in _PUBLIC:
             original = getattr(ampatch, name)
             for module in (ampatch, sys.modules.get("ampatch.compat.apex.amp")):
                 if getattr(module, name, None) is original:
                     setattr(module, name, getattr(self, name))
 
-    # What the script calls
+    # The functions that the script calls
 
     def initialize(self, *args: Any, **kwargs: Any) -> Any:
-        """As `ampatch.initialize`, whose session is there but disabled."""
+        """Like `ampatch.initialize`, which opens a disabled session here."""
         given = inspect.signature(self._initialize).bind(*args, **kwargs)
         given.apply_defaults()
         wanted = {**given.arguments, "enabled": False}
@@ -83,7 +83,7 @@ class AutocastEngine:
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
         raise AmpatchError(
-            "ampatch.init(): the autocast row of a sweep knows no models here. Expected a script "
+            "ampatch.init(): the autocast baseline of a sweep needs the models. Expected a script "
             "that calls initialize; leave this row out with --no-autocast."
         )
 
@@ -91,7 +91,7 @@ class AutocastEngine:
     def scale_loss(
         self, loss: Tensor, optimizers: Any, loss_id: int = 0, *args: Any, **kwargs: Any
     ) -> Iterator[Tensor]:
-        """As `ampatch.scale_loss`, by the GradScaler."""
+        """Like `ampatch.scale_loss`, with the GradScaler."""
         if not self._enabled:
             yield loss
             return
@@ -124,7 +124,7 @@ class AutocastEngine:
     def step_was_skipped(self, optimizer: Any) -> bool:
         return bool(self._last_skipped.get(id(optimizer), False))
 
-    # What it does
+    # Starting, stepping, scaling
 
     def _start(self, models: list[Any], optimizers: list[Any], given: dict[str, Any]) -> None:
         self._enabled = True
@@ -137,16 +137,16 @@ class AutocastEngine:
         for model in models:
             put_under_autocast(model, self._device, self._dtype)
         for optimizer in optimizers:
-            self._take_over_step(optimizer)
+            self._replace_step(optimizer)
         self._recorder.on_engine(
             "autocast", {"dtype": str(self._dtype), "grad_scaler": str(scaling), **settings}
         )
 
-    def _take_over_step(self, optimizer: Any) -> None:
+    def _replace_step(self, optimizer: Any) -> None:
         original, inside = optimizer.step, [False]
 
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if inside[0]:  # GradScaler.step found no overflow, or leaves it to a fused kernel
+            if inside[0]:  # called by GradScaler.step: no overflow, or a fused kernel decides
                 found = getattr(optimizer, "found_inf", None)
                 self._last_skipped[id(optimizer)] = False if found is None else found.clone()
                 return original(*args, **kwargs)
@@ -174,7 +174,7 @@ class AutocastEngine:
             self._forget_unscaling(optimizer)
             return original(*args, **kwargs)
         if self._scaler.is_enabled():
-            self._last_skipped[id(optimizer)] = True  # until the step is reached
+            self._last_skipped[id(optimizer)] = True  # until GradScaler calls the step
         result = self._scaler.step(optimizer, *args, **kwargs)
         self._stepped.add(id(optimizer))
         if not self._scaled:
@@ -182,7 +182,7 @@ class AutocastEngine:
         return result
 
     def _update_after_step(self) -> None:
-        """Move the scale once all have stepped, or when the first begins a new round."""
+        """Update the scale when all optimizers have stepped, or at the first loss after a step."""
         if self._stepped and not self._unscaled:
             self._scaler.update()
             self._stepped.clear()
@@ -193,9 +193,9 @@ class AutocastEngine:
             self._unscaled.add(id(optimizer))
 
     def _scale_again(self, optimizer: Any) -> None:
-        """Gradients are accumulated: bring the unscaled ones back to the scale.
+        """For accumulation: multiply unscaled gradients by the scale again.
 
-        An overflow found before is in the gradients still.
+        An overflow that was found before is still in the gradients.
         """
         if id(optimizer) not in self._unscaled:
             return
@@ -206,12 +206,12 @@ class AutocastEngine:
                 parameter.grad = self._scaler.scale(parameter.grad)
 
     def _forget_unscaling(self, optimizer: Any) -> None:
-        """GradScaler refuses a second `unscale_` before the step; have it forget the first."""
+        """GradScaler refuses a second `unscale_` before the step; delete its note of the first."""
         if self._scaler.is_enabled():
             getattr(self._scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
 
     def _present_scale(self, device: torch.device) -> Any:
-        """The scale; nothing waits."""
+        """The scale, without waiting for the device."""
         if not self._scaler.is_enabled():
             return 1.0
         return self._scaler.scale(torch.ones((), device=device))
@@ -238,7 +238,7 @@ def _to_float(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, dict):
-        for key, item in value.items():  # in place: it may be a library's own kind of dictionary
+        for key, item in value.items():  # in place: it may be a subclass of dict, as in transformers
             value[key] = _to_float(item)
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -7,15 +7,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ampatch.sweep.record import Measured, Series
+from ampatch.sweep.measure.record import Measured, Series
 
 
 def read_metrics(log: Path, patterns: Mapping[str, str], measured: Measured) -> dict[str, Series]:
     """For each pattern with a match, by name: every number its group matched.
 
-    Lines begin and end at `^` and `$`.  At which step a number was printed is
-    known from how much had been printed at each.  Raises `ValueError` for a match
-    that is no number.
+    `^` and `$` match at the begin and end of each line.  The step of a number follows from
+    how many bytes had been printed at each step.  Raises `ValueError` for a match that is
+    not a number.
     """
     text = log.read_bytes().decode("utf-8", "surrogateescape")
     sizes = [size for _, size in measured.output_marks]

@@ -1,4 +1,4 @@
-"""What a sweep ran on, for its report."""
+"""The software and the machine that a sweep ran on, for its report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def versions() -> dict[str, str]:
-    """Software and machine.  GPUs are named by the runs: to ask here would occupy one."""
+    """Software and machine.  The runs name the GPUs: asking here would occupy one."""
     known = {
         "ampatch": __version__,
         "torch": torch.__version__,
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Its name, or its architecture where the name is not told."""
+    """The name of the CPU, or its architecture where the name is unknown."""
     if _CPUINFO.exists():
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")

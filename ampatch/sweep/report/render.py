@@ -3,26 +3,26 @@
     DIR/report.html        all of it on one page, the pictures inside
     DIR/plots/NAME.png     loss-by-step, loss-by-time, speed, memory, loss-scale
 
-They are made when a sweep has ended, and again whenever asked for: no run is needed.
+They are made when a sweep has ended, and by `ampatch report` from the stored results.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ampatch.sweep.files import as_csv, as_markdown
-from ampatch.sweep.page import as_html
-from ampatch.sweep.plots import MISSING, available, pictures
-from ampatch.sweep.record import write_whole
-from ampatch.sweep.results import PLOTS, REPORT, read_results, read_runs
+from ampatch.sweep.report.summary_files import as_csv, as_markdown
+from ampatch.sweep.report.page import as_html
+from ampatch.sweep.report.plots import MISSING, available, pictures
+from ampatch.sweep.json_files import write_whole
+from ampatch.sweep.report.results import PLOTS, REPORT, read_results, read_runs
 
 
 def write_report(directory: str | Path) -> str:
-    """Write report and pictures, and the table as CSV and Markdown once more.
+    """Write report and pictures, and the table as CSV and Markdown again.
 
-    Returns what a reader will miss and why: a sentence, or "" where nothing is missing.
-    Raises `FileNotFoundError` where there are no results, `ValueError` for those of another
-    version's format, `OSError` where nothing can be written.
+    Returns a sentence that says what the report lacks and why, or "" if it is complete.
+    Raises `FileNotFoundError` if there are no results, `ValueError` for results in another
+    version's format, `OSError` if nothing can be written.
     """
     path = Path(directory)
     results = read_results(path)

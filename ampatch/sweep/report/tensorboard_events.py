@@ -1,6 +1,6 @@
 """A sweep's runs as TensorBoard event files: `tensorboard --logdir DIR/tensorboard`.
 
-A directory per run, called as its other files; scalars `loss`, `loss scale`, `step ms`,
+One directory for each run, named like its other files; scalars `loss`, `loss scale`, `step ms`,
 `skipped` and `metrics/NAME` against optimizer steps.  Further losses are `loss/LOSS_ID`.
 """
 
@@ -10,8 +10,8 @@ import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
-from ampatch.sweep.record import Measured, Series
-from ampatch.sweep.results import EVENTS, read_results, read_runs
+from ampatch.sweep.measure.record import Measured, Series
+from ampatch.sweep.report.results import EVENTS, read_results, read_runs
 
 MISSING = (
     "TensorBoard's event files need tensorboard, which is not installed. Do pip install "
@@ -20,7 +20,7 @@ MISSING = (
 
 
 def check() -> None:
-    """Raise `ImportError` where tensorboard is missing."""
+    """Raise `ImportError` if tensorboard is missing."""
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ImportError as error:
@@ -28,10 +28,9 @@ def check() -> None:
 
 
 def write_events(directory: str | Path) -> None:
-    """Write the event files of all runs in a sweep's directory, in place of earlier ones.
+    """Write the event files of all runs in a sweep's directory; earlier ones are replaced.
 
-    Raises `ImportError` where tensorboard is missing, `FileNotFoundError` where there is no
-    sweep.
+    Raises `ImportError` if tensorboard is missing, `FileNotFoundError` if there is no sweep.
     """
     check()
     from torch.utils.tensorboard import SummaryWriter
@@ -42,7 +41,7 @@ def write_events(directory: str | Path) -> None:
         raise FileNotFoundError(f"{path}: there are no results of a sweep in this directory.")
     began = datetime.datetime.fromisoformat(results.started).timestamp()
     for run in read_runs(path):
-        place = path / EVENTS / run.planned.file_stem
+        place = path / EVENTS / run.trial.file_stem
         for old in place.glob("events.out.tfevents.*"):
             old.unlink()
         with SummaryWriter(str(place)) as writer:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from ampatch.sweep.figures import status, step_ms
-from ampatch.sweep.judge import METHOD
-from ampatch.sweep.plots import Picture
-from ampatch.sweep.record import Run
-from ampatch.sweep.results import Comparison, Results, Row
-from ampatch.sweep.table import MISSING, columns, notes
+from ampatch.sweep.report.figures import status, step_ms
+from ampatch.sweep.report.judge import METHOD
+from ampatch.sweep.report.plots import Picture
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.results import Comparison, Results, Row
+from ampatch.sweep.report.table import MISSING, columns, notes
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1e; --page: #fff; --quiet: #5a5a60;
@@ -143,12 +143,12 @@ def _runs(runs: Iterable[Run]) -> str:
     heads = ("run", "status", "steps", "step ms", "seconds", "log")
     cells = (
         [
-            run.planned.label,
+            run.trial.label,
             status(run),
             str(len(run.measured.skipped)) if run.measured else MISSING,
             MISSING if step_ms(run.measured) is None else f"{step_ms(run.measured):.2f}",
             f"{run.seconds:.1f}",
-            f"runs/{run.planned.file_stem}.log",
+            f"runs/{run.trial.file_stem}.log",
         ]
         for run in runs
     )

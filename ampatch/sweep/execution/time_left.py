@@ -1,15 +1,15 @@
-"""How long a sweep will still take, judged by the runs that have ended."""
+"""An estimate of the time left in a sweep, from the runs that have ended."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-LEAST_SHARE = 0.05  # of a run: before that, its start is most of the time it took
+LEAST_SHARE = 0.05  # of a run: before that, most of its time was its start
 
 
 class TimeLeft:
-    """Told when runs begin and end.  `clock` gives seconds."""
+    """Counts the runs that start and end.  `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,9 +26,9 @@ class TimeLeft:
         self._to_come -= 1
 
     def seconds(self, share: float | None = None) -> float | None:
-        """For all runs to come; None before anything is known.
+        """Seconds for all remaining runs; None while nothing is known.
 
-        `share` is how much of the present run is done, 0 to 1, where that is known.
+        `share` is the finished part of the present run, 0 to 1, if known.
         """
         spent = self._clock() - self._began
         if self._ended:
@@ -40,7 +40,7 @@ class TimeLeft:
         return max(0.0, each - spent) + each * (self._to_come - 1)
 
     def text(self, share: float | None = None) -> str:
-        """`1:05 left`, `2:00:10 left`, or "" where nothing is known."""
+        """`1:05 left`, `2:00:10 left`, or "" while nothing is known."""
         seconds = self.seconds(share)
         if seconds is None:
             return ""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from ampatch.sweep.figures import OK
-from ampatch.sweep.results import Results, Row
+from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.results import Results, Row
 
 MISSING = "-"
 NOTES = (

@@ -1,4 +1,4 @@
-"""What the sweep tells a child beside the script and its environment."""
+"""What the sweep passes to a child process, besides the script and the environment."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Order:
-    """Written by `runner.py` on the child's command line, read by `child.py`."""
+class ChildOptions:
+    """Written on the child's command line by `runner.py`, read by `child.py`."""
 
     seed: int = 0
-    steps: int | None = None  # to end the script after
+    steps: int | None = None  # end the script after so many optimizer steps
     tf32: bool = False
-    autocast: str = ""  # the half type of the peer's row
+    autocast: str = ""  # the half type of the autocast baseline; "" for other trials
     auto: bool = False  # the script has no AMP code
     mark_output: bool = False
     guard: int | None = None  # a pipe that closes when the sweep has ended
@@ -23,5 +23,5 @@ class Order:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Order:
+    def from_text(cls, text: str) -> ChildOptions:
         return cls(**json.loads(text))

@@ -22,8 +22,8 @@ import math
 import signal
 import statistics
 
-from ampatch.sweep.record import Measured, Run, Series
-from ampatch.sweep.results import Spread
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.results import Spread
 
 WARM_UP = 10  # steps
 SHARE = 20  # first and last loss are means over this fraction of them: 1/20

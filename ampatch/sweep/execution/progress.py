@@ -1,25 +1,26 @@
-"""What a sweep shows while it runs: a live line on a terminal, plain lines elsewhere."""
+"""The progress display of a sweep: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import Any, Protocol, TextIO
 
-from ampatch.sweep.figures import status, step_ms
-from ampatch.sweep.record import Planned, Run
-from ampatch.sweep.time_left import TimeLeft
+from ampatch.sweep.report.figures import status, step_ms
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.trial import Trial
+from ampatch.sweep.execution.time_left import TimeLeft
 
 OTHER_COLUMNS = 57  # of the live line: bar, steps, loss and time at their widest
 
 
 class Progress(Protocol):
-    """Told by the sweep what happens.  Used as a context manager around it."""
+    """What the sweep calls while it runs, inside a `with` block of this object."""
 
     def __enter__(self) -> Progress: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def started(self, number: int, count: int, planned: Planned) -> None: ...
+    def started(self, number: int, count: int, trial: Trial) -> None: ...
 
     def reached(self, steps: int, loss: float | None) -> None: ...
 
@@ -35,7 +36,7 @@ class Silent:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def started(self, number: int, count: int, planned: Planned) -> None:
+    def started(self, number: int, count: int, trial: Trial) -> None:
         pass
 
     def reached(self, steps: int, loss: float | None) -> None:
@@ -46,15 +47,15 @@ class Silent:
 
 
 class Lines(Silent):
-    """A line when a run starts and one when it has ended, for pipes and files."""
+    """One line when a run starts and one when it has ended, for pipes and files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._name = ""
         self._left = TimeLeft()
 
-    def started(self, number: int, count: int, planned: Planned) -> None:
-        self._name = f"[{number}/{count}] {planned.label}"
+    def started(self, number: int, count: int, trial: Trial) -> None:
+        self._name = f"[{number}/{count}] {trial.label}"
         self._left.started(number, count)
         self._say(", about ".join(filter(None, ("started", self._left.text()))))
 
@@ -67,10 +68,10 @@ class Lines(Silent):
 
 
 class Live:
-    """One line with a bar that moves, and a line above it for each run that ended.
+    """One line with a moving bar, and a line above it for each run that has ended.
 
-    The line names level, dtype and seed, the step, the loss, and how long the sweep
-    will still take.  How many steps a run takes is known from the first one on.
+    The line shows level, dtype and seed, the step, the loss, and the time left.  The
+    number of steps of a run is known after the first run.
     """
 
     def __init__(self, stream: TextIO, steps: int | None = None) -> None:
@@ -103,8 +104,8 @@ class Live:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def started(self, number: int, count: int, planned: Planned) -> None:
-        self._name = f"({number}/{count}) {planned.label}"
+    def started(self, number: int, count: int, trial: Trial) -> None:
+        self._name = f"({number}/{count}) {trial.label}"
         self._left.started(number, count)
         shown = shortened(self._name, self._bar.console.width - OTHER_COLUMNS)
         self._task = self._bar.add_task(shown, total=self._total, **self._fields(0, None))
@@ -129,14 +130,14 @@ class Live:
 
 
 def progress_on(stream: TextIO, steps: int | None = None) -> Progress:
-    """The progress display that suits `stream`; `steps` are those of a run, where known."""
+    """The progress display for `stream`; `steps` is the number of steps of a run, if known."""
     if stream.isatty() and importlib.util.find_spec("rich"):
         return Live(stream, steps)
     return Lines(stream)
 
 
 def shortened(name: str, room: int) -> str:
-    """`name`, or as much of its two ends, the seed among them, as there is room for."""
+    """`name`, or its two ends (the seed among them) if `room` columns are too few for it."""
     if len(name) <= room or room < 16:
         return name
     return f"{name[: room - 9]}…{name[-8:]}"

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampatch.sweep.curves import Curve, loss_curves, scale_curves
-from ampatch.sweep.record import Run
-from ampatch.sweep.results import Results, Row
+from ampatch.sweep.report.curves import Curve, loss_curves, scale_curves
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.results import Results, Row
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = {"float32": "-", "float16": "-", "bfloat16": (0, (4, 1.5))}

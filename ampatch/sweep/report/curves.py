@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ampatch.sweep.figures import main_losses
-from ampatch.sweep.record import Measured, Run, Series
-from ampatch.sweep.results import Row
+from ampatch.sweep.report.figures import main_losses
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.results import Row
 
 POINTS = 40
 
@@ -68,8 +68,8 @@ def scale_curves(rows: Sequence[Row], runs: Sequence[Run]) -> list[Curve]:
 
 def _first_repeats(row: Row, runs: Iterable[Run]) -> list[Measured]:
     """What was measured per seed, in their order."""
-    ours = [run for run in runs if run.case.label == row.label and run.planned.repeat == 0]
-    ours.sort(key=lambda run: run.planned.seed)
+    ours = [run for run in runs if run.case.label == row.label and run.trial.repeat == 0]
+    ours.sort(key=lambda run: run.trial.seed)
     return [run.measured for run in ours if run.measured is not None]
 
 

@@ -1,4 +1,4 @@
-"""The parent's side: one process per planned run, watched until it ends."""
+"""The parent's side: a process of its own for each trial, watched until it ends."""
 
 from __future__ import annotations
 
@@ -14,42 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ampatch.environment import VARIABLES
-from ampatch.sweep.order import Order
-from ampatch.sweep.output_metrics import read_metrics
+from ampatch.run.script import PACKAGE_ROOT
+from ampatch.sweep.execution.child_options import ChildOptions
+from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.plan import counts_its_steps, placeholders
-from ampatch.sweep.progress import Progress
-from ampatch.sweep.record import Measured, Planned, Run, read_json, write_json
+from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.trial import Trial
 
 POLL = 0.1  # seconds between two looks at the child
 GRACE = 10.0  # seconds a child has, once told to end, to write its record
 
 
 @dataclass(frozen=True)
-class Files:
-    """The files of one run in the directory of runs."""
-
-    run: Path
-    record: Path  # the child's, until the run has ended
-    progress: Path
-    log: Path
-
-    @classmethod
-    def of(cls, directory: Path, planned: Planned) -> Files:
-        ends = ("json", "record", "progress", "log")
-        return cls(*(directory / f"{planned.file_stem}.{end}" for end in ends))
-
-    def remove(self) -> None:
-        """Take away what an earlier run left here."""
-        for path in (self.run, self.record, self.progress, self.log):
-            path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
 class Runner:
-    """How to run the script; `directory` is that of the runs.
+    """How to run the script; the files of the runs go to `directory`.
 
-    `steps` ends the script after so many, unless its arguments hold `{steps}`;
-    `metrics` are regular expressions over its output; `timeout` is in seconds.
+    The script is ended after `steps` optimizer steps, unless its arguments hold
+    `{steps}`.  `metrics` are regular expressions over its output; `timeout` is in
+    seconds.
     """
 
     script: str
@@ -60,21 +45,21 @@ class Runner:
     timeout: float | None = None
     auto: bool = False  # a script without AMP code
 
-    def run(self, planned: Planned, progress: Progress) -> Run:
-        """Run the script in a fresh process, and keep what it measured.
+    def run(self, trial: Trial, progress: Progress) -> Run:
+        """Run the script in a fresh process, and write what it measured to a file.
 
-        The child and what it started never outlive this call, whichever way it is
-        left; killed, this process takes them along.
+        The child and the processes it starts end with this call, also after an exception,
+        and also when this process is killed.
         """
-        files = Files.of(self.directory, planned)
+        files = RunFiles.of(self.directory, trial)
         files.remove()
         started = time.monotonic()
-        with self._child(planned, files) as child:
+        with self._child(trial, files) as child:
             in_time = _watch(child, files, started, self.timeout, progress)
             if not in_time:
                 _end(child)
         run = Run(
-            planned,
+            trial,
             child.returncode,
             time.monotonic() - started,
             self._measured(files),
@@ -86,7 +71,7 @@ class Runner:
         files.record.unlink(missing_ok=True)
         return run
 
-    def _measured(self, files: Files) -> Measured | None:
+    def _measured(self, files: RunFiles) -> Measured | None:
         data = read_json(files.record)
         if data is None:
             return None
@@ -95,21 +80,21 @@ class Runner:
         return measured
 
     @contextmanager
-    def _child(self, planned: Planned, files: Files) -> Iterator[subprocess.Popen[bytes]]:
-        """The running child; ended, with all it started, when the block is left.
+    def _child(self, trial: Trial, files: RunFiles) -> Iterator[subprocess.Popen[bytes]]:
+        """The running child; at the end of the block it and all it started are ended.
 
-        In a session of its own, so that it can be ended together with the processes
-        it starts.  Ctrl-C therefore reaches the sweep alone, which ends the child.
+        The child has a session of its own, so that one signal reaches the processes it
+        starts as well.  Ctrl-C therefore reaches only the sweep, which ends the child.
         """
-        guard, ours = os.pipe() if hasattr(os, "killpg") else (None, None)
+        guard, held = os.pipe() if hasattr(os, "killpg") else (None, None)
         try:
             with files.log.open("wb") as log:
                 child = subprocess.Popen(
-                    self._command(planned, files, guard),
+                    self._command(trial, files, guard),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(planned),
+                    env=_environment(trial),
                     start_new_session=True,
                     pass_fds=() if guard is None else (guard,),
                 )
@@ -119,14 +104,14 @@ class Runner:
                 if child.poll() is None:
                     _end(child)
         finally:
-            for end in (guard, ours):  # the guard in the child's group sees it, and ends the rest
+            for end in (guard, held):  # the child's guard process sees it, and ends the rest
                 if end is not None:
                     os.close(end)
 
-    def _command(self, planned: Planned, files: Files, guard: int | None) -> list[str]:
-        case = planned.case
-        ordered = Order(
-            seed=planned.seed,
+    def _command(self, trial: Trial, files: RunFiles, guard: int | None) -> list[str]:
+        case = trial.case
+        options = ChildOptions(
+            seed=trial.seed,
             steps=None if counts_its_steps(self.arguments) else self.steps,
             tf32=case.tf32,
             auto=self.auto,
@@ -134,19 +119,19 @@ class Runner:
             mark_output=bool(self.metrics),
             guard=guard,
         )
-        module = [sys.executable, "-m", "ampatch.sweep.child", str(files.record)]
-        arguments = placeholders(self.arguments, planned.seed, self.steps)
-        return [*module, ordered.to_text(), self.script, *arguments]
+        module = [sys.executable, "-m", "ampatch.sweep.execution.child", str(files.record)]
+        arguments = placeholders(self.arguments, trial.seed, self.steps)
+        return [*module, options.to_text(), self.script, *arguments]
 
 
 def _watch(
     child: subprocess.Popen[bytes],
-    files: Files,
+    files: RunFiles,
     started: float,
     timeout: float | None,
     progress: Progress,
 ) -> bool:
-    """Wait for the child, showing how far it is; whether it ended in time."""
+    """Wait for the child and show its progress; False if it ran into the timeout."""
     while child.poll() is None:
         if timeout is not None and time.monotonic() - started > timeout:
             return False
@@ -164,14 +149,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     try:
         child.wait(GRACE)
     except subprocess.TimeoutExpired:
-        pass  # it did not listen; the next signal asks nobody
+        pass  # it ignored SIGTERM; it cannot ignore SIGKILL
     finally:
         _signal(child, getattr(signal, "SIGKILL", signal.SIGTERM))
         child.wait()
 
 
 def _signal(child: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the child's whole group, or where there is none to the child."""
+    """Send a signal to the child's process group, or to the child where there are no groups."""
     if not hasattr(os, "killpg"):
         child.send_signal(number)
         return
@@ -181,16 +166,15 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
         return  # the whole group has ended
 
 
-def _environment(planned: Planned) -> dict[str, str]:
-    """Our environment, with the variables that say how to run replaced by the plan's."""
+def _environment(trial: Trial) -> dict[str, str]:
+    """This process's environment, with the variables of ampatch replaced by the trial's."""
     environment = {**os.environ, "AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1"}
     for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
-    environment["AMPATCH_SEED"] = str(planned.seed)
-    environment.setdefault("PYTHONHASHSEED", str(planned.seed))
-    root = str(Path(__file__).resolve().parents[2])
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        # Not installed, but found from where this process was started.
-        paths = [environment.get("PYTHONPATH"), root]
+    environment["AMPATCH_SEED"] = str(trial.seed)
+    environment.setdefault("PYTHONHASHSEED", str(trial.seed))
+    if PACKAGE_ROOT not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        # Not installed: found through the path of this process, which the child does not have.
+        paths = [environment.get("PYTHONPATH"), PACKAGE_ROOT]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return {**environment, **planned.case.environment}
+    return {**environment, **trial.case.environment}

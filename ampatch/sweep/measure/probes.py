@@ -1,8 +1,8 @@
-"""Measuring without disturbing: what the recorder reads numbers, times and memory with.
+"""Numbers, times and memory, measured without waiting for the device.
 
 Values on a device are kept as small tensors and read in batches, long after
-the step.  On CUDA a step's end is an event in the stream, not a moment of the
-host, which runs ahead of the device.
+the step.  On CUDA the end of a step is an event in the stream, because the host
+runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ampatch.sweep.record import Series
+from ampatch.sweep.measure.record import Series
 
 BATCH = 512  # values left on the device before they are read
 
@@ -32,7 +32,7 @@ class Readings:
         if isinstance(value, torch.Tensor):
             value = value.detach().double().mean() if value.numel() != 1 else value.detach()
             if value.device.type != "cpu":
-                # A clone, because the script may go on to change it in place.
+                # A clone, because the script may change the tensor in place.
                 self._waiting.append(value.clone())
                 if len(self._waiting) >= BATCH:
                     self.all()
@@ -64,7 +64,7 @@ class Timeline:
         return len(self._paused)
 
     def mark(self, pauses: int) -> None:
-        """A step ended; `pauses` counts up when something else than training ran."""
+        """A step ended; `pauses` increases when something other than training ran."""
         self._marks.append(self._now())
         self._paused.append(pauses != self._pauses)
         self._pauses = pauses
@@ -109,12 +109,12 @@ class Track:
         self.readings.add(value)
 
     def series(self, since: float = 0.0) -> Series:
-        """All of it; `seconds` from the moment `since` of `time.monotonic` on."""
+        """All readings; `seconds` count from `since`, a time of `time.monotonic`."""
         seconds = [moment - since for moment in self.seconds]
         return Series(list(self.steps), list(self.readings.all()), seconds)
 
     def changes(self, since: float = 0.0) -> Series:
-        """Only where the value is another than the one before."""
+        """Only where the value differs from the one before."""
         whole = self.series(since)
         kept = [
             index

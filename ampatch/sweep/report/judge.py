@@ -1,10 +1,10 @@
-"""The verdicts: is a row's accuracy O0's, and which row is to be recommended?
+"""The verdicts: does a row reach O0's accuracy, and which row is recommended?
 
 Accuracy is compared over seeds by Welch's two-sided t test at 5 % (`welch.py`).
-"Within seed noise" means that the test found no difference, not that there is
-none: the 95 % confidence interval beside it says how large one may still be.
-The metrics of a row are tested one by one and its verdict is about one of them,
-so of twenty rows that are as good as O0, one is called otherwise by chance.
+"Within seed noise" means that the test found no difference.  A difference may
+still exist; the 95 % confidence interval says how large it can be.  Each metric
+of a row is tested alone and the verdict is about one of them, so of twenty rows
+that are as good as O0, one is called different by chance.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ampatch.sweep.results import Comparison, Row
-from ampatch.sweep.welch import welch
+from ampatch.sweep.report.results import Comparison, Row
+from ampatch.sweep.report import welch
 
 LOSS = "last loss"
 LEVEL = 0.05  # of significance
@@ -89,9 +89,9 @@ def _compared(
         base_mean=base_mean, base_sd=_sd(base), base_n=len(base), difference=mean - base_mean,
     )  # fmt: skip
     finite = all(map(math.isfinite, [*ours, *base]))
-    if min(len(ours), len(base)) < 2 or not seeds_matter or not finite:
+    if min(len(ours), len(base)) < 2 or not (seeds_matter and finite and welch.available()):
         return plain
-    tested = welch(ours, base)
+    tested = welch.welch(ours, base)
     outcome = "within"
     if tested.p < LEVEL:
         outcome = "better" if (tested.difference > 0) == (better == "higher") else "worse"
@@ -147,7 +147,7 @@ def _memory(row: Row, base: Row) -> str:
 
 
 def _smaller(fit: Sequence[Row], base: Row) -> str:
-    """Who saves memory, where nobody saves time."""
+    """The row that saves most memory, where no row saves time."""
     sizes = [row for row in fit if row.memory_bytes and base.memory_bytes]
     least = min(sizes, key=lambda row: row.memory_bytes, default=None)
     if least is None or least.memory_bytes > 0.95 * base.memory_bytes:

@@ -13,22 +13,22 @@ import torch
 
 import ampatch
 from ampatch.errors import AmpatchError
-from ampatch.sweep.probes import Readings, Timeline, Track, peak_memory
-from ampatch.sweep.record import Measured
+from ampatch.sweep.measure.probes import Readings, Timeline, Track, peak_memory
+from ampatch.sweep.measure.record import Measured
 
 REPORT_EVERY = 0.5  # seconds
 
 
 class Enough(SystemExit):
-    """Ends the script after the steps that the sweep was told to take."""
+    """Ends the script after the number of steps given by `--steps`."""
 
 
 class Recorder:
-    """Gathers a `Measured` from the engine's notices.
+    """Collects a `Measured` from ampatch's notices; an observer for `ampatch.observe`.
 
-    `report(steps, loss)` is called now and then, to show progress.  After `steps`
-    steps of the busiest optimizer the script is ended.  `output`, a file
-    descriptor, is asked how much the script had printed at each step.
+    `report(steps, loss)` is called about twice a second, to show progress.  The script is
+    ended after `steps` steps of one optimizer.  `output` is a file descriptor; its position
+    says how many bytes the script had printed at each step.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Recorder:
         self._marks: list[tuple[int, int]] = []
         self._loss_scale: float | None = None
         self._device: torch.device | None = None
-        self._in_use: Any = None  # the last optimizer: while it lives, its session does
+        self._in_use: Any = None  # the last optimizer: while it is referenced, its session stays
         self._stopped_at: int | None = None
 
     def on_initialize(self, properties: Any) -> None:
         self._properties = properties
 
     def on_engine(self, name: str, properties: dict[str, Any]) -> None:
-        """Another engine than ampatch's does the work."""
+        """The script trains without ampatch: at O0 without AMP code, or under autocast."""
         self._engine = name, properties
 
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
@@ -81,7 +81,7 @@ class Recorder:
         timeline.mark(self._pauses)
         self._count += 1
         self._skipped.add(skipped)
-        if device.type == "cpu":  # elsewhere it would be a wait
+        if device.type == "cpu":  # reading it elsewhere waits for the device
             self._loss_scale = self._present_scale()
         self._mark_output()
         self._show_progress()
@@ -90,9 +90,9 @@ class Recorder:
             raise Enough(0)
 
     def on_metrics(self, values: dict[str, float]) -> None:
-        """A script that reports metrics has just evaluated: a pause in its training.
+        """Metrics mean that the script has just evaluated: a pause in its training.
 
-        Except that "samples", how many it has processed since it last said so, may
+        The exception is "samples", the number of samples since the last report, which may
         come at each step.
         """
         values = dict(values)
@@ -104,7 +104,7 @@ class Recorder:
             self._metrics[name].add(self._count, value)
 
     def measured(self) -> Measured:
-        """Everything so far; waits for the device."""
+        """Everything measured so far; waits for the device."""
         memory_bytes, memory_kind = peak_memory()
         name, properties = self._engine or (
             getattr(self._properties, "opt_level", None),
@@ -129,13 +129,13 @@ class Recorder:
         )
 
     def _step_seconds(self) -> list[float | None]:
-        """Of the optimizer that stepped most: its step is the script's iteration."""
+        """Step times of the optimizer that stepped most: its step is the script's iteration."""
         if not self._timelines:
             return []
         return max(self._timelines.values(), key=len).seconds()
 
     def _final_loss_scale(self) -> float | None:
-        """The scale now or, when the script has deactivated, the last one seen, if any."""
+        """The present scale; after `deactivate` the last one seen, if any."""
         present = self._present_scale()
         return self._loss_scale if present is None else present
 
@@ -146,7 +146,7 @@ class Recorder:
             return None
 
     def _mark_output(self) -> None:
-        """Note how much has been printed, to know later at which step a line was."""
+        """Note how much has been printed, to find later the step of a line."""
         if self._output is None:
             return
         size = os.lseek(self._output, 0, os.SEEK_CUR)
