@@ -23,7 +23,9 @@ HalfOf = Callable[[Tensor], "tuple[str, bool] | None"]
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def replacements(master_of: MasterOf, half_of: HalfOf) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def replacements(
+    master_of: MasterOf, half_of: HalfOf
+) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """`(owner, name, make)` of what to replace.
 
     `master_of` gives up to date masters, `half_of(tensor)` the name of a managed half parameter, or

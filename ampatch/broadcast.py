@@ -30,7 +30,9 @@ def replacements(
     """
     if not torch.distributed.is_available():
         return []
-    return [(DistributedDataParallel, "__init__", lambda original: _wrapping(original, agree, note))]
+    return [
+        (DistributedDataParallel, "__init__", lambda original: _wrapping(original, agree, note))
+    ]
 
 
 def _wrapping(

@@ -76,9 +76,7 @@ class ModelInputs:
 
         args = tuple(map_tensors(arg, convert, given[1]) for arg in args)
         if kwargs:
-            kwargs = {
-                name: map_tensors(kwargs[name], convert, given[1]) for name in kwargs
-            }
+            kwargs = {name: map_tensors(kwargs[name], convert, given[1]) for name in kwargs}
         return args, kwargs
 
     @property

@@ -98,7 +98,9 @@ class Members:
     def has_parameter(self, tensor: Tensor) -> bool:
         """Whether one of the models has this parameter."""
         return any(
-            parameter is tensor for managed in self.models() for parameter in managed.model.parameters()
+            parameter is tensor
+            for managed in self.models()
+            for parameter in managed.model.parameters()
         )
 
     def show_master_of(self, half: Tensor, keep_vars: bool) -> Tensor | None:

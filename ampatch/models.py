@@ -41,9 +41,7 @@ CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """What is ever converted: not float64, and not the floats of 8 bits."""
 
 
-def map_tensors(
-    value: Any, convert: Callable[[Tensor], Tensor], copied: list | None = None
-) -> Any:
+def map_tensors(value: Any, convert: Callable[[Tensor], Tensor], copied: list | None = None) -> Any:
     """`value` with `convert` applied to each tensor in it; container types are kept.
 
     Looks into mappings (`ModelOutput`-like ones too), lists, tuples,

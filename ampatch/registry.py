@@ -158,7 +158,9 @@ class Registry:
             any(session.models() for session in self.sessions),
             lambda: conversions.replacements(self.model_with, self.masters_in, self.undressed),
         )
-        if have_optimizers and not (distributed_state.is_imported() or self._awaits_distributed_state):
+        if have_optimizers and not (
+            distributed_state.is_imported() or self._awaits_distributed_state
+        ):
             self._awaits_distributed_state = True
             distributed_state.when_imported(self._refresh_tools)
         keep_replaced(

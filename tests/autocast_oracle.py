@@ -50,7 +50,8 @@ def on_fake_cuda(tree: Any) -> Any:
     return tree_map(
         lambda leaf: (
             torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda")
-            if isinstance(leaf, Tensor) else leaf
+            if isinstance(leaf, Tensor)
+            else leaf
         ),
         tree,
     )
@@ -148,7 +149,8 @@ def _with_gradients(function: Callable, args: tuple, constants: dict) -> tuple[A
     args = tree_map(
         lambda leaf: (
             leaf.clone().requires_grad_()
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            else leaf
         ),
         args,
     )

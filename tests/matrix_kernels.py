@@ -8,8 +8,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MATRIX_KERNELS = (
-    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "mkldnn_rnn_layer",
-    "_scaled_dot_product_flash_attention_for_cpu", "_transformer_encoder_layer_fwd",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "mkldnn_rnn_layer",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_transformer_encoder_layer_fwd",
     "_native_multi_head_attention",
 )
 

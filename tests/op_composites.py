@@ -61,10 +61,13 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
         "torch.nn.functional.linear",
     ),
     "nn.functional.linear_cross_entropy-chunked": (
-        *CHUNKS.split(), "torch.Tensor.dot", *(["torch.dot"] if NEWER else []),
+        *CHUNKS.split(),
+        "torch.Tensor.dot",
+        *(["torch.dot"] if NEWER else []),
     ),
     "nn.functional.linear_cross_entropy-chunked_none": (
-        *CHUNKS.split(), *(["torch._VF.einsum"] if NEWER else []),
+        *CHUNKS.split(),
+        *(["torch._VF.einsum"] if NEWER else []),
     ),
     "nn.functional.multi_head_attention_forward": (
         "torch.Tensor.softmax",

@@ -65,14 +65,38 @@ _UNARY = (
 
 SAMPLES: dict[str, Callable[[], Sample]] = {
     **{name: _call((3, 4)) for name in _UNARY.split()},
-    **{name: _call((3, 4), [1]) for name in
-       ("cumprod", "cumsum", "softmax", "log_softmax", "logsumexp")},
-    **{name: _call((3, 3), (3, 3)) for name in
-       ("mm", "matmul", "__matmul__", "dsmm", "spmm", "arctan2", "atan2", "dist", "inner", "vecdot",
-        "cosine_similarity", "pairwise_distance", "mse_loss", "l1_loss", "smooth_l1_loss",
-        "huber_loss", "kl_div", "binary_cross_entropy_with_logits", "binary_cross_entropy")},
-    **{name: _call((3, 3), (3, 3), (3, 3)) for name in
-       ("addmm", "addcdiv", "addcmul", "triplet_margin_loss")},
+    **{
+        name: _call((3, 4), [1])
+        for name in ("cumprod", "cumsum", "softmax", "log_softmax", "logsumexp")
+    },
+    **{
+        name: _call((3, 3), (3, 3))
+        for name in (
+            "mm",
+            "matmul",
+            "__matmul__",
+            "dsmm",
+            "spmm",
+            "arctan2",
+            "atan2",
+            "dist",
+            "inner",
+            "vecdot",
+            "cosine_similarity",
+            "pairwise_distance",
+            "mse_loss",
+            "l1_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "kl_div",
+            "binary_cross_entropy_with_logits",
+            "binary_cross_entropy",
+        )
+    },
+    **{
+        name: _call((3, 3), (3, 3), (3, 3))
+        for name in ("addmm", "addcdiv", "addcmul", "triplet_margin_loss")
+    },
     **{name: _call((3, 4), [2.0]) for name in ("pow", "__pow__")},
     "norm": _call((3, 4)),
     "frobenius_norm": _call((3, 4), [[0, 1]]),
@@ -94,13 +118,37 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "conv_transpose1d": _call((2, 3, 6), (3, 4, 3), (4,)),
     "conv_transpose2d": _call((2, 3, 6, 6), (3, 4, 3, 3), (4,)),
     "conv_transpose3d": _call((2, 3, 4, 4, 4), (3, 4, 3, 3, 3), (4,)),
-    "_convolution": _call((2, 3, 6), (4, 3, 3), (4,), [[1]], [[0]], [[1]], [False], [[0]], [1],
-                          [False], [False], [False], [False]),
+    "_convolution": _call(
+        (2, 3, 6),
+        (4, 3, 3),
+        (4,),
+        [[1]],
+        [[0]],
+        [[1]],
+        [False],
+        [[0]],
+        [1],
+        [False],
+        [False],
+        [False],
+        [False],
+    ),
     "convolution": _call((2, 3, 6), (4, 3, 3), (4,), [[1]], [[0]], [[1]], [False], [[0]], [1]),
-    "cudnn_convolution": _call((2, 3, 6, 6), (4, 3, 3, 3), [[0, 0]], [[1, 1]], [[1, 1]], [1],
-                               [False], [False], [True]),
-    "cudnn_convolution_transpose": _call((2, 3, 6, 6), (3, 4, 3, 3), [[0, 0]], [[0, 0]], [[1, 1]],
-                                         [[1, 1]], [1], [False], [False], [True]),
+    "cudnn_convolution": _call(
+        (2, 3, 6, 6), (4, 3, 3, 3), [[0, 0]], [[1, 1]], [[1, 1]], [1], [False], [False], [True]
+    ),
+    "cudnn_convolution_transpose": _call(
+        (2, 3, 6, 6),
+        (3, 4, 3, 3),
+        [[0, 0]],
+        [[0, 0]],
+        [[1, 1]],
+        [[1, 1]],
+        [1],
+        [False],
+        [False],
+        [True],
+    ),
     "linear": _call((2, 3), (4, 3), (4,)),
     "bilinear": _call((2, 3), (2, 4), (5, 3, 4), (5,)),
     "prelu": _call((2, 3), (3,)),
@@ -113,8 +161,10 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "einsum": lambda: (("ij,jk->ik", [r(2, 3), r(3, 4)]), {}),
     "tensordot": _call((2, 3), (3, 4), [[1]], [[0]]),
     "cdist": _call((2, 3), (4, 3), [2.0], [None]),
-    "lstm": lambda: _recurrent(4), "lstm_cell": lambda: _cell(4),
-    "gru": lambda: _recurrent(3), "gru_cell": lambda: _cell(3),
+    "lstm": lambda: _recurrent(4),
+    "lstm_cell": lambda: _cell(4),
+    "gru": lambda: _recurrent(3),
+    "gru_cell": lambda: _cell(3),
     **{name: (lambda: _recurrent(1)) for name in ("rnn_tanh", "rnn_relu")},
     **{name: (lambda: _cell(1)) for name in ("rnn_tanh_cell", "rnn_relu_cell")},
     "renorm": _call((3, 4), [2.0], [0], [1.0]),
@@ -134,16 +184,28 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "nll_loss": _call((3, 4), lambda: ints(4, 3)),
     "nll_loss_nd": _call((3, 4), lambda: ints(4, 3)),
     "nll_loss2d": _call((3, 4, 2, 2), lambda: ints(4, 3, 2, 2)),
-    **{f"{name}1d": _call((1, 2, 4), [[8]]) for name in
-       ("upsample_nearest", "_upsample_nearest_exact")},
-    **{f"{name}2d": _call((1, 2, 4, 4), [[8, 8]]) for name in
-       ("upsample_nearest", "_upsample_nearest_exact")},
-    **{f"{name}3d": _call((1, 2, 4, 4, 4), [[8, 8, 8]]) for name in
-       ("upsample_nearest", "_upsample_nearest_exact")},
+    **{
+        f"{name}1d": _call((1, 2, 4), [[8]])
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+    },
+    **{
+        f"{name}2d": _call((1, 2, 4, 4), [[8, 8]])
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+    },
+    **{
+        f"{name}3d": _call((1, 2, 4, 4, 4), [[8, 8, 8]])
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+    },
     "upsample_linear1d": _call((1, 2, 4), [[8]], [False]),
-    **{name: _call((1, 2, 4, 4), [[8, 8]], [False]) for name in
-       ("upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d",
-        "_upsample_bicubic2d_aa")},
+    **{
+        name: _call((1, 2, 4, 4), [[8, 8]], [False])
+        for name in (
+            "upsample_bilinear2d",
+            "_upsample_bilinear2d_aa",
+            "upsample_bicubic2d",
+            "_upsample_bicubic2d_aa",
+        )
+    },
     "upsample_trilinear3d": _call((1, 2, 4, 4, 4), [[8, 8, 8]], [False]),
     "grid_sampler": _call((1, 2, 4, 4), (1, 3, 3, 2), [0], [0], [False]),
     "index_put": lambda: ((r(4), (torch.tensor([0, 2]),), r(2)), {}),

@@ -22,7 +22,11 @@ def ampatch_run(folder: Path, *arguments: str, **variables: str) -> subprocess.C
     """`python -m ampatch run ARGUMENTS` in `folder`."""
     return subprocess.run(
         [sys.executable, "-m", "ampatch", "run", *arguments],
-        cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=120,
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 

@@ -161,7 +161,9 @@ def test_other_amp_code_is_told(call, name):
     begin()
     with pytest.raises(ampatch.AmpatchError) as error:
         call()
-    assert f"--auto is for scripts without AMP code, and this one calls {name}. " in str(error.value)
+    assert f"--auto is for scripts without AMP code, and this one calls {name}. " in str(
+        error.value
+    )
 
 
 def test_torchs_amp_that_is_off_is_let_through():

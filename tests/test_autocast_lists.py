@@ -99,7 +99,8 @@ def for_half(args: Any, half: torch.dtype) -> Any:
     return tree_map(
         lambda leaf: (
             leaf.to(half)
-            if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+            if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+            else leaf
         ),
         args,
     )
@@ -160,7 +161,8 @@ INTO = {"index_put", "scatter_add"}
 refuses it, and autocast with it."""
 
 IN_PLACE = [
-    (entry.list_name, entry.function) for entry in entries()
+    (entry.list_name, entry.function)
+    for entry in entries()
     if hasattr(Tensor, in_place_name(entry.function))
 ]
 

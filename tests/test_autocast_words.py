@@ -183,6 +183,7 @@ def test_a_recomputation_runs_as_its_forward(reentrant, inside):
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_region_around_training_with_half_weights(level):
     """Autocast does on half weights what it does without us on a half model."""
+
     def train(inside):
         net = Net(lambda layer, x: layer(x))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)

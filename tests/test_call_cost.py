@@ -172,7 +172,16 @@ FORWARDS = {
     + ["__init__", "patched", "find", "_is_ordinary", "make", "_must_be_alone", "is_recording"]
     + ["_makes_fx", "_together", "alike", "may_be_planned", "cast_together", "copies", "<listcomp>"]
     + ["find", "_leave", "close", "_learn", "<listcomp>"],
-    "O0": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_leave", "give_back", "cast_tensors"],
+    "O0": [
+        "_enter",
+        "take",
+        "is_recording",
+        "_makes_fx",
+        "_cast",
+        "_leave",
+        "give_back",
+        "cast_tensors",
+    ],
     "O2": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
     + ["_before_forward", "_leave", "give_back", "come_back", "cast_tensors"],
     "O3": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]

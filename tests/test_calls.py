@@ -32,17 +32,20 @@ def test_out_is_written_and_not_cast(function, half):
     assert out.dtype is torch.float32 and torch.equal(out, reference)  # exact: nothing was cast
 
 
-@pytest.mark.parametrize("call_it", [
-    lambda x, dtype: torch.softmax(x, -1, dtype=dtype),
-    lambda x, dtype: torch.softmax(x, -1, dtype),
-    lambda x, dtype: F.softmax(x, -1, dtype=dtype),
-    lambda x, dtype: x.log_softmax(-1, dtype),
-    lambda x, dtype: x.sum(dtype=dtype),
-    lambda x, dtype: torch.cumsum(x, 0, dtype=dtype),
-    lambda x, dtype: torch.norm(x, dtype=dtype),
-    lambda x, dtype: torch.norm(x, 2, 1, False, None, dtype),
-    lambda x, dtype: torch.linalg.vector_norm(x, dtype=dtype),
-])
+@pytest.mark.parametrize(
+    "call_it",
+    [
+        lambda x, dtype: torch.softmax(x, -1, dtype=dtype),
+        lambda x, dtype: torch.softmax(x, -1, dtype),
+        lambda x, dtype: F.softmax(x, -1, dtype=dtype),
+        lambda x, dtype: x.log_softmax(-1, dtype),
+        lambda x, dtype: x.sum(dtype=dtype),
+        lambda x, dtype: torch.cumsum(x, 0, dtype=dtype),
+        lambda x, dtype: torch.norm(x, dtype=dtype),
+        lambda x, dtype: torch.norm(x, 2, 1, False, None, dtype),
+        lambda x, dtype: torch.linalg.vector_norm(x, dtype=dtype),
+    ],
+)
 def test_an_explicit_dtype_wins(call_it, half, o1):
     x = torch.rand(3, 4).to(half)
     assert call_it(x, half).dtype is half

@@ -24,7 +24,9 @@ PLACES = [
 ]
 PLACE_IDS = [f"{where}.{name}" for where, name, _ in PLACES]
 NO_CPU_KERNEL = {
-    "cudnn_convolution", "cudnn_convolution_transpose", "_scaled_dot_product_flash_attention",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "_scaled_dot_product_flash_attention",
 }
 FLOATS = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE, Rule.FLOAT_UNLESS_SAME_SIZE}
 PROMOTES = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
@@ -52,7 +54,11 @@ def expected_dtypes(where: str, name: str, rule: Rule, given: torch.dtype, half)
 
 
 NO_ORACLE = NO_CPU_KERNEL - {"_scaled_dot_product_flash_attention"} | {
-    "gru", "gru_cell", "cov", "corrcoef", "grid_sampler",
+    "gru",
+    "gru_cell",
+    "cov",
+    "corrcoef",
+    "grid_sampler",
 }
 """Functions whose CUDA version a CPU build cannot imitate; they must follow the rule's word."""
 

@@ -51,7 +51,11 @@ def environment():
 def ampatch_command(*arguments, cwd):
     return subprocess.run(
         [sys.executable, "-m", "ampatch", *arguments],
-        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120,
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -59,15 +63,38 @@ def ampatch_command(*arguments, cwd):
 
 
 def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
-    done = ampatch_command("sweep", "train.py", "--levels", "O0,O1", "--dtypes", "bfloat16",
-                           "--no-autocast", cwd=tmp_path)
+    done = ampatch_command(
+        "sweep",
+        "train.py",
+        "--levels",
+        "O0,O1",
+        "--dtypes",
+        "bfloat16",
+        "--no-autocast",
+        cwd=tmp_path,
+    )
 
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
     table, _, verdicts = done.stdout.partition("\n\n")
     head, line, first, second, *notes = table.splitlines()
-    assert head.split() == ["level", "dtype", "step", "ms", "speed", "memory", "MiB", "first",
-                            "loss", "last", "loss", "accuracy", "skips", "scale", "status"]
+    assert head.split() == [
+        "level",
+        "dtype",
+        "step",
+        "ms",
+        "speed",
+        "memory",
+        "MiB",
+        "first",
+        "loss",
+        "last",
+        "loss",
+        "accuracy",
+        "skips",
+        "scale",
+        "status",
+    ]
     assert "resident set" in notes[-1]
     assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
     assert first.split()[3] == "1.00x" and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
@@ -85,9 +112,22 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
 
 def test_arguments_after_two_dashes_are_the_scripts(script, tmp_path):
     Path(script).write_text("import sys\nprint(sys.argv[1:])\n")
-    done = ampatch_command("sweep", "--levels=O0", "train.py", "--out", "here", "--",
-                           "--levels", "x", "--", "y", cwd=tmp_path)
-    assert (tmp_path / "here/runs/O0.seed0.repeat0.log").read_text() == "['--levels', 'x', '--', 'y']\n"
+    done = ampatch_command(
+        "sweep",
+        "--levels=O0",
+        "train.py",
+        "--out",
+        "here",
+        "--",
+        "--levels",
+        "x",
+        "--",
+        "y",
+        cwd=tmp_path,
+    )
+    assert (
+        tmp_path / "here/runs/O0.seed0.repeat0.log"
+    ).read_text() == "['--levels', 'x', '--', 'y']\n"
     assert done.returncode == 1  # no run went well
     assert "never calls ampatch.initialize" in done.stdout
 
@@ -97,7 +137,11 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "ampatch", "sweep", script, "--levels", "O0"],
-        cwd=tmp_path, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs,
+        cwd=tmp_path,
+        env=environment(),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
     )
     os.close(theirs)
     text = read_all(ours)
@@ -133,7 +177,10 @@ def read_all(terminal):
         (("sweep", "train.py", "--epochs", "2"), "behind --: ampatch sweep train.py -- --epochs 2"),
         (("sweep", "train.py", "--timeout", "-1"), "argument --timeout: -1 is not above 0"),
         (("sweep", "train.py", "--timeout", "soon"), "argument --timeout: "),
-        (("sweep", "train.py", "--out", "train.py/x"), "train.py/x: cannot be written: Not a directory"),
+        (
+            ("sweep", "train.py", "--out", "train.py/x"),
+            "train.py/x: cannot be written: Not a directory",
+        ),
         (("sweep", "train.py", "--dtypes", "half"), "unknown dtype 'half'"),
         (("sweep", "train.py", "--seeds", "0"), "argument --seeds: 0 is not above 0"),
         (("sweep", "train.py", "--with", "O2"), "--with 'O2': expected an opt level and settings"),
@@ -172,16 +219,30 @@ def test_version(capsys):
 
 
 def test_run_is_python_with_the_variables_set(script, tmp_path):
-    Path(script).write_text(textwrap.dedent("""
+    Path(script).write_text(
+        textwrap.dedent("""
         import os, sys
         print(__name__, sys.argv, os.environ["AMPATCH_OPT_LEVEL"], os.environ["AMPATCH_DTYPE"])
         print(sys.path[0] == os.path.dirname(os.path.realpath(__file__)))
         sys.exit(5)
-    """))
-    done = ampatch_command("run", "--opt-level", "O2", "--dtype", "bfloat16", "train.py",
-                           "--opt-level", "mine", "--", "x", cwd=tmp_path)
+    """)
+    )
+    done = ampatch_command(
+        "run",
+        "--opt-level",
+        "O2",
+        "--dtype",
+        "bfloat16",
+        "train.py",
+        "--opt-level",
+        "mine",
+        "--",
+        "x",
+        cwd=tmp_path,
+    )
     assert done.stdout.splitlines() == [
-        "__main__ ['train.py', '--opt-level', 'mine', '--', 'x'] O2 bfloat16", "True"
+        "__main__ ['train.py', '--opt-level', 'mine', '--', 'x'] O2 bfloat16",
+        "True",
     ]
     assert (done.returncode, done.stderr) == (5, "")
 

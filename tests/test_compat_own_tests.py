@@ -79,7 +79,9 @@ SHAPES = {  # models of each optimizer; models of each loss
 
 def feeding(optimizer_models, loss_models, optimizers):
     """The optimizers that a loss reaches."""
-    return [o for o, own in zip(optimizers, optimizer_models, strict=True) if {*own} & {*loss_models}]
+    return [
+        o for o, own in zip(optimizers, optimizer_models, strict=True) if {*own} & {*loss_models}
+    ]
 
 
 def reference(shape, steps, faulty):

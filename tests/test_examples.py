@@ -15,7 +15,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def run_everywhere(example, arguments, out):
     pytest.importorskip("sklearn")
-    return sweep(str(EXAMPLES / example), arguments, dtypes=DTYPES, autocast=False, out=out, timeout=120)
+    return sweep(
+        str(EXAMPLES / example), arguments, dtypes=DTYPES, autocast=False, out=out, timeout=120
+    )
 
 
 def test_digits_learns_everywhere(tmp_path):
@@ -52,7 +54,10 @@ def test_digits_reaches_its_accuracy(tmp_path):
 def test_an_example_explains_itself(example):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / example), "--help"],
-        env={"PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "--opt-level" in done.stdout and "--loss-scale" in done.stdout
 
@@ -62,8 +67,12 @@ def test_an_example_explains_itself(example):
 @pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])
 def test_an_example_on_cuda(example, tmp_path):
     rows = sweep(
-        str(EXAMPLES / example), ["--device", "cuda", "--epochs", "2"],
-        levels=["O0", "O1", "O2"], dtypes=DTYPES, autocast=False, out=tmp_path,
+        str(EXAMPLES / example),
+        ["--device", "cuda", "--epochs", "2"],
+        levels=["O0", "O1", "O2"],
+        dtypes=DTYPES,
+        autocast=False,
+        out=tmp_path,
     )
     assert [row.status for row in rows] == ["ok"] * 6  # O0+tf32 among them
     assert {row.memory_kind for row in rows} == {"device"}

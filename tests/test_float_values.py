@@ -55,7 +55,9 @@ class Everything(nn.Module):
 
 @HALF_LEVELS
 def test_the_state_dict_after_initialize_is_the_one_before(level, half):
-    model = nn.Sequential(Everything(), nn.InstanceNorm1d(12, affine=True, track_running_stats=True))
+    model = nn.Sequential(
+        Everything(), nn.InstanceNorm1d(12, affine=True, track_running_stats=True)
+    )
     model.append(nn.BatchNorm1d(12))
     with torch.no_grad():
         for norm in (model[1], model[2]):
@@ -84,7 +86,13 @@ def test_such_a_model_computes_and_trains_as_in_float(level, half, checkpointed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
     ampatch.initialize(
-        model, optimizer, opt_level=level, dtype=half, init_scale=128.0, loss_scale=128.0, verbosity=0
+        model,
+        optimizer,
+        opt_level=level,
+        dtype=half,
+        init_scale=128.0,
+        loss_scale=128.0,
+        verbosity=0,
     )
     inner = model
     if checkpointed:

@@ -29,7 +29,10 @@ def test_one_by_one_is_torchs_own(name):
     *others, kwargs = CALLS[name]
     others = [tensors(other) if isinstance(other, list) else other for other in others]
     results = []
-    for call in (getattr(torch, f"_foreach_{name}"), lambda *a, **k: foreach.one_by_one(name, *a, **k)):
+    for call in (
+        getattr(torch, f"_foreach_{name}"),
+        lambda *a, **k: foreach.one_by_one(name, *a, **k),
+    ):
         given = tensors([4.0, 9.0])
         returned = call(given, *others, **kwargs)
         results.append(given if name.endswith("_") else list(returned))
@@ -38,7 +41,15 @@ def test_one_by_one_is_torchs_own(name):
 
 def test_every_function_here_is_compared():
     named = {name for name in vars(foreach) if not name.startswith("_")}
-    assert set(CALLS) == named - {"annotations", "functools", "Callable", "Any", "torch", "Tensor", "one_by_one"}
+    assert set(CALLS) == named - {
+        "annotations",
+        "functools",
+        "Callable",
+        "Any",
+        "torch",
+        "Tensor",
+        "one_by_one",
+    }
 
 
 def test_weights_that_require_grad_are_written():

@@ -202,9 +202,7 @@ def marking(known):
 
 
 class ByClosure(torch.Tensor):
-    __torch_function__ = classmethod(
-        marking(frozenset((F.linear, torch.mm, torch.Tensor.softmax)))
-    )
+    __torch_function__ = classmethod(marking(frozenset((F.linear, torch.mm, torch.Tensor.softmax))))
 
 
 class ByMode(TorchFunctionMode):

@@ -25,26 +25,64 @@ def lu() -> tuple:
 
 
 LINALG = {  # arguments of every function
-    **{name: (well(),) for name in (
-        "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv",
-        "inv_ex", "ldl_factor", "ldl_factor_ex", "lu", "lu_factor", "lu_factor_ex", "matrix_exp",
-        "matrix_norm", "matrix_rank", "matrix_sqrth", "polar", "norm", "pinv", "qr", "slogdet", "svd", "svdvals",
-        "vector_norm", "diagonal",
-    )},
-    "cross": (r(2, 3), r(2, 3)), "householder_product": (r(4, 3), r(3)),
-    "ldl_solve": (*torch.linalg.ldl_factor(well()), r(4, 2)), "lstsq": (r(5, 3), r(5, 2)),
-    "lu_solve": (*lu(), r(4, 2)), "matmul": (r(4, 4), r(4, 4)), "matrix_power": (r(4, 4), 3),
-    "multi_dot": ([r(4, 4), r(4, 4)],), "solve": (well(), r(4, 2)), "solve_ex": (well(), r(4, 2)),
+    **{
+        name: (well(),)
+        for name in (
+            "cholesky",
+            "cholesky_ex",
+            "cond",
+            "det",
+            "eig",
+            "eigh",
+            "eigvals",
+            "eigvalsh",
+            "inv",
+            "inv_ex",
+            "ldl_factor",
+            "ldl_factor_ex",
+            "lu",
+            "lu_factor",
+            "lu_factor_ex",
+            "matrix_exp",
+            "matrix_norm",
+            "matrix_rank",
+            "matrix_sqrth",
+            "polar",
+            "norm",
+            "pinv",
+            "qr",
+            "slogdet",
+            "svd",
+            "svdvals",
+            "vector_norm",
+            "diagonal",
+        )
+    },
+    "cross": (r(2, 3), r(2, 3)),
+    "householder_product": (r(4, 3), r(3)),
+    "ldl_solve": (*torch.linalg.ldl_factor(well()), r(4, 2)),
+    "lstsq": (r(5, 3), r(5, 2)),
+    "lu_solve": (*lu(), r(4, 2)),
+    "matmul": (r(4, 4), r(4, 4)),
+    "matrix_power": (r(4, 4), 3),
+    "multi_dot": ([r(4, 4), r(4, 4)],),
+    "solve": (well(), r(4, 2)),
+    "solve_ex": (well(), r(4, 2)),
     "solve_triangular": (well(), r(4, 2)),
-    "tensorinv": (r(6, 2, 3) + torch.eye(6).reshape(6, 2, 3), 1), "vander": (r(4),),
-    "tensorsolve": (well(), r(4)), "vecdot": (r(4, 4), r(4, 4)),
+    "tensorinv": (r(6, 2, 3) + torch.eye(6).reshape(6, 2, 3), 1),
+    "vander": (r(4),),
+    "tensorsolve": (well(), r(4)),
+    "vecdot": (r(4, 4), r(4, 4)),
 }
 KEYWORDS = {"solve_triangular": {"upper": True}}
 WITH_DEGREE = {
     f"{kind}_polynomial_{letter}"
     for kind, letters in {
-        "chebyshev": "tuvw", "shifted_chebyshev": "tuvw", "hermite": ["h", "he"],
-        "laguerre": "l", "legendre": "p",
+        "chebyshev": "tuvw",
+        "shifted_chebyshev": "tuvw",
+        "hermite": ["h", "he"],
+        "laguerre": "l",
+        "legendre": "p",
     }.items()
     for letter in letters
 }
@@ -52,7 +90,9 @@ SPECIAL = {  # what is not a function of one tensor
     **{name: (r(4), torch.tensor(3)) for name in WITH_DEGREE},
     **{name: (r(4), -1) for name in ("softmax", "log_softmax", "logsumexp")},
     **{name: (r(4), r(4)) for name in ("gammainc", "gammaincc", "xlogy", "xlog1py")},
-    "multigammaln": (r(4) + 2, 2), "polygamma": (1, r(4)), "zeta": (r(4) + 2, r(4)),
+    "multigammaln": (r(4) + 2, 2),
+    "polygamma": (1, r(4)),
+    "zeta": (r(4) + 2, r(4)),
 }
 ROWS = {
     (row.where, name): row.rule for row in (*WHITELIST, *BLACKLIST, *PROMOTE) for name in row.names
@@ -62,7 +102,8 @@ ROWS = {
 def public(module: Any) -> list[str]:
     """The module's functions: what it lists beside classes and private names."""
     return [
-        name for name, value in vars(module).items()
+        name
+        for name, value in vars(module).items()
         if callable(value) and not isinstance(value, type) and not name.startswith("_")
     ]
 
@@ -100,8 +141,12 @@ def test_beyond_autocast(module, name, half):
     def call(*args: Any) -> Any:
         return getattr(module, name)(*args, **KEYWORDS.get(name, {}))
 
-    ways = {"float32": args, "half": to(half, args), "mixed": mixed(half, args),
-            "float64": to(torch.float64, args)}
+    ways = {
+        "float32": args,
+        "half": to(half, args),
+        "mixed": mixed(half, args),
+        "float64": to(torch.float64, args),
+    }
     plain = {
         way: outcome(call, *(to(torch.float32, given) if way in ("half", "mixed") else given))
         for way, given in ways.items()
@@ -126,8 +171,12 @@ def test_without_a_row(module, name, half):
     def call(*args: Any) -> Any:
         return getattr(module, name)(*args, **KEYWORDS.get(name, {}))
 
-    ways = {"float32": args, "half": to(half, args), "mixed": mixed(half, args),
-            "float64": to(torch.float64, args)}
+    ways = {
+        "float32": args,
+        "half": to(half, args),
+        "mixed": mixed(half, args),
+        "float64": to(torch.float64, args),
+    }
     plain = {way: outcome(call, *given) for way, given in ways.items()}
     assert not isinstance(plain["float32"], Exception)
     if name != "lstsq":  # the shape of its result depends on values, of which the oracle has none

@@ -67,7 +67,8 @@ NO_ORACLE = {"binary_cross_entropy", "ctc_loss", "gaussian_nll_loss"}
 
 def test_no_loss_is_left_out():
     losses = {
-        name for name in dir(F)
+        name
+        for name in dir(F)
         if (name.endswith("_loss") or "entropy" in name) and not name.startswith("_")
     }
     assert losses | {"kl_div"} == {*LOSSES, *NO_ORACLE}
@@ -91,13 +92,19 @@ def test_losses_are_autocasts(name, variant, reduction, half):
     weights = {key: value for key, value in kwargs.items() if isinstance(value, torch.Tensor)}
     check_like_autocast(
         lambda *args, **weights: function(*args, **weights, **settings, reduction=reduction),
-        args, half, weights,
+        args,
+        half,
+        weights,
     )
 
 
 def test_ctc_takes_the_fp32_that_log_softmax_gives(half):
     """No row: its kernel knows no half, and is not given any."""
-    scores, targets, lengths = r(6, 2, 4), ints(3, 2, 3) + 1, (torch.tensor([6, 6]), torch.tensor([3, 2]))
+    scores, targets, lengths = (
+        r(6, 2, 4),
+        ints(3, 2, 3) + 1,
+        (torch.tensor([6, 6]), torch.tensor([3, 2])),
+    )
     expected = F.ctc_loss(scores.log_softmax(-1), targets, *lengths)
     ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
     assert torch.equal(F.ctc_loss(scores.log_softmax(-1), targets, *lengths), expected)

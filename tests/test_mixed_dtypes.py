@@ -132,9 +132,9 @@ def test_decompositions_by_their_old_names(name, half, o1):
     matrix = (torch.eye(3) * 4 + torch.ones(3, 3)).to(half)
     for where in (torch, torch.Tensor):
         found, expected = (getattr(where, name)(m) for m in (matrix, matrix.float()))
-        for new, old in zip(found, expected, strict=True) if isinstance(found, tuple) else [
-            (found, expected)
-        ]:
+        for new, old in (
+            zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+        ):
             assert torch.equal(new, old)
 
 

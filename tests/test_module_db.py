@@ -21,20 +21,29 @@ CAP = 2
 """Samples of each module in the default run; all of them under the `slow` marker."""
 
 NO_ORACLE = {  # not to be had without CUDA; then all outputs have the dtype of the last listed call
-    "nn.BCELoss": "float32", "nn.CTCLoss": "float32", "nn.GaussianNLLLoss": "float32",
-    "nn.MultiMarginLoss": "float32", "nn.GRU": "half", "nn.GRUCell": "half", "nn.LSTM": "half",
-    "nn.Transformer": "float32", "nn.TransformerEncoder": "float32",
-    "nn.TransformerEncoderLayer": "float32", "nn.TransformerDecoderLayer": "float32",
+    "nn.BCELoss": "float32",
+    "nn.CTCLoss": "float32",
+    "nn.GaussianNLLLoss": "float32",
+    "nn.MultiMarginLoss": "float32",
+    "nn.GRU": "half",
+    "nn.GRUCell": "half",
+    "nn.LSTM": "half",
+    "nn.Transformer": "float32",
+    "nn.TransformerEncoder": "float32",
+    "nn.TransformerEncoderLayer": "float32",
+    "nn.TransformerDecoderLayer": "float32",
 }
 
 
 def samples(info: Any, training: bool, cap: int | None) -> list:
     """Evenly chosen samples of torch's for one module, float32."""
     torch.manual_seed(0)
-    found = list(info.module_inputs_func(
-        info, device="cpu", dtype=torch.float32, requires_grad=False, training=training
-    ))
-    return found if cap is None else found[::max(1, -(-len(found) // cap))]
+    found = list(
+        info.module_inputs_func(
+            info, device="cpu", dtype=torch.float32, requires_grad=False, training=training
+        )
+    )
+    return found if cap is None else found[:: max(1, -(-len(found) // cap))]
 
 
 def build(info: Any, sample: Any, training: bool) -> nn.Module:
@@ -56,7 +65,8 @@ def run(module: nn.Module, inputs: Any, training: bool) -> tuple[Any, dict[str, 
     args, kwargs = tree_map(
         lambda leaf: (
             leaf.detach().clone().requires_grad_(training)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            else leaf
         ),
         inputs,
     )
@@ -67,7 +77,8 @@ def run(module: nn.Module, inputs: Any, training: bool) -> tuple[Any, dict[str, 
         sum(out.float().square().sum() for out in outs).backward()
     named = [*module.named_parameters(), *enumerate(tree_leaves((args, kwargs)))]
     return output, {
-        str(name): leaf.grad for name, leaf in named
+        str(name): leaf.grad
+        for name, leaf in named
         if isinstance(leaf, Tensor) and leaf.grad is not None
     }
 
@@ -101,7 +112,9 @@ def check(info: Any, sample: Any, training: bool, half: torch.dtype) -> None:
         raise found
     (outputs, grads), (plain_outputs, plain_grads) = found, expected
     if isinstance(says, Exception):
-        says = [{"float32": torch.float32, "half": half}[NO_ORACLE[info.name]]] * len(dtypes(outputs))
+        says = [{"float32": torch.float32, "half": half}[NO_ORACLE[info.name]]] * len(
+            dtypes(outputs)
+        )
     assert dtypes(outputs) == says
     tolerance = 0.02 if half is torch.float16 else 0.15
     for new, old in zip(tree_leaves(outputs), tree_leaves(plain_outputs), strict=True):
@@ -114,8 +127,9 @@ def check(info: Any, sample: Any, training: bool, half: torch.dtype) -> None:
 
 
 MODULES = pytest.mark.parametrize("info", module_db, ids=[info.name for info in module_db])
-QUIET = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:LSTM with projections",
-                                   "ignore:.*API of nested tensors")
+QUIET = pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor", "ignore:LSTM with projections", "ignore:.*API of nested tensors"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +164,8 @@ def refusals() -> list[tuple]:
     torch.manual_seed(0)
     return [
         (info, refusal)
-        for info in module_db if info.module_error_inputs_func is not None
+        for info in module_db
+        if info.module_error_inputs_func is not None
         for training in (True, False)
         for refusal in info.module_error_inputs_func(
             info, device="cpu", dtype=torch.float32, requires_grad=False, training=training

@@ -19,8 +19,15 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.ConvTranspose2d(4, 4, 2),
-            nn.GroupNorm(2, 4), nn.PReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3),
+            nn.Conv2d(2, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.Tanh(),
+            nn.ConvTranspose2d(4, 4, 2),
+            nn.GroupNorm(2, 4),
+            nn.PReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16, 3),
         )
 
     def forward(self, x):
@@ -130,7 +137,10 @@ def test_half_input_is_refused_again_without_casting():
     model = nn.LSTM(8, 4)
     ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
     x = torch.randn(3, 5, 8)
-    with ampatch.disable_casts(), pytest.raises(ValueError, match="weight dtype|must have the type"):
+    with (
+        ampatch.disable_casts(),
+        pytest.raises(ValueError, match="weight dtype|must have the type"),
+    ):
         torch.nn.LSTM(8, 4)(x.bfloat16())
     with pytest.raises(ValueError):
         model(x.double())

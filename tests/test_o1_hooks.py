@@ -162,9 +162,7 @@ def hook_of_the_whole_model(model):
     """Runs when all gradients of its children are there."""
     seen = []
     target = getattr(model, "model", model)
-    handle = target.register_full_backward_hook(
-        lambda module, *rest: seen.extend(grads(module))
-    )
+    handle = target.register_full_backward_hook(lambda module, *rest: seen.extend(grads(module)))
     x = X.clone().requires_grad_()
     loss_of(model, x).backward()
     handle.remove()
@@ -255,10 +253,9 @@ def grads_read_in_a_hook_of_an_activation(model):
     seen = []
     layer = model[2]
     handle = layer.register_forward_hook(
-        lambda module, args, out: out.register_hook(
-            lambda grad: seen.append(model[4].weight.grad)
+        lambda module, args, out: (
+            out.register_hook(lambda grad: seen.append(model[4].weight.grad)) and None
         )
-        and None
     )
     loss_of(model).backward()
     seen.clear()

@@ -38,7 +38,9 @@ class Net(nn.Module):
 def start(level, dtype=torch.bfloat16, model=None, kind=torch.optim.AdamW, **settings):
     model = Net() if model is None else model
     optimizer = kind(model.parameters(), lr=0.01)
-    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **{"verbosity": 0} | settings)
+    ampatch.initialize(
+        model, optimizer, opt_level=level, dtype=dtype, **{"verbosity": 0} | settings
+    )
     return model, optimizer
 
 
@@ -219,7 +221,9 @@ def test_averages_in_float_are_right_and_silent(level, caplog):
         with torch.no_grad():
             for ours, param in zip(average.parameters(), model.parameters(), strict=True):
                 ours.mul_(0.9).add_(param, alpha=1 - 0.9)
-            for ours, param in zip(exact.parameters(), ampatch.master_params(optimizer), strict=True):
+            for ours, param in zip(
+                exact.parameters(), ampatch.master_params(optimizer), strict=True
+            ):
                 ours.mul_(0.9).add_(param.float(), alpha=1 - 0.9)
     for ours, theirs in zip(average.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.002)

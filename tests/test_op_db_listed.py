@@ -234,10 +234,13 @@ def beyond_complaint(trial: Trial, half: torch.dtype) -> str | None:
 
 def in_real(found: list) -> list:
     """Complex tensors as pairs of numbers."""
-    return [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in found]
+    return [
+        torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in found
+    ]
 
 
 BEYOND = [name for name in LISTED if any(call.is_beyond for call in CALLS[name])]
+
 
 @few_and_all
 @pytest.mark.parametrize("names", groups(BEYOND))

@@ -33,9 +33,7 @@ def accumulating(rank: int, how: str, dtype: torch.dtype, scaled: bool) -> tuple
     """1 / PASSES from each pass of rank 0, three times as much on rank 1; the mean is 2."""
     model = OneWeight()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    ampatch.initialize(
-        model, optimizer, opt_level="O2", dtype=dtype, init_scale=256.0, verbosity=0
-    )
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=dtype, init_scale=256.0, verbosity=0)
     parallel = model if how == "by hand" else DistributedDataParallel(model)
     x = torch.full((1, 4), (1.0 + 2.0 * rank) / PASSES)
     for index in range(PASSES):

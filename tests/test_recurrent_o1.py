@@ -81,7 +81,8 @@ def input_as(given: str) -> Any:
 def floats(output: Any) -> list[Tensor]:
     """A module's floating outputs, the insides of packed sequences too."""
     return [
-        leaf for leaf in tree_leaves(output)
+        leaf
+        for leaf in tree_leaves(output)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
 

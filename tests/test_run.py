@@ -48,7 +48,10 @@ def python(folder, *arguments):
         (("-m", "train.py"), "-m train.py: this is a file. Run it without -m."),
         (("-m", "package"), "-m package: a package without a module __main__"),
         (("-m",), "argument -m: expected one argument"),
-        (("--opt-level", "O9", "train.py"), "argument --opt-level: O9: not understood. Expected O0"),
+        (
+            ("--opt-level", "O9", "train.py"),
+            "argument --opt-level: O9: not understood. Expected O0",
+        ),
         (("--dtype", "float8", "train.py"), "argument --dtype: float8: not understood"),
         (("--dtype=float32", "train.py"), "for FP32 use opt level O0"),
         (("--loss-scale", "-1", "train.py"), "argument --loss-scale: -1: not understood"),
@@ -379,10 +382,28 @@ DDP = """
 def torchrun(folder, *arguments):
     """Two ranks by `torchrun --nproc-per-node 2 -m ampatch run ARGUMENTS`."""
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-         "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "ampatch", "run",
-         *arguments],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            "0",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
+            "-m",
+            "ampatch",
+            "run",
+            *arguments,
+        ],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 

@@ -182,7 +182,9 @@ def test_levels_that_need_the_model(level, tmp_path, capsys, monkeypatch):
 
     write(tmp_path / "plain.py", "print('started')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AMPATCH_OPT_LEVEL", "O1")  # which the option overrides, and monkeypatch undoes
+    monkeypatch.setenv(
+        "AMPATCH_OPT_LEVEL", "O1"
+    )  # which the option overrides, and monkeypatch undoes
     with pytest.raises(SystemExit) as stop:
         cli.main(["run", "--auto", "--opt-level", level, "plain.py"])
     written = capsys.readouterr()

@@ -29,7 +29,9 @@ def overflow(model, optimizer, times=1, loss_id=0):
 
 def three(**settings):
     """A GAN's three, each with an `initialize` of its own; the second has two losses."""
-    return [begin(init_scale=2.0**n, num_losses=k, **settings) for n, k in ((10, 1), (12, 2), (14, 1))]
+    return [
+        begin(init_scale=2.0**n, num_losses=k, **settings) for n, k in ((10, 1), (12, 2), (14, 1))
+    ]
 
 
 def test_all_scales_come_back():

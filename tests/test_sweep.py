@@ -64,16 +64,26 @@ def environment():
 @pytest.fixture(scope="module")
 def good(directory):
     """O0, O1 and O2 of a script that writes down for itself what a sweep should find."""
-    script = write_script(directory, "good", TRAINING, INITIALIZE, """
+    script = write_script(
+        directory,
+        "good",
+        TRAINING,
+        INITIALIZE,
+        """
         losses = [step() for _ in range(40)]
         amp.log_metrics(answer=len(losses) + 0.5)
         print("the script says", sys.argv[1:], file=sys.stderr)
         with open(f"{sys.argv[1]}/{level}.oracle", "w") as file:
             json.dump(losses, file)
-    """)
+    """,
+    )
     plan = Sweep(
-        script, [str(directory), "--x"], levels=["O0", "O1", "O2"], dtypes=["bfloat16"],
-        autocast=False, out=directory / "out",
+        script,
+        [str(directory), "--x"],
+        levels=["O0", "O1", "O2"],
+        dtypes=["bfloat16"],
+        autocast=False,
+        out=directory / "out",
     )
     return plan.run()
 
@@ -81,7 +91,9 @@ def good(directory):
 def test_every_level_is_a_row(good):
     found = [(row.opt_level, row.dtype, row.status) for row in good.rows]
     assert found == [
-        ("O0", "float32", "ok"), ("O1", "bfloat16", "ok"), ("O2", "bfloat16", "ok"),
+        ("O0", "float32", "ok"),
+        ("O1", "bfloat16", "ok"),
+        ("O2", "bfloat16", "ok"),
     ]
 
 
@@ -91,7 +103,8 @@ def test_losses_are_those_the_script_saw(good, directory):
         assert run.measured.losses["0"].values == oracle
         assert run.measured.losses["0"].steps == list(range(40))
         assert (row.first_loss, row.last_loss) == (
-            pytest.approx(sum(oracle[:2]) / 2), pytest.approx(sum(oracle[-2:]) / 2)
+            pytest.approx(sum(oracle[:2]) / 2),
+            pytest.approx(sum(oracle[-2:]) / 2),
         )
         assert row.last_loss < row.first_loss
 
@@ -118,8 +131,9 @@ def test_the_json_says_what_the_rows_say(good):
     assert data["arguments"][1] == "--x"
     assert [row["status"] for row in data["rows"]] == ["ok"] * 3
     assert data["rows"][1]["last_loss"] == good.rows[1].last_loss
-    assert Run.from_json(read_json(good.directory / "runs/O1-bfloat16.seed0.repeat0.json")) == (
-        good.runs[1]
+    assert (
+        Run.from_json(read_json(good.directory / "runs/O1-bfloat16.seed0.repeat0.json"))
+        == (good.runs[1])
     )
     assert list(read_runs(good.directory, "O1-bfloat16")) == [good.runs[1]]
     assert read_results(good.directory) == good.results
@@ -135,7 +149,12 @@ def test_the_log_holds_what_the_script_printed(good):
 
 def test_each_way_to_fail_is_a_row(directory):
     """Four kinds of trouble, one per level, and none of them ends the sweep."""
-    script = write_script(directory, "troubles", TRAINING, INITIALIZE, """
+    script = write_script(
+        directory,
+        "troubles",
+        TRAINING,
+        INITIALIZE,
+        """
         step(); step()
         if level == "O0":
             raise RuntimeError("the tensor is\\nnot what it was")
@@ -145,7 +164,8 @@ def test_each_way_to_fail_is_a_row(directory):
             step(float("nan"))
         if level == "O3":
             os.kill(os.getpid(), 9)
-    """)
+    """,
+    )
     out = directory / "troubles"
     rows = sweep(script, dtypes=["bfloat16"], autocast=False, out=out)
 
@@ -158,7 +178,7 @@ def test_each_way_to_fail_is_a_row(directory):
     assert [row.steps for row in rows] == [2, 2, 3, 0]
     assert math.isnan(rows[2].last_loss)
     log = (out / "runs/O0.seed0.repeat0.log").read_text()
-    assert log.startswith("Traceback (most recent call last):\n  File \"" + script)
+    assert log.startswith('Traceback (most recent call last):\n  File "' + script)
     text = (out / "summary.json").read_text()
     assert "NaN" not in text and json.loads(text)["rows"][2]["last_loss"] == "nan"
 
@@ -167,9 +187,14 @@ def test_each_way_to_fail_is_a_row(directory):
     ("body", "expected"),
     [
         ("print('nothing to see')", "no training: never calls ampatch.initialize"),
-        (TRAINING + INITIALIZE, "no training: never steps an optimizer (given to ampatch.initialize)"),
-        (TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
-         "no training: calls ampatch.initialize with enabled=False"),
+        (
+            TRAINING + INITIALIZE,
+            "no training: never steps an optimizer (given to ampatch.initialize)",
+        ),
+        (
+            TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
+            "no training: calls ampatch.initialize with enabled=False",
+        ),
         ("def broken(:", "crashed: SyntaxError: "),
         ("import os; os._exit(0)", "no record: ended with code 0 before anything was recorded"),
         ("import sys; sys.exit('no data')", "crashed: no data"),
@@ -183,23 +208,34 @@ def test_a_script_that_does_not_train(directory, body, expected):
 
 
 def test_a_skipped_overflow_is_counted_and_is_no_trouble(directory):
-    script = write_script(directory, "overflow", TRAINING, """
+    script = write_script(
+        directory,
+        "overflow",
+        TRAINING,
+        """
         model, optimizer = amp.initialize(model, optimizer, loss_scale="dynamic")
         for factor in (1, 1, 1e8, 1):
             step(factor)
         amp.deactivate()
-    """)
+    """,
+    )
     [row] = sweep(script, levels=["O2"], autocast=False, out=directory / "overflow")
     assert (row.status, row.skipped, row.steps) == ("ok", 1, 4)
     assert row.loss_scale == 2.0**15
 
 
 def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(directory):
-    script = write_script(directory, "hang", TRAINING, INITIALIZE, """
+    script = write_script(
+        directory,
+        "hang",
+        TRAINING,
+        INITIALIZE,
+        """
         for _ in range(5):
             step()
         time.sleep(600)
-    """)
+    """,
+    )
     [row] = sweep(script, levels=["O0"], timeout=12, out=directory / "hang")
     assert (row.status, row.steps) == ("timed out: after 12 s", 5)
     assert row.seconds < 60
@@ -207,14 +243,20 @@ def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(directory):
 
 def test_step_time_leaves_evaluation_out(directory):
     """Every second step is followed by an evaluation five times as long as a step."""
-    script = write_script(directory, "slow", TRAINING, INITIALIZE, """
+    script = write_script(
+        directory,
+        "slow",
+        TRAINING,
+        INITIALIZE,
+        """
         for _ in range(10):
             for _ in range(2):
                 time.sleep(0.02)
                 step()
             time.sleep(0.1)
             amp.log_metrics(epochs=1)
-    """)
+    """,
+    )
     [row] = sweep(script, levels=["O0"], out=directory / "slow")
     assert 20 <= row.step_ms < 60  # 70, with evaluations
 
@@ -222,7 +264,10 @@ def test_step_time_leaves_evaluation_out(directory):
 def test_the_script_finds_itself_as_python_would_run_it(directory):
     """Modules beside it, `__main__` for pickling, workers that import it again."""
     (directory / "beside.py").write_text("word = 'found'")
-    script = write_script(directory, "itself", """
+    script = write_script(
+        directory,
+        "itself",
+        """
         import multiprocessing, os, pickle, sys
         import beside
 
@@ -237,9 +282,12 @@ def test_the_script_finds_itself_as_python_would_run_it(directory):
             assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 print(beside.word, sys.argv[1:], pool.map(work, [1]))
-    """)
+    """,
+    )
     sweep(script, ["--", "-x"], levels=["O0"], out=directory / "itself")
-    assert (directory / "itself/runs/O0.seed0.repeat0.log").read_text() == "found ['--', '-x'] [2]\n"
+    assert (
+        directory / "itself/runs/O0.seed0.repeat0.log"
+    ).read_text() == "found ['--', '-x'] [2]\n"
 
 
 # The sweep's own end
@@ -249,14 +297,18 @@ def test_the_script_finds_itself_as_python_would_run_it(directory):
 def hanging(request, tmp_path):
     """A sweep in a process of its own; yields it, and the pids of its child and the child's child."""
     pid_file = tmp_path / "pid"
-    script = write_script(tmp_path, "wait", f"""
+    script = write_script(
+        tmp_path,
+        "wait",
+        f"""
         import ctypes, os, subprocess, time
         worker = subprocess.Popen(["sleep", "600"])
         open({str(pid_file)!r} + ".part", "w").write(f"{{os.getpid()}} {{worker.pid}}")
         os.rename({str(pid_file)!r} + ".part", {str(pid_file)!r})
         while True:
             {request.param}
-    """)
+    """,
+    )
     command = [sys.executable, "-m", "ampatch", "sweep", script, "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -28,7 +28,8 @@ class Machine:
         if isinstance(failure, BaseException):
             raise failure
         measured = Measured(
-            opt_level=trial.case.opt_level, skipped=[False] * 4,
+            opt_level=trial.case.opt_level,
+            skipped=[False] * 4,
             losses={"0": Series([0], [1.0 + trial.seed])},
         )
         run = Run(trial, 0, 1.0, measured, ended_by=failure or "", timeout=runner.timeout)
@@ -128,7 +129,9 @@ def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
 def test_without_a_directory_each_sweep_gets_its_own(script, machine):
     plans = [make(script, out=None).run() for _ in range(3)]
     assert [str(plan.directory) for plan in plans] == [
-        "ampatch-sweep/train", "ampatch-sweep/train-2", "ampatch-sweep/train-3",
+        "ampatch-sweep/train",
+        "ampatch-sweep/train-2",
+        "ampatch-sweep/train-3",
     ]
     assert make(script, out=None, resume=True).directory == plans[2].directory
 

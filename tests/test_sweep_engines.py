@@ -19,7 +19,9 @@ MODEL = """
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     x = torch.randn(4, 32, 8)
 """
-SCRIPT = MODEL + """
+SCRIPT = (
+    MODEL
+    + """
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     step = 0
     while True:  # until the sweep ends it
@@ -34,6 +36,7 @@ SCRIPT = MODEL + """
         if step == 6:
             print("accuracy: 0.25", next(model.parameters()).dtype, model[1].weight.dtype)
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +46,13 @@ def ran(tmp_path_factory):
     script = directory / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     return Sweep(
-        script, ["s{seed}"], levels=["O0", "O1"], overrides=["O2 keep_batchnorm_fp32=False"],
-        steps=STEPS, metrics={"accuracy": r"accuracy: ([\d.]+)"}, out=directory / "out",
+        script,
+        ["s{seed}"],
+        levels=["O0", "O1"],
+        overrides=["O2 keep_batchnorm_fp32=False"],
+        steps=STEPS,
+        metrics={"accuracy": r"accuracy: ([\d.]+)"},
+        out=directory / "out",
     ).run()
 
 
@@ -147,9 +155,7 @@ def test_the_seed_reaches_the_script(seeded, tmp_path):
     assert plan.results.notes == []
     assert first.measured.samples.values == [8.0] * 9
     assert None not in first.measured.step_seconds[1:]  # reporting samples is no pause
-    assert plan.rows[0].samples_per_second == pytest.approx(
-        8000 / plan.rows[0].step_ms, rel=0.5
-    )
+    assert plan.rows[0].samples_per_second == pytest.approx(8000 / plan.rows[0].step_ms, rel=0.5)
 
 
 def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):
@@ -159,7 +165,11 @@ def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):
     assert "The seed does not reach the script" in plan.results.notes[0]
     with pytest.raises(SweepError, match="--metric acc=acc .*: nothing in the output of O0 seed 0"):
         Sweep(
-            seeded, ["", "9"], levels=["O0"], seeds=2, metrics={"acc": r"acc (\d)"},
+            seeded,
+            ["", "9"],
+            levels=["O0"],
+            seeds=2,
+            metrics={"acc": r"acc (\d)"},
             out=tmp_path / "other",
         ).run()
     assert len(list(read_runs(tmp_path / "other"))) == 1  # what was measured is kept
@@ -171,7 +181,8 @@ def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):
 def test_a_script_without_amp_code(tmp_path):
     """Watched at O0, `--auto` at O1: the losses are those that the script prints."""
     script = tmp_path / "plain.py"
-    script.write_text(textwrap.dedent("""
+    script.write_text(
+        textwrap.dedent("""
         import torch
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 1)
@@ -182,10 +193,12 @@ def test_a_script_without_amp_code(tmp_path):
             loss.backward()
             optimizer.step()
             print(loss.item())
-    """))
+    """)
+    )
     plan = Sweep(script, dtypes=["bfloat16"], auto=True, out=tmp_path / "out").run()
     assert [(row.label, row.status, row.steps) for row in plan.rows] == [
-        ("O0", "ok", 15), ("O1-bfloat16", "ok", 15),
+        ("O0", "ok", 15),
+        ("O1-bfloat16", "ok", 15),
     ]
     curves = []
     for run in plan.runs:

@@ -21,7 +21,9 @@ from ampatch.sweep.report.table import plain_table, write_table
 
 def test_o0_runs_once():
     assert cases(["O0", "O1", "O0"], ["float16", "bfloat16"]) == [
-        Case("O0"), Case("O1", "float16"), Case("O1", "bfloat16")
+        Case("O0"),
+        Case("O1", "float16"),
+        Case("O1", "bfloat16"),
     ]
 
 
@@ -29,7 +31,7 @@ def test_o0_runs_once():
     ("wrong", "message"),
     [
         ({"levels": ["O0", "O7"]}, "unknown level 'O7'.\nExpected some of O0, O1, O2, O3."),
-        ({"dtypes": ["bfloat"]}, 'unknown dtype \'bfloat\'.*Did you mean "bfloat16"?'),
+        ({"dtypes": ["bfloat"]}, "unknown dtype 'bfloat'.*Did you mean \"bfloat16\"?"),
         ({"levels": []}, "nothing to run"),
     ],
 )
@@ -88,12 +90,21 @@ def test_speed_needs_o0():
 def test_json_keeps_every_value(tmp_path):
     """Also those that JSON has no word for."""
     measured = Measured(
-        opt_level="O1", properties={"dtype": "torch.float16"}, skipped=[True, False],
-        step_seconds=[None, 0.25], losses=losses(math.inf, -math.inf, 0.1),
-        metrics={"accuracy": Series([2], [0.75])}, loss_scale=32768.0, device="cpu",
-        memory_bytes=123, memory_kind="device", error="ValueError: no",
-        loss_scales={"0": Series([0, 3], [65536.0, math.inf], [0.5, 1.5])}, stopped_at=2,
-        samples=Series([1, 2], [64.0, 32.0], [0.25, 0.75]), output_marks=[(1, 10), (2, 30)],
+        opt_level="O1",
+        properties={"dtype": "torch.float16"},
+        skipped=[True, False],
+        step_seconds=[None, 0.25],
+        losses=losses(math.inf, -math.inf, 0.1),
+        metrics={"accuracy": Series([2], [0.75])},
+        loss_scale=32768.0,
+        device="cpu",
+        memory_bytes=123,
+        memory_kind="device",
+        error="ValueError: no",
+        loss_scales={"0": Series([0, 3], [65536.0, math.inf], [0.5, 1.5])},
+        stopped_at=2,
+        samples=Series([1, 2], [64.0, 32.0], [0.25, 0.75]),
+        output_marks=[(1, 10), (2, 30)],
         matmul_precision="high",
     )
     case = Case("O2", "float16", tf32=True, settings=(("overrides", "x"), ("loss_scale", 2.0)))
@@ -107,16 +118,22 @@ def test_json_keeps_every_value(tmp_path):
 
 
 def test_the_plain_table_is_aligned_and_has_the_metrics():
-    ok = run_of("O0", skipped=[False, False], losses=losses(1.0, 0.5),
-                metrics={"test_accuracy": Series([2], [0.975])}, loss_scale=65536.0)
+    ok = run_of(
+        "O0",
+        skipped=[False, False],
+        losses=losses(1.0, 0.5),
+        metrics={"test_accuracy": Series([2], [0.975])},
+        loss_scale=65536.0,
+    )
     crashed = run_of("O3", exit_code=1, error="RuntimeError: no")
     text = plain_table(summarize([ok, crashed]))
     head, line, first, second = text.splitlines()
     assert "test accuracy" in head
     end = head.index("test accuracy") + len("test accuracy")
     assert first[:end].endswith(" 0.9750") and second[:end].endswith("  -")
-    assert (first.split()[-2:], second[head.index("status"):]) == (
-        ["65536", "ok"], "crashed: RuntimeError: no"
+    assert (first.split()[-2:], second[head.index("status") :]) == (
+        ["65536", "ok"],
+        "crashed: RuntimeError: no",
     )
 
 
@@ -125,8 +142,14 @@ def test_on_a_terminal_of_any_width_nothing_is_cut_off(width, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "dumb")
-    ok = run_of("O0", skipped=[False] * 300, losses=losses(1.0, 0.5), loss_scale=65536.0,
-                metrics={"test_accuracy": Series([2], [0.975])}, memory_bytes=400 * 2**20)
+    ok = run_of(
+        "O0",
+        skipped=[False] * 300,
+        losses=losses(1.0, 0.5),
+        loss_scale=65536.0,
+        metrics={"test_accuracy": Series([2], [0.975])},
+        memory_bytes=400 * 2**20,
+    )
     lost = run_of("O3", skipped=[False], losses=losses(math.nan), step_seconds=[None, 0.01234])
     terminal = Terminal()
     write_table(summarize([ok, lost]), terminal)

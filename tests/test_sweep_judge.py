@@ -28,9 +28,7 @@ def test_welch_is_students_integral():
         base = [chance.gauss(0.5, 1) for _ in range(chance.randint(2, 9))]
         first, second = (statistics.variance(values) / len(values) for values in (ours, base))
         error = math.sqrt(first + second)
-        freedom = (first + second) ** 2 / (
-            first**2 / (len(ours) - 1) + second**2 / (len(base) - 1)
-        )
+        freedom = (first + second) ** 2 / (first**2 / (len(ours) - 1) + second**2 / (len(base) - 1))
         found = welch(ours, base)
         assert found.difference == pytest.approx(statistics.mean(ours) - statistics.mean(base))
         assert found.p == pytest.approx(1 - within(abs(found.difference) / error, freedom))
@@ -83,8 +81,12 @@ def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error=""):
     """A run whose steps take `ms` milliseconds."""
     case = Case(level) if level == "O0" else Case(level, "bfloat16")
     measured = Measured(
-        opt_level=level, skipped=[False] * 40, step_seconds=[None] + [ms / 1000] * 39,
-        losses={"0": Series(list(range(40)), [loss] * 40)}, error=error, memory_bytes=2**20,
+        opt_level=level,
+        skipped=[False] * 40,
+        step_seconds=[None] + [ms / 1000] * 39,
+        losses={"0": Series(list(range(40)), [loss] * 40)},
+        error=error,
+        memory_bytes=2**20,
     )
     if accuracy is not None:
         measured.metrics = {"accuracy": Series([40], [accuracy])}
@@ -100,7 +102,9 @@ def rows_of(base, ours, **options):
 def test_accuracy_is_within_noise_worse_or_better():
     base = [0.90, 0.91, 0.92]
     for ours, outcome in (
-        ([0.91, 0.90, 0.92], "within"), ([0.80, 0.81, 0.82], "worse"), ([0.98, 0.99, 0.985], "better"),
+        ([0.91, 0.90, 0.92], "within"),
+        ([0.80, 0.81, 0.82], "worse"),
+        ([0.98, 0.99, 0.985], "better"),
     ):
         first, row = rows_of(base, ours)
         assert (first.outcome, row.outcome) == ("baseline", outcome)
@@ -114,7 +118,11 @@ def test_accuracy_is_within_noise_worse_or_better():
 
 def test_a_lower_loss_is_no_worse():
     assert [direction(name) for name in ("accuracy", "val_loss", "top5 error", "f1", "flossy")] == [
-        "higher", "lower", "lower", "higher", "higher",
+        "higher",
+        "lower",
+        "lower",
+        "higher",
+        "higher",
     ]
     row = rows_of([0.9, 0.91, 0.92], [0.9, 0.91, 0.92], judged="last loss")[1]
     assert (row.comparisons[0].name, row.comparisons[0].mean) == ("last loss", 1.0)
@@ -125,7 +133,9 @@ def test_repeats_of_a_seed_are_one_value():
     """Else the same run ten times over would look like evidence."""
     runs = [
         run_of(level, seed, 0.9 + seed / 100 + repeat / 1000, loss=seed, repeat=repeat)
-        for level in ("O0", "O1") for seed in range(2) for repeat in range(5)
+        for level in ("O0", "O1")
+        for seed in range(2)
+        for repeat in range(5)
     ]
     one = summarize(runs)[1].comparisons[0]
     assert (one.n, one.mean, one.p) == (2, pytest.approx(0.907), pytest.approx(1.0))
@@ -153,7 +163,8 @@ def test_speed_is_of_the_round_so_that_drift_does_not_decide():
     """A machine that is twice as slow in each round; O1 is faster by a quarter in all."""
     runs = [
         run_of(level, seed, ms=ms * 2.0**seed)
-        for seed in range(3) for level, ms in (("O0", 1.0), ("O1", 0.8))
+        for seed in range(3)
+        for level, ms in (("O0", 1.0), ("O1", 0.8))
     ]
     row = summarize(runs)[1]
     assert (row.speeds.low, row.speed, row.speeds.high) == pytest.approx((1.25,) * 3)
@@ -175,13 +186,22 @@ def test_the_fastest_that_is_as_good_is_recommended():
 
 def test_rows_beside_the_levels():
     found = cases(
-        ["O0", "O2"], ["float16", "bfloat16"], ["O2 keep_batchnorm_fp32=False loss_scale=dynamic"],
-        autocast=True, tf32=True,
+        ["O0", "O2"],
+        ["float16", "bfloat16"],
+        ["O2 keep_batchnorm_fp32=False loss_scale=dynamic"],
+        autocast=True,
+        tf32=True,
     )
     own = "keep_batchnorm_fp32=False-loss_scale=dynamic"
     assert [case.label for case in found] == [
-        "O0", "O0+tf32", "O2-float16", "O2-bfloat16", "autocast-float16", "autocast-bfloat16",
-        f"O2-float16-{own}", f"O2-bfloat16-{own}",
+        "O0",
+        "O0+tf32",
+        "O2-float16",
+        "O2-bfloat16",
+        "autocast-float16",
+        "autocast-bfloat16",
+        f"O2-float16-{own}",
+        f"O2-bfloat16-{own}",
     ]
     assert dict(found[-1].settings) == {"keep_batchnorm_fp32": False, "loss_scale": "dynamic"}
     assert "autocast" not in [case.opt_level for case in cases(["O0"], ["float16"], autocast=True)]
@@ -193,7 +213,10 @@ def test_rounds_take_turns_and_go_both_ways():
     rounds = [plan[start : start + 3] for start in range(0, 12, 3)]
     assert [[one.case for one in each] for each in rounds] == [rows, rows[::-1], rows, rows[::-1]]
     assert [{(one.repeat, one.seed) for one in each} for each in rounds] == [
-        {(0, 0)}, {(0, 1)}, {(1, 0)}, {(1, 1)},
+        {(0, 0)},
+        {(0, 1)},
+        {(1, 0)},
+        {(1, 1)},
     ]
     assert len({one.file_stem for one in plan}) == 12
 
@@ -212,7 +235,9 @@ def test_metrics_are_found_in_the_output_at_their_step(tmp_path):
     log.write_text("".join(lines), encoding="utf-8")
     sizes = [len("".join(lines[: count + 1]).encode()) for count in range(4)]
     # The first line is printed before step 1 ends, the third between steps 3 and 7.
-    measured = Measured(skipped=[False] * 9, output_marks=[(1, sizes[0]), (3, sizes[1]), (7, sizes[2])])
+    measured = Measured(
+        skipped=[False] * 9, output_marks=[(1, sizes[0]), (3, sizes[1]), (7, sizes[2])]
+    )
     found = read_metrics(log, {"acc": r"^accuracy (\S+)", "other": r"x(\d)"}, measured)
     assert found == {"acc": Series([0, 6, 9], [0.1, 0.5, 0.1])}
     with pytest.raises(ValueError, match="found 'between' .* expected a number"):
@@ -234,7 +259,9 @@ def test_csv_and_markdown_have_every_row_and_verdict():
     head, *lines = as_csv(rows).splitlines()
     assert [line.split(",")[0] for line in lines] == ["O0", "O1-bfloat16"]
     assert "metric:accuracy" in head and "worse by 0.1: " in lines[1]
-    results = Results("a|b.py", ["<x>"], "now", 6, {}, {"torch": "2"}, rows, 6, "Use O1.", ["Note."])
+    results = Results(
+        "a|b.py", ["<x>"], "now", 6, {}, {"torch": "2"}, rows, 6, "Use O1.", ["Note."]
+    )
     text = as_markdown(results)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 4 and len({line.count("|") for line in table}) == 1

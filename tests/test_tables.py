@@ -57,7 +57,9 @@ def test_no_op_has_two_rules_in_apex_flavour():
     assert [op for op, rows in count.items() if rows > 1] == []
 
 
-@pytest.mark.parametrize("row", [*ROWS, *BEYOND, *APEX], ids=lambda row: f"{row.where}-{row.names[0]}")
+@pytest.mark.parametrize(
+    "row", [*ROWS, *BEYOND, *APEX], ids=lambda row: f"{row.where}-{row.names[0]}"
+)
 def test_every_row_names_functions_and_says_why(row):
     assert row.where in OWNERS
     assert row.names and all(name.isidentifier() for name in row.names)
@@ -65,12 +67,15 @@ def test_every_row_names_functions_and_says_why(row):
     assert len(row.why.split()) >= 6
 
 
-@pytest.mark.parametrize("table, rules", [
-    ("WHITELIST", {Rule.HALF, Rule.HALF_IF_FIRST, Rule.POWER}),
-    ("BLACKLIST", TO_FP32),
-    ("PROMOTE", TO_WIDEST),
-    ("BANNED", {Rule.BANNED}),
-])
+@pytest.mark.parametrize(
+    "table, rules",
+    [
+        ("WHITELIST", {Rule.HALF, Rule.HALF_IF_FIRST, Rule.POWER}),
+        ("BLACKLIST", TO_FP32),
+        ("PROMOTE", TO_WIDEST),
+        ("BANNED", {Rule.BANNED}),
+    ],
+)
 def test_each_table_holds_its_own_rules(table, rules):
     assert {row.rule for row in TABLES[table]} == rules
 
@@ -137,7 +142,9 @@ LISTS = {  # list of PyTorch's tests -> where its functions may have their rows,
 def test_the_lists_of_torch_were_found():
     assert len(LISTED) > 100
     assert {name for name, _ in LISTED} == {
-        *LISTS, "torch_expect_builtin_promote", "methods_expect_builtin_promote"
+        *LISTS,
+        "torch_expect_builtin_promote",
+        "methods_expect_builtin_promote",
     }
 
 
@@ -269,8 +276,7 @@ BY_NUMBER = {
 }
 
 
-@pytest.mark.parametrize("where, name", [op for op, rule in RULE_OF.items()
-                                         if rule in TO_WIDEST])
+@pytest.mark.parametrize("where, name", [op for op, rule in RULE_OF.items() if rule in TO_WIDEST])
 def test_the_other_promoters_need_us(where, name):
     function = getattr(OWNERS[where], name)
     if name in BY_NUMBER:
@@ -295,12 +301,14 @@ def test_apex_flavour_adds_what_apex_ran_in_fp32():
 
 
 def test_apex_flavour_refuses_the_in_place_forms_of_blacklisted_functions():
-    refused = {(row.where, name) for row in APEX if row.rule is Rule.REFUSE_IN_PLACE
-               for name in row.names}
+    refused = {
+        (row.where, name) for row in APEX if row.rule is Rule.REFUSE_IN_PLACE for name in row.names
+    }
     assert refused == {
         (where, f"{name}_")
         for (where, name), rule in RULE_OF.items()
-        if rule in TO_FP32 and hasattr(OWNERS[where], f"{name}_")
+        if rule in TO_FP32
+        and hasattr(OWNERS[where], f"{name}_")
         and f"{name}_" not in NEVER_REFUSED_BY_APEX
     }
     assert ("torch.Tensor", "exp_") in refused and ("torch", "exp_") in refused

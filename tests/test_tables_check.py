@@ -20,7 +20,10 @@ def check(name: str, cwd: Path) -> subprocess.CompletedProcess:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [sys.executable, "-m", "ampatch", "tables", "--check", name],
-        cwd=cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
         check=False,
     )
 
@@ -112,12 +115,14 @@ def test_check_names_what_a_module_holds(as_file, tmp_path):
 
 def test_check_is_content_with_what_can_be_rebound(tmp_path):
     """Also where the script initializes, which binds replacements."""
-    (tmp_path / "fine.py").write_text(textwrap.dedent("""
+    (tmp_path / "fine.py").write_text(
+        textwrap.dedent("""
         import ampatch
         from torch import mm
         net = ampatch.initialize([], verbosity=0)
         from torch import exp
-    """))
+    """)
+    )
     done = check("fine.py", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
@@ -127,12 +132,15 @@ def test_check_is_content_with_what_can_be_rebound(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name, text, message", [
-    ("gone", None, "gone cannot be imported: ModuleNotFoundError: No module named 'gone'"),
-    ("gone.py", None, "gone.py cannot be imported: FileNotFoundError"),
-    ("broken.py", "1 / 0", "broken.py cannot be imported: ZeroDivisionError"),
-    ("script.py", "raise SystemExit(0)", "script.py cannot be imported: SystemExit: 0"),
-])
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("gone", None, "gone cannot be imported: ModuleNotFoundError: No module named 'gone'"),
+        ("gone.py", None, "gone.py cannot be imported: FileNotFoundError"),
+        ("broken.py", "1 / 0", "broken.py cannot be imported: ZeroDivisionError"),
+        ("script.py", "raise SystemExit(0)", "script.py cannot be imported: SystemExit: 0"),
+    ],
+)
 def test_what_cannot_be_checked_is_refused(name, text, message, tmp_path, monkeypatch, capsys):
     if text:
         (tmp_path / name).write_text(text)

@@ -34,7 +34,10 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [sys.executable, "-m", "ampatch", "tables", *arguments],
-        cwd=cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
         check=False,
     )
 
@@ -65,7 +68,9 @@ def test_json_holds_every_row(capsys):
     assert found["torch"] == torch.__version__
     assert found["missing"] == content.missing()
     assert {entry["name"] for entry in found["beside"]} == {
-        "check_input", "get_fastpath_enabled", "checkpoint"
+        "check_input",
+        "get_fastpath_enabled",
+        "checkpoint",
     }
 
 
@@ -74,13 +79,16 @@ def test_what_is_patched_beside_the_tables_is_named():
     assert set(content.PARTS) == patched
 
 
-@pytest.mark.parametrize("arguments, names", [
-    (["einsum"], {"torch._VF.einsum"}),
-    (["special.*soft*"], set()),
-    (["torch.special.*soft*"], {"torch.special.log_softmax", "torch.special.softmax"}),
-    (["cross_entropy_l"], {"torch._C._nn.cross_entropy_loss"}),
-    (["lo[gs]", "--rule", "float"], {"torch.log", "torch.Tensor.log"}),
-])
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        (["einsum"], {"torch._VF.einsum"}),
+        (["special.*soft*"], set()),
+        (["torch.special.*soft*"], {"torch.special.log_softmax", "torch.special.softmax"}),
+        (["cross_entropy_l"], {"torch._C._nn.cross_entropy_loss"}),
+        (["lo[gs]", "--rule", "float"], {"torch.log", "torch.Tensor.log"}),
+    ],
+)
 def test_rows_are_asked_for_by_name(arguments, names, capsys):
     code = cli.main(["tables", "--format", "json", *arguments])
     out, err = capsys.readouterr()
@@ -119,7 +127,8 @@ def mixtures(where: str, name: str) -> dict:
     """Arguments of the active half type with FP32 in turns, and with the other half type."""
     leaves, spec = tree_flatten(sample(where, name))
     floating = [
-        index for index, leaf in enumerate(leaves)
+        index
+        for index, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     ]
     kinds = {"other half": [torch.bfloat16]}
@@ -150,9 +159,11 @@ def outcome(where: str, name: str, arguments) -> list | type:
 
 def test_autocast_differs_where_we_say_so_and_nowhere_else():
     places = [
-        (row, name) for row in ROWS if row not in BEYOND for name in row.names
-        if not row.native and has(row.where, name)
-        and name not in NO_ORACLE | NO_CPU_KERNEL
+        (row, name)
+        for row in ROWS
+        if row not in BEYOND
+        for name in row.names
+        if not row.native and has(row.where, name) and name not in NO_ORACLE | NO_CPU_KERNEL
     ]
     samples = {(row.where, name): mixtures(row.where, name) for row, name in places}
 
@@ -161,7 +172,8 @@ def test_autocast_differs_where_we_say_so_and_nowhere_else():
             warnings.simplefilter("ignore")
             return {
                 (*place, kind): outcome(*place, arguments)
-                for place, kinds in samples.items() for kind, arguments in kinds.items()
+                for place, kinds in samples.items()
+                for kind, arguments in kinds.items()
             }
 
     with cuda_autocast(torch.float16):
@@ -169,7 +181,8 @@ def test_autocast_differs_where_we_say_so_and_nowhere_else():
     ampatch.initialize([], opt_level="O1", dtype=torch.float16, verbosity=0)
     ours = outcomes()
     differing = {
-        place[:2] for place in theirs
+        place[:2]
+        for place in theirs
         if None not in (theirs[place], ours[place]) and theirs[place] != ours[place]
     }
     assert differing == {
@@ -199,7 +212,8 @@ def test_apex_differs_as_its_lists_say():
     words = {rule.value: rule for rule in Rule}
     said = {name: rule for rule, names in differences.APEX.items() for name in names.split()}
     differ = {
-        name for name, word in facts.items()
+        name
+        for name, word in facts.items()
         if said.get(name) is not (words[word] if word else None)
     }
     through_its_callers = {name for name in facts if "upsample" in name} | {"nll_loss2d"}

@@ -30,7 +30,10 @@ def in_a_process(code: str) -> str:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -79,11 +79,7 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
 
 def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
     """What stands in for `input` where its dtype is compared to the weights'."""
-    if (
-        input.dtype is not weights.dtype
-        and castable(input, policy)
-        and castable(weights, policy)
-    ):
+    if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input
 

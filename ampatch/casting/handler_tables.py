@@ -146,7 +146,6 @@ class _Search:
             return True
         return False
 
-
     def _can_take(self, table: Any) -> bool:
         """Whether a table leads to handlers: counts and records are not for us to add to."""
         if type(table) is set:

@@ -171,9 +171,7 @@ def fresh_tables(patches: PatchSet) -> None:
     """
     for name in _TABLES:
         if hasattr(getattr(torch.overrides, name, None), "cache_clear"):
-            patches.replace(
-                torch.overrides, name, lambda found: functools.cache(found.__wrapped__)
-            )
+            patches.replace(torch.overrides, name, lambda found: functools.cache(found.__wrapped__))
 
 
 _TABLES = (

@@ -218,9 +218,7 @@ class Installation:
             return self._overridable(lambda original, state: banned(original, choose, state))
         if row.rule is Rule.HALF and name in weighted.NAMES:
             return lambda original: weighted.weighted(original, self._state)
-        choosers = (
-            APEX_CHOOSERS if row in APEX else BEYOND_CHOOSERS if row in BEYOND else CHOOSERS
-        )
+        choosers = APEX_CHOOSERS if row in APEX else BEYOND_CHOOSERS if row in BEYOND else CHOOSERS
         return self._maker(choosers[row.rule])
 
     def _maker(self, choose: Callable) -> Callable[[Any], Any]:
@@ -229,9 +227,7 @@ class Installation:
     def _overridable(self, make: Callable[[Any, CastState], Any]) -> Callable[[Any], Any]:
         return lambda original: overridable(make(original, self._state), original, self._state)
 
-    def _put(
-        self, owner: Any, name: str, make: Callable[[Any], Any], shared: bool = False
-    ) -> None:
+    def _put(self, owner: Any, name: str, make: Callable[[Any], Any], shared: bool = False) -> None:
         def make_and_dress(original: Any) -> Any:
             found = self._by_original.get(id(original)) if shared else None
             if found is not None:  # one object under several names stays one

@@ -102,9 +102,7 @@ def _go_back(managed: Any, before: WeightsAndState | None) -> None:
     managed.masters.push()
 
 
-def with_closures(
-    evaluations: Evaluations, args: tuple, kwargs: dict
-) -> tuple[bool, tuple, dict]:
+def with_closures(evaluations: Evaluations, args: tuple, kwargs: dict) -> tuple[bool, tuple, dict]:
     """The arguments of `step` with `evaluations` in the place of closures; whether there are any.
 
     A closure is a callable in first place or called `closure`, and any function, in

@@ -56,7 +56,9 @@ class GradientState:
         self._deferred: list[Scaler] = []  # their update waits for the step
         self.in_block = False
         self._blocks = 0  # that have begun
-        self._others_blocks = 0  # that are open, with a loss scale, and were not given this optimizer
+        self._others_blocks = (
+            0  # that are open, with a loss scale, and were not given this optimizer
+        )
         self.reduces: bool | None = None  # DDP averages the pass of the last forward; None: no DDP
         self.is_unreduced = False  # masters' gradients that DDP has not averaged
         self._aside: list[tuple[Tensor, Tensor]] = []

@@ -19,7 +19,8 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 def are_others(hooks: Any) -> bool:
     """Whether among hooks for everybody's steps there are some but ours (True: nobody knows)."""
     return bool(hooks) and (
-        hooks is True or any(type(hook) not in (RefuseStrangers, TellOfSteps) for hook in hooks.values())
+        hooks is True
+        or any(type(hook) not in (RefuseStrangers, TellOfSteps) for hook in hooks.values())
     )
 
 

@@ -99,7 +99,10 @@ class Ampatch(Driver):
         nets, optimizers = _made(net, make)
         settings = {"verbosity": 1, "init_scale": INIT_SCALE, **settings}
         ampatch.initialize(
-            nets, [o for o in optimizers if o is not None], opt_level=self.level, dtype=self.half,
+            nets,
+            [o for o in optimizers if o is not None],
+            opt_level=self.level,
+            dtype=self.half,
             **settings,
         )
         return self._started(net, nets, optimizers)
@@ -144,7 +147,10 @@ class Ampatch(Driver):
         started, self.started = self.started, []
         ampatch.deactivate()
         ampatch.initialize(
-            list(dict.fromkeys(nets)), list(optimizers), opt_level=self.level, dtype=self.half,
+            list(dict.fromkeys(nets)),
+            list(optimizers),
+            opt_level=self.level,
+            dtype=self.half,
             init_scale=INIT_SCALE,
         )
         self.started = started

@@ -553,8 +553,10 @@ def program(seed: int, length: int = 25) -> Program:
     chance = random.Random(seed)
     names = list(ACTIONS)
     chosen = [
-        (chance.choice(OFTEN) if chance.random() < 0.5 else chance.choice(names),
-         chance.randrange(1000))
+        (
+            chance.choice(OFTEN) if chance.random() < 0.5 else chance.choice(names),
+            chance.randrange(1000),
+        )
         for _ in range(length)
     ]
     return [(chance.choice(["sgd", "adam"]), 0), *chosen, ("train", 1), ("evaluate", 2)]

@@ -77,8 +77,15 @@ def situation(
         assert run.__name__ not in {row.name for row in TABLE}, f"{run.__name__}: declared twice"
         TABLE.append(
             Situation(
-                run, tuple(levels.split()), tuple(halves.split()), letter, against, within,
-                refuses, says, changes_weights,
+                run,
+                tuple(levels.split()),
+                tuple(halves.split()),
+                letter,
+                against,
+                within,
+                refuses,
+                says,
+                changes_weights,
             )
         )
         return run

@@ -485,6 +485,7 @@ def an_exception_in_the_middle_of_a_backward(amp):
     for number, (x, y) in enumerate(batches(4)):
         out = model(x)
         if number == 1:
+
             def fail(g):
                 raise ZeroDivisionError
 

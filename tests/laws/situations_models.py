@@ -20,8 +20,14 @@ PLAIN = partial(torch.optim.SGD, lr=0.1)
 def a_conv_net(amp):
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(4, 2),
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 4, 2, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(4, 2),
     )
     model, optimizer = amp.start(net)
     for number, (x, y) in enumerate(batches(4)):
@@ -238,8 +244,12 @@ def float64_is_never_touched(amp):
 
 @situation(letter="r")
 def the_state_dict_after_initialize_is_the_one_before(amp):
-    net = nn.Sequential(mlp(norm=True), nn.Linear(2, 4), nn.InstanceNorm1d(4, affine=True,
-                        track_running_stats=True), nn.Linear(4, 2))
+    net = nn.Sequential(
+        mlp(norm=True),
+        nn.Linear(2, 4),
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        nn.Linear(4, 2),
+    )
     net.register_buffer("table", torch.linspace(0, 1, 7))
     net.register_buffer("huge", torch.tensor([1.7e9, 1e6, -1e9]))
     kept = [name for name, _ in net.named_buffers()]
@@ -341,8 +351,10 @@ def a_mask_of_minus_1e9_as_an_input(amp):
 def running_statistics_of_instance_norm(amp):
     """Momentum 1e-4: in half the statistics would stand still at 1, where they end at 0.97."""
     net = nn.Sequential(
-        nn.Linear(4, 8), nn.Unflatten(1, (2, 4)),
-        nn.InstanceNorm1d(2, momentum=1e-4, track_running_stats=True), nn.Flatten(),
+        nn.Linear(4, 8),
+        nn.Unflatten(1, (2, 4)),
+        nn.InstanceNorm1d(2, momentum=1e-4, track_running_stats=True),
+        nn.Flatten(),
         nn.Linear(8, 2),
     )
     model, optimizer = amp.start(net, partial(torch.optim.SGD, lr=1e-3))
@@ -501,6 +513,7 @@ def a_forward_that_is_a_generator(amp):
 @situation("O1", within=2e-3)
 def a_recursive_model(amp):
     """Three uses of a weight may add up in half in another order; a lost one is 0.02 away."""
+
     class Deep(Block):
         def forward(self, x, depth=2):
             x = self.encode(x)

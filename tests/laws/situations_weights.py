@@ -380,7 +380,9 @@ def a_pickled_pair_trains_optimizer_first(amp):
     _train_plain(
         amp,
         *_fp32_pair(
-            amp, model, optimizer,
+            amp,
+            model,
+            optimizer,
             lambda pair: pickle.loads(pickle.dumps(pair[::-1]))[::-1],
         ),
     )
@@ -592,8 +594,12 @@ def layers_reset_in_the_middle(amp):
 def channels_last_in_the_middle(amp):
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 2, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 2),
-        nn.Flatten(), nn.Linear(16, 2),
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 4, 2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2),
+        nn.Flatten(),
+        nn.Linear(16, 2),
     )
     model, optimizer = amp.start(net)
     plain_loop(amp, model, optimizer, 2)

@@ -40,6 +40,4 @@ for step in range(60):
         errG_scaled.backward()
     optimizerG.step()
     losses.append(abs(fake.mean().item() - 2.0))  # how far off the generator is
-print(
-    json.dumps({"losses": losses, "dtypes": sorted(dtypes), "scalers": sorted(amp.state_dict())})
-)
+print(json.dumps({"losses": losses, "dtypes": sorted(dtypes), "scalers": sorted(amp.state_dict())}))

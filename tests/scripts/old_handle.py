@@ -43,6 +43,4 @@ with amp_handle.scale_loss(loss, plain) as scaled_loss:
 plain.step()
 amp_handle._deactivate()
 after = str(rnn(x)[0].dtype)
-print(
-    json.dumps({"losses": losses, "dtypes": sorted(dtypes), "banned": banned, "after": after})
-)
+print(json.dumps({"losses": losses, "dtypes": sorted(dtypes), "banned": banned, "after": after}))

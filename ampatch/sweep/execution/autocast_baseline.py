@@ -238,7 +238,10 @@ def _to_float(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, dict):
-        for key, item in value.items():  # in place: it may be a subclass of dict, as in transformers
+        for (
+            key,
+            item,
+        ) in value.items():  # in place: it may be a subclass of dict, as in transformers
             value[key] = _to_float(item)
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
