@@ -1,7 +1,7 @@
 """Apex-style automatic mixed precision for today's PyTorch, by monkey-patching."""
 
 from ._version import __version__
-from .control import (
+from .api.casting import (
     disable_casts,
     float_function,
     half_function,
@@ -12,8 +12,7 @@ from .control import (
     register_promote_function,
     unregister_function,
 )
-from .errors import AmpatchError, BannedFunctionError
-from .frontend import (
+from .api.initialize import (
     cache_info,
     deactivate,
     initialize,
@@ -22,9 +21,8 @@ from .frontend import (
     set_opt_level,
     unwrap,
 )
-from .diagnose import debug, gradient_range, report
-from .handle import init
-from .training import (
+from .api.legacy_init import init
+from .api.training import (
     hold_scheduler,
     load_state_dict,
     loss_scale,
@@ -37,6 +35,8 @@ from .training import (
     step_counts,
     step_was_skipped,
 )
+from .diagnose import debug, gradient_range, report
+from .errors import AmpatchError, BannedFunctionError
 
 __all__ = [
     "AmpatchError",

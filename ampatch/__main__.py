@@ -2,7 +2,7 @@
 
 import sys
 
-from ampatch.cli import main
+from ampatch.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -24,8 +24,8 @@ from torch import nn
 from workers import machine
 
 import ampatch
-from ampatch.casting.casts import CHOOSERS, replacement
 from ampatch.casting.policy import CastState
+from ampatch.casting.rules import CHOOSERS, replacement
 from ampatch.casting.tables import Rule
 
 ROUNDS, CALLS = 60, 2000

@@ -21,8 +21,8 @@ from models import DISPATCH_BOUND
 from systems import AUTOCAST, HALF, make_step
 from workers import machine, measure, ratios, table
 
-from ampatch import foreach
 from ampatch.casting import batched_casts
+from ampatch.torch_private import foreach
 
 AGAIN = "autocast again"
 BATCHES = ("copy_", "add_", "mul_")

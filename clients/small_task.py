@@ -47,7 +47,7 @@ def float_losses(
     clip: Callable[[Any], Any] | None = None,
 ) -> list[float]:
     """Every step's loss in FP32, by a loop of our own: what a client's run is held against."""
-    assert not ampatch.session.registry.sessions, "this would run in half"
+    assert not ampatch.session.session.registry.sessions, "this would run in half"
     model = make()
     optimizer = optimizer_of(model)
     losses = []

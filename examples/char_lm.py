@@ -8,8 +8,8 @@ out; its mean loss, in nats per character, is the metric.
 """
 
 import argparse
-import inspect
 import email.message
+import inspect
 import json.decoder
 import statistics
 import time

@@ -19,8 +19,8 @@ import torch.utils.checkpoint
 from old_torch import lacking
 
 import ampatch
-from ampatch.scaling import scale_numbers
 from ampatch.log import set_verbosity
+from ampatch.scaling import scale_value
 
 _OWNERS = {
     "torch": torch,
@@ -85,17 +85,17 @@ def changes(before: dict, after: dict) -> list[str]:
 @pytest.fixture(autouse=True)
 def torch_is_as_we_found_it():
     """After `deactivate` nothing of ours is left in torch; without it, nothing leaks either."""
-    assert not ampatch.session.registry.sessions, "an earlier test left a session open"
+    assert not ampatch.session.session.registry.sessions, "an earlier test left a session open"
     before = snapshot()
     set_verbosity(1)  # an earlier test may have silenced the log
     hook = sys.excepthook
     yield
     sys.excepthook = hook  # init_process_group replaces it for good
-    ours = set(ampatch.session.registry.installation._originals)
+    ours = set(ampatch.session.session.registry.installation._originals)
     ampatch.deactivate()
     assert changes(before, snapshot()) == []
     assert not ours & set(torch.jit._builtins._get_builtin_table()), "left in torch.jit's table"
-    state = ampatch.session.registry.state
+    state = ampatch.session.session.registry.state
     assert state.process is None and not state.overridden and not state.thread.frames
 
 
@@ -133,5 +133,5 @@ def ranks(tmp_path_factory):
 def scale_lives_on(request, monkeypatch):
     """Loss scales as numbers of the host, and as tensors, as with losses on an accelerator."""
     if request.param == "device":
-        monkeypatch.setattr(scale_numbers, "is_owned_by_host", lambda device: False)
+        monkeypatch.setattr(scale_value, "is_owned_by_host", lambda device: False)
     return request.param

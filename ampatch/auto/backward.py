@@ -24,8 +24,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
 from ..scaling.optimizer import ManagedOptimizer
-from ..session import Session
-from ..surroundings import current_backward_pass
+from ..session.session import Session
+from ..torch_private.probes import current_backward_pass
 from .graph import Strays, leaves
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from ..casting.patches import PatchSet
-from ..environment import Asked
+from ..config.environment import Asked
+from ..config.opt_levels import resolve
 from ..log import logger, set_verbosity
-from ..opt_levels import resolve
-from ..session import Session, registry
+from ..session.session import Session, registry
 from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
 

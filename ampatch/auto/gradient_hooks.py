@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..casting.patches import PatchSet
 from .backward import Passes
 
-
 _WRAPPED = "_ampatch_sees_true_gradients"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data._utils import fetch
 
 from ..casting.patches import PatchSet
-from ..session import registry
+from ..session.session import registry
 
 
 def put(patches: PatchSet) -> None:

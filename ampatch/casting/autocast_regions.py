@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .contexts import Under
 from .patches import PatchSet
 from .policy import CastState, Policy
-from .under import Under
 
 Make = Callable[[Callable], Callable]
 

@@ -32,8 +32,8 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import foreach
-from ..surroundings import are_ranks, is_batched, is_recording
+from ..torch_private import foreach
+from ..torch_private.probes import are_ranks, is_batched, is_recording
 
 MOST_WEIGHTS = 32
 MOST_BYTES = 8 * 2**20

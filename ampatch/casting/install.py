@@ -18,15 +18,15 @@ import torch.nn.functional
 import wrapt
 
 from ..log import logger
-from . import backward_policy, composites, early_names, user_functions, weighted
+from . import backward_policy, linear_fast_path, rebind, special_ops, user_functions
 from .autocast_regions import AutocastRegions
-from .casts import APEX_CHOOSERS, BEYOND_CHOOSERS, CHOOSERS, banned, refuse, replacement
-from .compiler_tables import CompilerTables
+from .dynamo_tables import CompilerTables
 from .handlers import fresh_tables, overridable
-from .library_ops import LibraryOps
 from .left_behind import Arrivals
+from .library_ops import LibraryOps
 from .patches import PatchSet
 from .policy import CastState
+from .rules import APEX_CHOOSERS, BEYOND_CHOOSERS, CHOOSERS, banned, refuse, replacement
 from .tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
 
 try:
@@ -91,7 +91,7 @@ class Installation:
                 if not row.native:
                     self._put_row(row)
             for where, name, make in (
-                *composites.module_parts(self._state),
+                *special_ops.module_parts(self._state),
                 *self.regions.places(),
             ):
                 self._put_if_there(where, name, make)
@@ -100,7 +100,7 @@ class Installation:
             self._library_ops.install()
             fresh_tables(self._patches)
             self._patches.on_undo(self._state.tables.give_back)
-            early_names.rebind(self._patches, self._by_original)
+            rebind.rebind(self._patches, self._by_original)
         except BaseException:
             self.undo()
             raise
@@ -124,14 +124,14 @@ class Installation:
         for where, name, rule in edits:
             choose = CHOOSERS[rule] if rule is not None else lambda *call: None
             self.put_torch_function(resolve(where), name, choose)
-        early_names.rebind(self._patches, self._by_original)
+        rebind.rebind(self._patches, self._by_original)
 
     def undo(self) -> None:
         """Leave torch, and what the user's modules bound of it, as found."""
         self.regions.end()
         self._patches.undo()
         if self._originals:
-            early_names.give_back(
+            rebind.give_back(
                 [(made, self.original(made)) for made, _ in self._originals.values()],
                 self._arrivals,
             )
@@ -157,7 +157,7 @@ class Installation:
         if id(function) not in self._by_original:
             for owner, name in _places_of(function):
                 self._put(owner, name, self._maker(lambda *call: None), shared=True)
-            early_names.rebind(self._patches, self._by_original)
+            rebind.rebind(self._patches, self._by_original)
 
     def can_patch(self, function: Callable) -> bool:
         """Whether `function` is one of torch's that we know where to find."""
@@ -177,7 +177,7 @@ class Installation:
             self.put_torch_function(owner, name, choose)
         else:
             self._put(owner, name, lambda raw: user_functions.user_function(raw, choose, ask))
-            early_names.rebind(self._patches, {id(found): self._by_original[id(found)]})
+            rebind.rebind(self._patches, {id(found): self._by_original[id(found)]})
 
     def put_torch_function(self, owner: Any, name: str, choose: Callable) -> None:
         """Have a function of torch's cast to what `choose` says, whatever the tables say of it."""
@@ -189,7 +189,7 @@ class Installation:
                 lambda raw, state: user_functions.torch_function(raw, choose, self._ask_state)
             ),
         )
-        early_names.rebind(self._patches, {id(found): self._by_original[id(found)]})
+        rebind.rebind(self._patches, {id(found): self._by_original[id(found)]})
 
     def _put_row(self, row: Row) -> None:
         for name in row.names:
@@ -207,17 +207,17 @@ class Installation:
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
         where = f"{row.where}.{name}"
         if row.rule is Rule.POWER:
-            return self._overridable(composites.matrix_power)
+            return self._overridable(special_ops.matrix_power)
         if row.rule in (Rule.BANNED, Rule.REFUSE_IN_PLACE):
             message = f"{_public_name(where)} was called with a half precision argument. {row.why}"
             choose = refuse(message, self._warn_once)
             if row.rule is Rule.REFUSE_IN_PLACE:
                 return self._overridable(
-                    lambda original, state: composites.refused(original, message, state)
+                    lambda original, state: special_ops.refused(original, message, state)
                 )
             return self._overridable(lambda original, state: banned(original, choose, state))
-        if row.rule is Rule.HALF and name in weighted.NAMES:
-            return lambda original: weighted.weighted(original, self._state)
+        if row.rule is Rule.HALF and name in linear_fast_path.NAMES:
+            return lambda original: linear_fast_path.weighted(original, self._state)
         choosers = APEX_CHOOSERS if row in APEX else BEYOND_CHOOSERS if row in BEYOND else CHOOSERS
         return self._maker(choosers[row.rule])
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .contexts import Under
 from .handler_tables import HandlerTables
-from .under import Under
 from .weight_cache import WeightCache
 
 FOLLOW = object()

@@ -14,8 +14,8 @@ import torch
 from torch.autograd import Function
 
 from ..errors import type_name
-from .casts import call_in
 from .policy import CastState, Policy
+from .rules import call_in
 
 Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
 Make = Callable[[Any], Any]

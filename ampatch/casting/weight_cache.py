@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, is_grad_enabled
 
-from ..surroundings import is_recording
+from ..torch_private.probes import is_recording
 from .batched_casts import Plan, alike, cast_together, may_be_planned
 
 

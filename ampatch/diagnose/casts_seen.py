@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casting import batched_casts, casts, composites, user_functions
+from ampatch.casting import batched_casts, special_ops, user_functions
+from ampatch.casting import rules as casts
 from ampatch.casting.weight_cache import WeightCache
 from ampatch.errors import AmpatchError
-from ampatch.session import registry
+from ampatch.session.session import registry
 
 from .storages import StorageNotes
 from .trees import tensors_in
@@ -39,7 +40,7 @@ _BANNED = _inner(casts.banned)
 _CALLS = {
     _inner(casts.replacement),
     _BANNED,
-    _inner(composites.matrix_power),
+    _inner(special_ops.matrix_power),
     _inner(user_functions.user_function),
     _inner(user_functions.torch_function),
 }

@@ -18,8 +18,8 @@ import torch
 
 import ampatch
 from ampatch._version import __version__
-from ampatch.environment import VARIABLES
-from ampatch.tables_command import content
+from ampatch.config.environment import VARIABLES
+from ampatch.diagnose.tables import content
 
 MEASURE_FOR = 0.15  # seconds for each operator and dtype
 

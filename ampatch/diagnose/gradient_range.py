@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 import ampatch
-from ampatch.session import registry
+from ampatch.session.session import registry
 
 from .gradient_text import as_text
 from .histogram import SMALLEST, Counts, Histogram, Suggestion

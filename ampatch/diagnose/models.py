@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampatch.session import registry
+from ampatch.session.session import registry
 
 
 def check_model(model: Any, what: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
-from ampatch.run.script import Ending, check_script, run_script
-from ampatch.session import registry
+from ampatch.launch.script import Ending, check_script, run_script
+from ampatch.session.session import registry
 
 __all__ = ["check_script", "run_watched"]
 

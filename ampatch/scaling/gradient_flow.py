@@ -16,9 +16,9 @@ from ..errors import AmpatchError
 from .gradient_state import GradientState, add_to
 from .loss_scaler import Scaler
 from .pending import Pending
-from .ranks import world_size
-from .scale_numbers import Flag
-from .sharing import Sharing
+from .process_group import world_size
+from .scale_value import Flag
+from .shared_parameters import Sharing
 
 _grad_of = operator.attrgetter("grad")
 

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..half_grads import is_in_backward, raw_grad, set_raw_grad
 from ..log import logger
-from .arrivals import Arrivals
+from ..torch_private.half_grads import is_in_backward, raw_grad, set_raw_grad
 from .left_scaled import LeftScaled, Seen, entering
 from .loss_scaler import Scaler
 from .master_weights import MasterWeights
+from .masters.arrivals import Arrivals
 from .overflow import Overflow, Unscaled
 from .pending import Pending
-from .ranks import share_flag
-from .scale_numbers import Flag, is_set
-from .sharing import NOTHING_SHARED, Sharing
+from .process_group import share_flag
+from .scale_value import Flag, is_set
+from .shared_parameters import NOTHING_SHARED, Sharing
 
 _grad_of = operator.attrgetter("grad")
 

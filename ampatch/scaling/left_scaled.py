@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..half_grads import raw_grad
 from ..log import logger
+from ..torch_private.half_grads import raw_grad
 
 Seen = tuple[list[Tensor | None], list[int]]
 

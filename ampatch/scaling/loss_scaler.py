@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import foreach
 from ..log import logger
-from .grads import alike
-from .scale_numbers import Flag, either, numbers_on
+from ..torch_private import foreach
+from .gradient_lists import alike
 from .scale_settings import LARGEST, SETTINGS, SMALLEST, ScaleSettings, checked_entry
+from .scale_value import Flag, either, numbers_on
 
 _REMEMBERED = 128  # blocks whose scale can still be told
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import foreach
-from ..half_grads import Keeper, dress, is_dressed, set_raw_grad, undress
 from ..log import logger
-from ..surroundings import computes_with_fakes, set_grad_enabled
-from .agreement import (
+from ..torch_private import foreach
+from ..torch_private.half_grads import Keeper, dress, is_dressed, set_raw_grad, undress
+from ..torch_private.probes import computes_with_fakes, set_grad_enabled
+from .masters.comparison import (
     Agreement,
     Pair,
     agrees,
@@ -28,10 +28,10 @@ from .agreement import (
     set_plain_data,
     take_over,
 )
-from .pairs import Pairs
-from .ranks import world_size
-from .shown import Shown
-from .writes import Writes
+from .masters.handed_out import Shown
+from .masters.pairs import Pairs
+from .masters.writes import Writes
+from .process_group import world_size
 
 
 class MasterWeights(Pairs):

@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..log import logger
-from . import own_lists
-from .apex_layouts import torch_layout
-from .bare_calls import bare_step, is_bare_zero_grad
-from .closures import Evaluations, step_with_closure, with_closures
-from .fused import skips_in_kernel
 from .gradient_flow import GradientFlow
-from .idle_steps import IdleSteps
-from .methods import Methods
-from .scale_numbers import is_set
-from .snapshots import WeightsAndState
-from .states import FoundStates, move_state
+from .optimizers import parameter_lists
+from .optimizers.apex_checkpoints import torch_layout
+from .optimizers.bare_calls import bare_step, is_bare_zero_grad
+from .optimizers.closures import Evaluations, step_with_closure, with_closures
+from .optimizers.fused import skips_in_kernel
+from .optimizers.idle_steps import IdleSteps
+from .optimizers.sam import TwoSteps, has_two_steps
+from .optimizers.snapshots import WeightsAndState
+from .optimizers.state import FoundStates, move_state
+from .optimizers.wrappers import Methods
+from .scale_value import is_set
 from .step_counts import StepCounter
-from .two_step import TwoSteps, has_two_steps
 
 _HALF_TYPES = frozenset((torch.float16, torch.bfloat16))
 _dtype_of = operator.attrgetter("dtype")
@@ -120,7 +120,7 @@ class ManagedOptimizer(GradientFlow):
 
         Those in `masters` (by ids of half parameters) exist already.
         """
-        own_lists.check(self.optimizer, halves)
+        parameter_lists.check(self.optimizer, halves)
         new_of: dict[int, Tensor] = {}
         for group in self.optimizer.param_groups:
             for index, param in enumerate(group["params"]):
@@ -136,7 +136,7 @@ class ManagedOptimizer(GradientFlow):
                     master = self.masters.add(param, original, known)
                 group["params"][index] = new_of[id(param)] = master
                 move_state(self.optimizer, param, master)
-        own_lists.exchange(self.optimizer, new_of)
+        parameter_lists.exchange(self.optimizer, new_of)
         if new_of:
             self.watch_arrivals()
 
@@ -161,7 +161,7 @@ class ManagedOptimizer(GradientFlow):
                     group["params"][index] = old_of[id(master)] = param
                     move_state(self.optimizer, master, param)
                     self.masters.remove(param)
-        own_lists.exchange(self.optimizer, old_of)
+        parameter_lists.exchange(self.optimizer, old_of)
         if old_of:
             self.watch_anew()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .loss_scaler import Scaler
-from .scale_numbers import Flag, either
+from .scale_value import Flag, either
 
 
 class Unscaled(NamedTuple):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .loss_scaler import Scaler
-from .ranks import world_size
-from .scale_numbers import Flag
-from .sharing import sharing_among
+from .process_group import world_size
+from .scale_value import Flag
+from .shared_parameters import sharing_among
 
 if TYPE_CHECKING:
     from .gradient_state import GradientState

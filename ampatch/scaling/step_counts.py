@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import foreach
+from ..torch_private import foreach
 
 
 class StepCounts(NamedTuple):

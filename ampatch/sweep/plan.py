@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ampatch.config.opt_levels import resolve
 from ampatch.errors import did_you_mean
-from ampatch.opt_levels import resolve
 from ampatch.sweep.trial import Case, Trial
 
 LEVELS = ("O0", "O1", "O2", "O3")

@@ -4,11 +4,10 @@ import json
 
 import torch
 import torch.nn as nn
-from torch.optim.lr_scheduler import LambdaLR
-
 from apex import amp
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam, FusedLAMB
+from torch.optim.lr_scheduler import LambdaLR
 
 amp.register_half_function(torch, "einsum")
 

@@ -4,7 +4,6 @@ import json
 
 import torch
 import torch.nn as nn
-
 from apex import amp
 
 torch.manual_seed(0)

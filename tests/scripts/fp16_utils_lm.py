@@ -4,7 +4,6 @@ import json
 
 import torch
 import torch.nn as nn
-
 from apex.fp16_utils import *
 
 torch.manual_seed(0)

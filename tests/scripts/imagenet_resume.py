@@ -6,7 +6,6 @@ import os
 
 import torch
 import torch.nn as nn
-
 from apex import amp
 from apex.optimizers import FusedSGD
 from apex.parallel import DistributedDataParallel as DDP

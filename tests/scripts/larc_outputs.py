@@ -5,7 +5,6 @@ import sys
 
 import torch
 import torch.nn as nn
-
 from apex import amp
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.parallel.LARC import LARC

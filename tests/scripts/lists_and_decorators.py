@@ -5,7 +5,6 @@ import json
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
 from apex import amp
 
 amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")

@@ -4,7 +4,6 @@ import json
 
 import torch
 import torch.nn as nn
-
 from apex import amp
 
 amp_handle = amp.init(enabled=True, enable_caching=True, verbose=False)

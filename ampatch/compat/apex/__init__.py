@@ -14,7 +14,7 @@ from typing import Any
 
 from ampatch import AmpatchError, observe
 
-from ...session import registry
+from ...session.session import registry
 from . import (
     amp,
     fp16_utils,
@@ -28,8 +28,8 @@ from . import (
 )
 from .fp16_utils import conversion, fp16_optimizer, loss_scaler
 from .optimizers import adagrad, adam, lamb, novograd, sgd
-from .parallel import distributed, larc, sync_batch_norm
 from .packages import Finder, build
+from .parallel import distributed, larc, sync_batch_norm
 
 __all__ = ["install", "is_installed", "uninstall"]
 

@@ -23,17 +23,11 @@ from ampatch import (
     scale_loss,
     state_dict,
 )
-from ampatch import (
-    register_float_function as _register_float_function,
-)
-from ampatch import (
-    register_half_function as _register_half_function,
-)
-from ampatch import (
-    register_promote_function as _register_promote_function,
-)
+from ampatch import register_float_function as _register_float_function
+from ampatch import register_half_function as _register_half_function
+from ampatch import register_promote_function as _register_promote_function
 
-from ...session import Session, registry
+from ...session.session import Session, registry
 from . import lists
 from .state import Stash, _amp_state
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...session import Session, registry
+from ...session.session import Session, registry
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 import ampatch
-from ampatch import environment
-from ampatch.run import children
-from ampatch.run.script import describe, run_script
+from ampatch.config import environment
+from ampatch.launch import children
+from ampatch.launch.script import describe, run_script
 from ampatch.sweep.execution import script_without_amp
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.child_options import ChildOptions

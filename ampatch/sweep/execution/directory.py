@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.json_files import read_json
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.trial import Trial
 from ampatch.sweep.report.results import EVENTS, PLOTS, REPORT, RUNS, SUMMARY, Results, read_results
-from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
 _LOCK = ".lock"

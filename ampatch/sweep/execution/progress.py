@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, Protocol, TextIO
 
-from ampatch.sweep.report.figures import status, step_ms
-from ampatch.sweep.measure.record import Run
-from ampatch.sweep.trial import Trial
 from ampatch.sweep.execution.time_left import TimeLeft
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.figures import status, step_ms
+from ampatch.sweep.trial import Trial
 
 OTHER_COLUMNS = 57  # of the live line: bar, steps, loss and time at their widest
 

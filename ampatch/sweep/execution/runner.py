@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ampatch.environment import VARIABLES
-from ampatch.run.script import PACKAGE_ROOT
+from ampatch.config.environment import VARIABLES
+from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.sweep.execution.child_options import ChildOptions
-from ampatch.sweep.measure.output_metrics import read_metrics
-from ampatch.sweep.plan import counts_its_steps, placeholders
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.plan import counts_its_steps, placeholders
 from ampatch.sweep.trial import Trial
 
 POLL = 0.1  # seconds between two looks at the child

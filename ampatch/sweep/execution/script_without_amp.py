@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
-from ampatch.environment import Asked
-from ampatch.opt_levels import resolve
+from ampatch.config.environment import Asked
+from ampatch.config.opt_levels import resolve
 from ampatch.sweep.measure.recorder import Recorder
 
 

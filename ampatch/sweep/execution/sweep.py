@@ -12,7 +12,7 @@ import torch
 
 from ampatch._version import __version__
 from ampatch.errors import AmpatchError
-from ampatch.run.script import check_script
+from ampatch.launch.script import check_script
 from ampatch.sweep.execution.directory import Directory, choose
 from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.runner import Runner

@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.report.results import Row
 
 POINTS = 40

@@ -15,8 +15,8 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.report import welch
+from ampatch.sweep.report.results import Comparison, Row
 
 LOSS = "last loss"
 LEVEL = 0.05  # of significance

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import status, step_ms
 from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.plots import Picture
-from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import Comparison, Results, Row
 from ampatch.sweep.report.table import MISSING, columns, notes
 

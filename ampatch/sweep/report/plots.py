@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampatch.sweep.report.curves import Curve, loss_curves, scale_curves
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.curves import Curve, loss_curves, scale_curves
 from ampatch.sweep.report.results import Results, Row
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

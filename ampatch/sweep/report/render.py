@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ampatch.sweep.report.summary_files import as_csv, as_markdown
+from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.page import as_html
 from ampatch.sweep.report.plots import MISSING, available, pictures
-from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.results import PLOTS, REPORT, read_results, read_runs
+from ampatch.sweep.report.summary_files import as_csv, as_markdown
 
 
 def write_report(directory: str | Path) -> str:

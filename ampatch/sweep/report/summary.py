@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import (
     OK,
     first_and_last,
@@ -21,9 +22,8 @@ from ampatch.sweep.report.figures import (
     step_times,
 )
 from ampatch.sweep.report.judge import LOSS, Samples, compare, outcome_of, verdict_of
-from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.trial import Case
 from ampatch.sweep.report.results import Row, Spread
+from ampatch.sweep.trial import Case
 
 BASE = Case("O0")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.json_files import write_json, write_whole
+from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.results import SUMMARY, Results, Row
 from ampatch.sweep.report.table import columns, notes
 

@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch import foreach
+from ampatch.torch_private import foreach
 
-from .common import (
-    Fused,
-    all_on_cuda,
-    listed,
-    refuse,
-    steps_by_tensor,
-    unhooked,
-    with_grads,
-)
+from .common import Fused, all_on_cuda, listed, refuse, steps_by_tensor, unhooked, with_grads
 
 __all__ = ["FusedAdam"]
 

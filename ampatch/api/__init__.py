@@ -1,0 +1,1 @@
+"""What a script calls: the public functions, thin and without state."""

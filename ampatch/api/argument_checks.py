@@ -1,0 +1,281 @@
+"""What `initialize` refuses before it changes anything."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..config.opt_levels import HALF_TYPES, Properties
+from ..errors import AmpatchError, did_you_mean, type_name
+
+
+def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
+    """Raise `TypeError` for keywords `function` does not have."""
+    for name in unknown:
+        known = [
+            key
+            for key, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        raise TypeError(
+            f"ampatch.initialize() got an unknown keyword argument {name!r}."
+            + (did_you_mean(name, known) or f" Known are: {', '.join(known)}.")
+        )
+
+
+def as_models(models: Any) -> list[nn.Module]:
+    """The models as a list.  Raises `TypeError` for anything that is no module."""
+    listed = list(models) if isinstance(models, (list, tuple)) else [models]
+    for index, model in enumerate(listed):
+        if not isinstance(model, nn.Module):
+            where = f"models[{index}]" if isinstance(models, (list, tuple)) else "models"
+            hint = (
+                " The first argument is the model, the second the optimizer."
+                if hasattr(model, "param_groups")
+                else ""
+            )
+            raise TypeError(
+                f"ampatch.initialize({where}=...): expected a torch.nn.Module, or a "
+                f"list or tuple of them, got {type_name(model)}.{hint}"
+            )
+        if isinstance(model, torch.jit.RecursiveScriptModule):
+            raise TypeError(
+                f"ampatch.initialize(models=...): {model.original_name} was compiled by "
+                "torch.jit.script, and such modules take no hooks. Expected the model as it "
+                "was before, or a module around the compiled one: torch.nn.Sequential(model)."
+            )
+    _no_repeats("models", listed)
+    return listed
+
+
+def as_optimizers(optimizers: Any) -> list[Any]:
+    """The optimizers as a list.  What has `param_groups` and `step` counts as one (LARC)."""
+    if optimizers is None:
+        return []
+    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for index, optimizer in enumerate(listed):
+        if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+            where = (
+                f"optimizers[{index}]" if isinstance(optimizers, (list, tuple)) else "optimizers"
+            )
+            raise TypeError(
+                f"ampatch.initialize({where}=...): expected a torch.optim.Optimizer "
+                f"(or an object with param_groups and step), or a list or tuple of "
+                f"them, got {type_name(optimizer)}."
+            )
+        if not hasattr(optimizer, "__dict__"):
+            raise TypeError(
+                f"ampatch.initialize(optimizers=...): {type_name(optimizer)} has __slots__, so its "
+                "step cannot be replaced. Expected an optimizer with a __dict__: derive a class "
+                "from it without __slots__."
+            )
+    return list({id(optimizer): optimizer for optimizer in listed}.values())
+
+
+def _no_repeats(argument: str, listed: list[Any]) -> None:
+    if len({id(item) for item in listed}) != len(listed):
+        raise ValueError(
+            f"ampatch.initialize({argument}=[...]): the same object is listed twice. "
+            "List each once."
+        )
+
+
+def optimizers_own_parameters(
+    models: list[nn.Module], optimizers: list[Any], masters: Callable[[Any], Any]
+) -> None:
+    """Raise `ValueError` for an optimizer none of whose parameters is in the models.
+
+    `masters(parameter)` gives the half parameter of a master from an earlier
+    `initialize`, or None.
+    """
+    owned = {id(parameter) for model in models for parameter in model.parameters()}
+    if not owned:
+        return
+    for index, optimizer in enumerate(optimizers):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if params and not any(
+            id(param) in owned or id(masters(param)) in owned for param in params
+        ):
+            raise ValueError(
+                f"ampatch.initialize(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
+                "holds none of the model's parameters. Expected an optimizer built from "
+                "model.parameters(), after model.to(device) and not from a copy of the model."
+            )
+
+
+def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` for DDP around parameters that are about to change dtype.
+
+    New data gives a parameter a new AccumulateGrad node; DDP's hooks hang on
+    the old one, and the ranks would drift apart silently.
+    """
+    if not properties.casts_model:
+        return
+    target = properties.cast_model_type
+    for index, model in enumerate(models):
+        for name, module in (*model.named_modules(), *(("", outer) for outer in _around(model))):
+            if isinstance(module, nn.parallel.DistributedDataParallel) and any(
+                parameter.dtype is not target and parameter.is_floating_point()
+                for parameter in module.parameters()
+            ):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}]"
+                    f"{'.' + name if name else ''} is already wrapped in DistributedDataParallel, "
+                    f"which would miss the gradients of parameters cast to {target}. "
+                    "Call initialize first and wrap the model it returns."
+                )
+
+
+def _around(model: nn.Module) -> list[nn.Module]:
+    """The DistributedDataParallel that a model, or a part of it, was put into earlier.
+
+    Nothing in the model knows of it, so the living objects are searched; only
+    where a process group is up, since there is no DDP without one.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    gc.collect()  # one that nobody uses any more does no harm
+    inside = {id(module) for module in model.modules()}
+    return [
+        outer
+        for outer in gc.get_objects()
+        if issubclass(type(outer), nn.parallel.DistributedDataParallel)
+        and any(id(module) in inside for module in outer.modules())
+    ]
+
+
+def not_sharded(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
+
+    FSDP keeps views of its own on their data, and would go on gathering the old.
+    """
+    for index, model in enumerate(models):
+        by_wrapper = any(_is_fsdp(module) for module in model.modules())
+        for name, parameter in model.named_parameters():
+            sharded = by_wrapper or hasattr(parameter, "placements")  # as DTensors have
+            if sharded and _would_change(parameter, properties):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
+                    f"has the sharded parameter {name!r} (FSDP, DTensor) in {parameter.dtype}, "
+                    "which can neither be cast nor get a master copy. Expected FP32 parameters "
+                    'and opt_level="O1"; for half weights give fully_shard a '
+                    "MixedPrecisionPolicy."
+                )
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    """FSDP's first version; its class is not imported just to ask."""
+    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
+
+
+def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:
+    if not parameter.is_floating_point():
+        return False
+    if properties.casts_model and parameter.dtype is not properties.cast_model_type:
+        return True
+    masters = properties.master_weights is not False and parameter.requires_grad
+    return masters and parameter.dtype in HALF_TYPES
+
+
+def weights_convert(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` where a model's weights cannot change their dtype in place."""
+    if properties.cast_model_type not in HALF_TYPES:
+        return
+    for model in models:
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(parameter):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
+                    f"{type(model).__name__} has no shape yet (a lazy module), so it has no values "
+                    "to keep in FP32 and to round. Nothing was changed. Run one forward of the "
+                    'model, model(example), before initialize; or use opt_level="O1".'
+                )
+            if hasattr(parameter, "__tensor_flatten__"):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
+                    f"{type(model).__name__} is a {type(parameter).__name__}, which wraps other "
+                    "tensors; its dtype cannot be changed in place. Nothing was changed. Use "
+                    'opt_level="O1", which leaves weights as they are.'
+                )
+
+
+def fused_steps_work(
+    models: list[nn.Module], optimizers: list[Any], properties: Properties
+) -> None:
+    """Raise `ValueError` for a fused optimizer that would leave half parameters as they are.
+
+    Fused SGD on the CPU does, in torch 2.13: no error, no update.
+    """
+    if properties.cast_model_type not in HALF_TYPES or properties.master_weights:
+        return
+    on_cpu = any(parameter.device.type == "cpu" for m in models for parameter in m.parameters())
+    for optimizer in optimizers:
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if (
+            on_cpu
+            and fused
+            and isinstance(optimizer, torch.optim.SGD)
+            and not _fused_sgd_moves(properties.cast_model_type)
+        ):
+            raise ValueError(
+                f"ampatch.initialize(opt_level={properties.opt_level!r}): in this torch "
+                f"({torch.__version__}) SGD(fused=True) on the CPU leaves parameters in "
+                f'{properties.cast_model_type} unchanged. Use fused=False, or opt_level="O2".'
+            )
+
+
+@functools.cache
+def _fused_sgd_moves(dtype: torch.dtype) -> bool:
+    parameter = nn.Parameter(torch.ones(256, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    return bool((parameter < 1).all())
+
+
+def a_loss(loss: Any) -> None:
+    """Raise `TypeError` for a loss that is no tensor, `ValueError` for one without a graph."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"ampatch.scale_loss(loss=...): expected a tensor, got {type_name(loss)}."
+            " Pass the loss itself, not loss.item()."
+        )
+    if not loss.is_floating_point():
+        raise TypeError(
+            f"ampatch.scale_loss(loss=...): expected a floating tensor, got {loss.dtype}."
+        )
+
+
+def loss_number(loss_id: Any, count: int, call: str) -> None:
+    """Raise for a `loss_id` outside `0 <= loss_id < num_losses`."""
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise TypeError(
+            f"{call}(loss_id={loss_id!r}): expected a whole number, got {type_name(loss_id)}."
+        )
+    if not 0 <= loss_id < count:
+        raise ValueError(
+            f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), "
+            f"numbered from 0. Call initialize(..., num_losses={max(loss_id, 0) + 1})."
+        )
+
+
+def slow_half_note(models: list[nn.Module], properties: Properties) -> str | None:
+    """What to say of float16 on a CPU, or None."""
+    if properties.dtype is not torch.float16 or properties.opt_level == "O0":
+        return None
+    for model in models:
+        parameter = next(model.parameters(), None)
+        if parameter is not None and parameter.device.type == "cpu":
+            return (
+                "The model is on the CPU, where float16 products are often many times slower "
+                "than float32. For speed pass dtype=torch.bfloat16."
+            )
+    return None

@@ -1,0 +1,217 @@
+"""apex's oldest API: `init` patches torch and returns a handle to scale losses with.
+
+    handle = ampatch.init()
+    optimizer = handle.wrap_optimizer(optimizer)
+    ...
+    with optimizer.scale_loss(loss) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+New code has more from `ampatch.initialize`: it knows the models, so it can
+keep half copies of weights for the length of a forward and name parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from ..config import environment
+from ..config.opt_levels import resolve
+from ..errors import AmpatchError, type_name
+from ..log import logger, set_verbosity
+from ..session.session import Session, registry
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> Handle:
+    """Cast torch's functions as O1 does, on every device, and return a `Handle`.
+
+    Args:
+        enabled: False changes nothing and gives a handle that does nothing.
+        loss_scale: `"dynamic"` or a positive number.
+        enable_caching: only remembered, as `has_cache`. Half copies of weights live for
+            one forward of a model, and `init` knows no models: weights are cast at each use.
+        verbose: log more than warnings.
+        allow_banned: whether `binary_cross_entropy` on half tensors runs in FP32 with a
+            warning (True) or raises `NotImplementedError`.
+
+    In-place functions such as `Tensor.exp_` raise `NotImplementedError` on half tensors.
+
+    While one handle is active a second `init` returns the same handle, and warns if it
+    was asked for something else; after `handle._deactivate()` it makes a new one.
+
+    The environment variables `AMPATCH_OPT_LEVEL` (`O0`, or the `O1` this is),
+    `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE` and `AMPATCH_ENABLED` (`0`) count here too.
+    Raises `AmpatchError` where they ask for O2 or O3, which need the models.
+    """
+    wanted = environment.read()
+    dtype, level = wanted.dtype or "float16", wanted.opt_level or "O1"
+    loss_scale = wanted.loss_scale or loss_scale
+    if level not in ("O0", "O1", "O4"):
+        raise AmpatchError(
+            f"ampatch.init(): AMPATCH_OPT_LEVEL={level} asks for a converted model, and init "
+            "knows no models. Expected O0 or O1; call ampatch.initialize(model, optimizer) "
+            f"in the script for {level}."
+        )
+    if level == "O0" or not wanted.enabled:
+        enabled = False
+    asked = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
+    for session in registry.sessions:
+        if session.handle is not None:
+            return _again(session, asked)
+    set_verbosity(1)
+    properties = resolve(level.replace("O0", "O1"), dtype, verbosity=1, **asked)
+    session = Session(properties, apex_flavour=True)
+    session.handle = Handle(session, has_cache=bool(enable_caching))
+    session.open([], [])
+    (logger.info if verbose else logger.debug)("ampatch.init: %s", properties)
+    return session.handle
+
+
+def _again(session: Session, asked: dict[str, Any]) -> Handle:
+    differ = [
+        f"{name}={value!r}"
+        for name, value in asked.items()
+        if getattr(session.properties, name) != value
+    ]
+    if differ:
+        logger.warning(
+            "ampatch.init(%s): a handle is active already and is returned as it is. Call "
+            "handle._deactivate() first for other settings.",
+            ", ".join(differ),
+        )
+    return session.handle
+
+
+class Handle:
+    """What `init` returns: casting is in force until `_deactivate()` or `ampatch.deactivate()`.
+
+    A handle that is not active, or was made with `enabled=False`, passes losses
+    through unscaled.
+    """
+
+    def __init__(self, session: Session, has_cache: bool = True) -> None:
+        self._session = session
+        self._has_cache = has_cache
+
+    def is_active(self) -> bool:
+        """Whether functions are cast and losses scaled."""
+        return self._session.is_open and self._session.properties.enabled
+
+    @property
+    def _is_active(self) -> bool:
+        return self.is_active()
+
+    @property
+    def has_cache(self) -> bool:
+        """What `init` was told by `enable_caching`."""
+        return self._has_cache
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Forget half copies of a weight, after a write to it that nothing can notice."""
+        self._clear_cache()
+
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """Context manager: yields the scaled loss; after it gradients are unscaled.
+
+        An optimizer never seen before is taken into care on the spot: from then on its
+        `step()` does nothing after an overflow.
+        """
+        if isinstance(optimizer, WrappedOptimizer):
+            return optimizer.scale_loss(loss)
+        if not self.is_active():
+            return contextlib.nullcontext(loss)
+        return self._scaled(loss, optimizer, loss_id=0)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> WrappedOptimizer:
+        """An optimizer with its own `scale_loss`, and a loss scale for each of `num_loss` losses."""
+        if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
+            raise ValueError(
+                f"wrap_optimizer(num_loss={num_loss!r}): expected a whole number, at least 1."
+            )
+        _check_optimizer(optimizer, "wrap_optimizer")
+        if not self.is_active():
+            return WrappedOptimizer(optimizer, self, range(1))
+        self._take_into_care(optimizer)
+        return WrappedOptimizer(optimizer, self, self._session.add_scalers(num_loss))
+
+    def _scaled(self, loss: Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[Tensor]:
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            given = loss.dtype if isinstance(loss, Tensor) else type_name(loss)
+            raise TypeError(f"scale_loss(loss=...): expected a floating tensor, got {given}.")
+        _check_optimizer(optimizer, "scale_loss")
+        return self._session.scaled_backward(
+            loss,
+            [self._take_into_care(optimizer)],
+            loss_id,
+            delay_unscale=False,
+            delay_overflow_check=False,
+        )
+
+    def _take_into_care(self, optimizer: Any) -> Any:
+        known = registry.session_of(optimizer)
+        if known is not None and known is not self._session:
+            raise AmpatchError(
+                f"<{type(optimizer).__name__}> was given to ampatch.initialize; use "
+                "ampatch.scale_loss for it, or leave it to the handle alone."
+            )
+        return self._session.managed(optimizer) or self._session.manage_optimizer(optimizer)
+
+    def _clear_cache(self) -> None:
+        self._session._drop_cache()
+
+    def _deactivate(self) -> None:
+        """Take the patches out and give the optimizers their own methods back."""
+        self._session.close()
+
+
+class WrappedOptimizer:
+    """An optimizer and its losses: what `Handle.wrap_optimizer` returns.
+
+    `scale_loss(loss)` takes the loss scales in turn, beginning anew after `step`.
+    Everything else is the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Any, handle: Handle, loss_ids: range) -> None:
+        self._optimizer = optimizer
+        self._handle = handle
+        self._loss_ids = loss_ids
+        self._turn = 0
+
+    def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
+        """Context manager: yields the scaled loss; after it gradients are unscaled."""
+        if not self._handle.is_active():
+            return contextlib.nullcontext(loss)
+        loss_id = self._loss_ids[self._turn % len(self._loss_ids)]
+        self._turn += 1
+        return self._handle._scaled(loss, self._optimizer, loss_id)
+
+    def step(self, closure: Any = None) -> Any:
+        """The optimizer's step; it does nothing after an overflow in one of the losses."""
+        self._turn = 0
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask before there is an optimizer
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"WrappedOptimizer({self._optimizer!r})"
+
+
+def _check_optimizer(optimizer: Any, call: str) -> None:
+    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+        raise TypeError(
+            f"{call}(optimizer=...): expected an object with param_groups and step, "
+            f"got {type_name(optimizer)}."
+        )

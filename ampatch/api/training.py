@@ -1,0 +1,302 @@
+"""What a training loop calls: `scale_loss`, and questions about scale, skips and masters."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ..errors import AmpatchError, type_name
+from ..log import logger
+from ..scaling.loss_scaler import Scaler
+from ..scaling.optimizer import ManagedOptimizer
+from ..scaling.scale_settings import (
+    checked_entry,
+    from_grad_scaler,
+    is_grad_scalers,
+    positive_number,
+)
+from ..scaling.step_counts import StepCounts
+from ..session.session import Session, registry
+from . import argument_checks
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> AbstractContextManager[Tensor]:
+    """Scale a loss for its backward pass, and unscale the gradients after it.
+
+        with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    After the block the gradients in the optimizers' `param_groups` are FP32
+    and unscaled, added to what was there before.  At O2 `p.grad` of a half weight of the
+    model is the FP32 gradient of its master, the same tensor: look at it, change it, assign to
+    it or set it to None between the block and the step, and that counts.  Inside the block
+    `p.grad` is what autograd has left: scaled, in the half type, of this block alone.  If they hold an inf or NaN
+    under a dynamic loss scale, the next `optimizer.step()` does nothing.
+
+    Args:
+        loss: floating tensor, usually 0-dim; the yielded loss is FP32.
+        optimizers: those whose parameters the loss reaches: one, or a list or tuple.
+        loss_id: which loss scaler, `0 <= loss_id < num_losses`.
+        model: not needed; accepted because apex had it.
+        delay_unscale: leave the gradients scaled, to add those of another loss first.
+        delay_overflow_check: let the loss scale react only with the next check.
+
+    Raises:
+        TypeError: `loss` is no floating tensor.
+        ValueError: `loss_id` is out of range.
+        AmpatchError: `initialize` was not called, or not with these optimizers.
+    """
+    argument_checks.a_loss(loss)
+    if isinstance(optimizers, (list, tuple)):
+        session, managed = _in_care(optimizers)
+    else:
+        session, one = registry.care_of(optimizers) or _not_given(optimizers, "optimizers")
+        managed = [one]
+    if loss_id != 0 or isinstance(loss_id, bool):
+        argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
+    if not session.properties.enabled:
+        return contextlib.nullcontext(loss)
+    return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
+
+
+def _in_care(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
+    """The session of several optimizers, the last one's, and our side of each."""
+    session = registry.latest("ampatch.scale_loss(...)")
+    managed = {}
+    for index, optimizer in enumerate(optimizers):
+        found = registry.care_of(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
+        session, managed[id(optimizer)] = found
+    return session, list(managed.values())
+
+
+def _not_given(optimizer: Any, where: str) -> NoReturn:
+    """Raise `AmpatchError` for an optimizer in nobody's care."""
+    registry.latest("ampatch.scale_loss(...)")
+    raise AmpatchError(
+        f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
+        "not given to ampatch.initialize. Pass the optimizer that initialize returned."
+    )
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that `optimizer.step` updates: the FP32 masters at O2, else the parameters.
+
+    For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
+    """
+    managed = registry.managed(optimizer)
+    if managed is not None:
+        managed.take_unscaled()  # what a plain backward left in half weights
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict() -> dict[str, dict[str, Any]]:
+    """The loss scalers of all open sessions: those of the session opened last in apex's format.
+
+    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`, to which come
+    `"dynamic": False` for a static scale, and the settings that
+    `set_loss_scale_settings` has changed.  The scalers of the other sessions are called
+    `"session0.loss_scaler0"`, ..., numbered in the order in which `initialize` opened them.
+    Waits for the device.
+    """
+    registry.latest("ampatch.state_dict()")
+    return {name: scaler.state_dict() for name, scaler in _named_scalers().items()}
+
+
+def load_state_dict(state: dict[str, Any]) -> None:
+    """Restore the loss scalers of all open sessions.
+
+    Takes what `state_dict` gave, apex's checkpoints, and the `state_dict()` of a
+    `torch.amp.GradScaler`, which then goes to every loss of the session opened last.  If
+    it holds nothing of the other sessions, theirs stay as they are; it is logged.  A
+    dynamic scale is not loaded into a static scaler nor the other way round; it is logged.
+
+    Raises `TypeError` or `ValueError` if the entries are not those of the open sessions, and
+    changes nothing.
+    """
+    session = registry.latest("ampatch.load_state_dict(...)")
+    scalers = _named_scalers()
+    own = [f"loss_scaler{index}" for index in range(len(session.scalers))]
+    if is_grad_scalers(state):
+        state = dict.fromkeys(own, from_grad_scaler(state))
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"ampatch.load_state_dict(state): expected a dictionary, got {type_name(state)}."
+        )
+    others = [name for name in scalers if name not in own]
+    expected = own if not any(name in state for name in others) else [*own, *others]
+    if set(map(str, state)) != set(expected):
+        _refuse(set(map(str, state)), list(scalers))
+    entries = {
+        name: checked_entry(
+            f"ampatch.load_state_dict(state): state[{name!r}]", state[name], scalers[name].settings
+        )
+        for name in expected
+    }
+    for name in entries:
+        scalers[name].load_state_dict(state[name])
+    if expected == own and others:
+        logger.warning(
+            "ampatch.load_state_dict(state): it holds nothing of the sessions that were opened "
+            "before the last; their loss scales stay as they are: %s.",
+            ", ".join(f"{name} at {scalers[name].get():g}" for name in others),
+        )
+
+
+def _named_scalers() -> dict[str, Scaler]:
+    """The loss scalers of all open sessions by their names in `state_dict`."""
+    *others, latest = registry.sessions
+    named = {f"loss_scaler{index}": scaler for index, scaler in enumerate(latest.scalers)}
+    if others:
+        gc.collect()  # models and optimizers are in cycles, and those of a session may be garbage
+    alive = [session for session in others if session.is_alive()]
+    for number, session in enumerate(alive):
+        for index, scaler in enumerate(session.scalers):
+            named[f"session{number}.loss_scaler{index}"] = scaler
+    return named
+
+
+def _refuse(found: set[str], expected: list[str]) -> NoReturn:
+    unknown = sorted(found - set(expected))
+    missing = [name for name in expected if name not in found]
+    raise ValueError(
+        f"ampatch.load_state_dict(state): it holds {sorted(found)}, expected {expected}"
+        + (f"; missing: {', '.join(missing)}" if missing else "")
+        + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+        + ". Call initialize as often, in the same order, and with the num_losses of the saved run; "
+        "entries of sessions that are not wanted any more may be taken out of the dictionary."
+    )
+
+
+def loss_scale(loss_id: int = 0) -> float:
+    """The present loss scale of the session opened last.  Waits for the device."""
+    session = registry.latest("ampatch.loss_scale()")
+    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.loss_scale")
+    return session.scalers[loss_id].get()
+
+
+def set_loss_scale(value: float, loss_id: int = 0) -> None:
+    """Set the loss scale of the session opened last, within its floor and cap.
+
+    Raises `TypeError` or `ValueError` unless `value` is a positive finite number (or such
+    a one in a string), and changes nothing.
+    """
+    session = registry.latest("ampatch.set_loss_scale(...)")
+    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale")
+    what = f"ampatch.set_loss_scale(value={value!r})"
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(
+            f'{what}: expected a number; pass loss_scale="dynamic" to initialize.'
+        ) from None
+    session.scalers[loss_id].set(positive_number(what, number))
+
+
+def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
+    """The rules of a dynamic loss scale of the session opened last; empty for a static scale.
+
+    Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
+    `min_loss_scale`, `max_loss_scale`.
+    """
+    session = registry.latest("ampatch.loss_scale_settings()")
+    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.loss_scale_settings")
+    settings = session.scalers[loss_id].settings
+    return {} if settings is None else dataclasses.asdict(settings)
+
+
+def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
+    """Change rules of a dynamic loss scale: the keys of `loss_scale_settings`, as keywords.
+
+    They count from now on.  A new `init_scale` starts the scale anew from there; new
+    limits draw it in at once.  They go into `state_dict()`, and come back from it.
+
+    Raises:
+        TypeError, ValueError: for a setting that is unknown or wrong.
+        AmpatchError: if the loss scale is static.
+        In each case nothing has been changed.
+    """
+    session = registry.latest("ampatch.set_loss_scale_settings(...)")
+    what = "ampatch.set_loss_scale_settings(...)"
+    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale_settings")
+    scaler = session.scalers[loss_id]
+    if scaler.settings is None:
+        raise AmpatchError(
+            f"{what}: loss scale {loss_id} is static and has no settings. Use "
+            'ampatch.set_loss_scale, or initialize(..., loss_scale="dynamic").'
+        )
+    scaler.change(what, settings)
+
+
+def step_was_skipped(optimizer: Any) -> bool:
+    """Whether the last `optimizer.step()` was left out because of an overflow.
+
+    Waits for the device if the optimizer is a fused one, which decides there.
+    Raises `AmpatchError` for an optimizer that `initialize` was not given.
+    """
+    managed = _known(optimizer, "step_was_skipped")
+    return managed is not None and bool(managed.skipped)
+
+
+def step_counts(optimizer: Any) -> StepCounts:
+    """How many steps were `taken`, `skipped` and `skipped_in_a_row` (the last ones), as ints.
+
+    Counted since `initialize`; a step with a closure is one step.  Waits for the device
+    if the optimizer is a fused one; steps replayed in a CUDA graph are counted too.
+    With `enabled=False` nothing is counted.  Raises `AmpatchError` for an optimizer that
+    `initialize` was not given.
+    """
+    managed = _known(optimizer, "step_counts")
+    return StepCounts(0, 0, 0) if managed is None else managed.counter.read()
+
+
+def hold_scheduler(scheduler: Any) -> Any:
+    """Let a learning-rate scheduler wait while steps are skipped; returns the scheduler.
+
+        scheduler = ampatch.hold_scheduler(StepLR(optimizer, 30))
+
+    Its `step()` then does nothing if the optimizer has skipped every step since the
+    scheduler's last.  For any object with `step` and `optimizer`, built before or after
+    `initialize`, until `deactivate`.  Of a `SequentialLR` or `ChainedScheduler` hold the
+    outer one.  With a fused optimizer `scheduler.step()` waits for the device.
+
+    Raises:
+        TypeError: `scheduler` has no `step` of its class or no `optimizer`.
+        AmpatchError: its optimizer was not given to `initialize`.
+    """
+    if (
+        not callable(getattr(type(scheduler), "step", None))
+        or "step" in getattr(scheduler, "__dict__", {})
+        or not hasattr(scheduler, "optimizer")
+    ):
+        raise TypeError(
+            "ampatch.hold_scheduler(scheduler=...): expected an object with .optimizer whose class "
+            f"has step(), such as a torch.optim.lr_scheduler.LRScheduler, got {type_name(scheduler)}."
+        )
+    if _known(scheduler.optimizer, "hold_scheduler") is not None:
+        registry.schedulers.hold(scheduler)
+    return scheduler
+
+
+def _known(optimizer: Any, call: str) -> Any:
+    """Our side of an optimizer, None in a disabled session.  Raises `AmpatchError`."""
+    managed = registry.managed(optimizer)
+    if managed is None and registry.session_of(optimizer) is None:
+        raise AmpatchError(
+            f"ampatch.{call}(<{type(optimizer).__name__}>): this "
+            "optimizer was not given to ampatch.initialize."
+        )
+    return managed

@@ -1,0 +1,157 @@
+"""What a table of names cannot say: torch's parts that need more than a cast.
+
+Each function here returns `make(original) -> replacement` for one place, or a
+list of `(where, name, make)` for `install.py` to put in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.backends.mha
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..errors import BannedFunctionError
+from .handlers import unseen_where_modes_are
+from .policy import CastState, Policy
+from .rules import cast, castable
+
+Make = Callable[[Callable], Callable]
+
+
+def matrix_power(original: Callable, state: CastState) -> Callable:
+    """HALF from the first multiplication on.
+
+    `A**0` and `A**1` multiply nothing and keep their dtype; a negative power
+    starts with an inverse, which has no half kernel and needs the precision.
+    """
+
+    def patched(A: Tensor, n: int, **kwargs: Any) -> Tensor:
+        policy = state.current()
+        if (
+            policy is None
+            or kwargs.get("out") is not None
+            or not isinstance(A, Tensor)
+            or not castable(A, policy)
+            or A.layout is not torch.strided
+            or n in (0, 1)
+            or (policy.gate is not None and not policy.gate((A,), kwargs))
+        ):
+            return original(A, n, **kwargs)
+        if n < 0:
+            A, n = torch.linalg.inv(A.float()), -n
+        return A if n == 1 else original(cast(A, policy.half_to, policy), n)
+
+    return patched
+
+
+def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
+    """Places in torch's modules that ask about dtypes or autocast on their own."""
+    return [
+        ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check(original, state)),
+        (
+            "torch.backends.mha",
+            "get_fastpath_enabled",
+            lambda original: _fast_path(original, state),
+        ),
+        ("torch.utils.checkpoint", "checkpoint", lambda original: _checkpoint(original, state)),
+    ]
+
+
+def _rnn_check(original: Callable, state: CastState) -> Callable:
+    """RNNs refuse an input whose dtype is not the weights'; the cast comes after that check."""
+
+    def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        policy = state.table_policy()
+        if policy is not None:
+            with unseen_where_modes_are(state):
+                input = _like_weights(input, self._flat_weights[0], policy)
+        return original(self, input, batch_sizes)
+
+    return check_input
+
+
+def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
+    """What stands in for `input` where its dtype is compared to the weights'."""
+    if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
+        return input.new_empty(input.shape, dtype=weights.dtype)
+    return input
+
+
+def _fast_path(original: Callable, state: CastState) -> Callable:
+    """The fused inference kernels of MultiheadAttention and TransformerEncoder run in FP32.
+
+    They stay with modules the policy does not cover, and with nested tensors, which
+    those modules take on no other path.  Only the asking module's frame says whose
+    call it is.  Code being compiled has no frames, and may not call the original.
+    """
+
+    def get_fastpath_enabled() -> bool:
+        policy = state.table_policy()
+        if is_dynamo_compiling():
+            return policy is None and getattr(torch.backends.mha, "_is_fastpath_enabled", True)
+        if policy is None or not original():
+            return original()
+        with unseen_where_modes_are(state):
+            return _left_alone(sys._getframe(1), policy)
+
+    return get_fastpath_enabled
+
+
+def _left_alone(asking: FrameType, policy: Policy) -> bool:
+    """Whether the module whose method runs in the frame `asking` is none of the policy's."""
+    found = asking.f_locals
+    module, inputs = found.get("self"), []
+    if not isinstance(module, nn.Module):
+        return False
+    for value in found.values():
+        if value is not None and type(value) is not bool and isinstance(value, Tensor):
+            if value.is_nested:
+                return True
+            inputs.append(value)
+    if policy.gate is not None:
+        return not policy.gate((*inputs, *module.parameters()), {})
+    for tensor in inputs:  # one of them nearly always answers: parameters take long to find
+        if castable(tensor, policy):
+            return False
+    return not any(castable(parameter, policy) for parameter in module.parameters())
+
+
+def _checkpoint(original: Callable, state: CastState) -> Callable:
+    """The recompute runs in backward, perhaps in another thread: it takes its policy along."""
+
+    def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        policy = state.current()
+        if torch.compiler.is_compiling():
+            return original(function, *args, **kwargs)
+        if policy is not None:
+            function = policy.cache.apart(function)
+        function = state.under(lambda: policy, state.under_user_control())(function)
+        return original(function, *args, **kwargs)
+
+    return checkpoint
+
+
+def refused(function: Callable, message: str, state: CastState) -> Callable:
+    """apex's flavour: an in-place function that would have to change a half tensor's dtype."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy = state.table_policy()
+        if (
+            policy is not None
+            and policy.apex_flavour
+            and args
+            and isinstance(args[0], Tensor)
+            and args[0].dtype in (torch.float16, torch.bfloat16)
+            and castable(args[0], policy)
+        ):
+            raise BannedFunctionError(message)
+        return function(*args, **kwargs)
+
+    return patched

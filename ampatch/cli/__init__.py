@@ -1,0 +1,1 @@
+"""The command `ampatch`: one file per subcommand."""

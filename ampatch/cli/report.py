@@ -1,0 +1,48 @@
+"""The command `ampatch report`: a sweep's table, pictures and page once more, without a run.
+
+Exit codes: 0; 1 when something cannot be written; 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ampatch.cli.sweep import add_tensorboard, check_tensorboard, write_shown
+
+
+def add_to(commands: Any) -> None:
+    """Add the parser of this command to the subparsers `commands`."""
+    parser = commands.add_parser(
+        "report",
+        help="make a sweep's table, pictures and HTML page again, from stored results",
+        description="Prints the table of the sweep in DIR, and writes report.html, plots/*.png, "
+        "summary.csv and summary.md anew. Nothing is run; a sweep that was killed has its "
+        "report this way too.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="what ampatch sweep wrote to")
+    add_tensorboard(parser)
+    parser.set_defaults(command=command, parser=parser)
+
+
+def command(options: argparse.Namespace) -> int:
+    from ampatch.sweep.report.results import read_results
+    from ampatch.sweep.report.table import write_results
+
+    check_tensorboard(options)
+    directory = Path(options.directory)
+    try:
+        results = read_results(directory)
+    except (OSError, ValueError) as error:
+        options.parser.error(str(error))
+    if results is None:
+        options.parser.error(f"{directory}: there are no results of a sweep in this directory.")
+    write_results(results, sys.stdout)
+    try:
+        write_shown(directory, options.tensorboard)
+    except OSError as error:
+        print(f"ampatch report: {error}", file=sys.stderr)
+        return 1
+    return 0

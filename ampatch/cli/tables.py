@@ -1,0 +1,64 @@
+"""Run `ampatch tables` with the options that `cli` parsed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ampatch.casting.tables import Rule
+
+from ..diagnose.tables import content, formats
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is asked for.
+
+    Returns 0; 1 where nothing is found for the name asked for, or a check finds
+    a function out of reach.
+    """
+    rules = [rule.value for rule in Rule]
+    if options.rule not in (None, *rules):
+        options.parser.error(f"unknown rule {options.rule!r}; expected one of {', '.join(rules)}")
+    if options.check is not None:
+        return _check(options)
+    rows = list(content.entries(options.rule, options.name))
+    if not rows:
+        print(
+            f"No row{f' with the rule {options.rule!r}' if options.rule else ''} names "
+            f"{options.name!r}. What is in no row runs as PyTorch has it; functions written in "
+            "Python are patched where they call others. `ampatch tables` shows all rows.",
+            file=sys.stderr,
+        )
+        return 1
+    missing = [f"{row.where}.{name}" for row in rows for name in row.missing]
+    whole = options.rule is None and options.name is None
+    if options.format == "markdown":
+        print(formats.write_markdown(rows))
+    elif options.format == "json":
+        print(formats.write_json(rows, content.missing() if whole else missing))
+    else:
+        print(formats.write_text(rows, content.missing() if whole else missing, whole))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from ..diagnose.tables import bound
+
+    if (options.rule, options.name, options.format) != (None, None, "text"):
+        options.parser.error("--check goes with no other option")
+    try:
+        found = bound.check(options.check)
+    except ImportError as error:
+        options.parser.error(f"--check: {error}")
+    for place in found.rebound:
+        print(f"{place.module}: {place.path} holds {place.function}: found and rebound")
+    for place in found.out_of_reach:
+        print(
+            f"{place.module}: {place.path} holds {place.function}: not reachable, "
+            f"{place.kind}; {bound.ADVICE[place.kind]}"
+        )
+    print(
+        f"{len(found.rebound)} found and rebound, {len(found.out_of_reach)} out of reach, "
+        "of the functions that ampatch patches."
+    )
+    return 1 if found.out_of_reach else 0

@@ -1,0 +1,1 @@
+"""What was asked for: opt levels, overrides and variables, as frozen values."""

@@ -1,0 +1,107 @@
+"""The environment variables that override what a script gives, and how they are read.
+
+| variable | overrides |
+|---|---|
+| `AMPATCH_OPT_LEVEL` | `opt_level` |
+| `AMPATCH_DTYPE` | `dtype` |
+| `AMPATCH_LOSS_SCALE` | `loss_scale` |
+| `AMPATCH_ENABLED` | `enabled`, where it is `0` |
+| `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"keep_batchnorm_fp32": false}` |
+
+One that is empty counts as not set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..scaling.loss_scaler import make_scaler
+from .opt_levels import half_type, level_name, loss_scale_value
+
+VARIABLES = (
+    "AMPATCH_OPT_LEVEL",
+    "AMPATCH_DTYPE",
+    "AMPATCH_LOSS_SCALE",
+    "AMPATCH_ENABLED",
+    "AMPATCH_SETTINGS",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the environment asks for; None, and `enabled` True, where it says nothing."""
+
+    opt_level: str | None = None
+    dtype: torch.dtype | None = None
+    loss_scale: str | float | None = None
+    enabled: bool = True
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def read(environment: Mapping[str, str] = os.environ) -> Asked:
+    """What the variables say.  Raises `ValueError` that names the one that is wrong."""
+
+    def value(name: str, parse: Any) -> Any:
+        text = environment.get(name, "")
+        return parse(name, text) if text.strip() else None
+
+    return Asked(
+        opt_level=value("AMPATCH_OPT_LEVEL", opt_level),
+        dtype=value("AMPATCH_DTYPE", dtype),
+        loss_scale=value("AMPATCH_LOSS_SCALE", loss_scale),
+        enabled=value("AMPATCH_ENABLED", _truth) is not False,
+        settings=value("AMPATCH_SETTINGS", _settings) or {},
+    )
+
+
+def opt_level(name: str, text: str) -> str:
+    """`"O0"` to `"O5"` from what stands in `name`, a variable or an option."""
+    return _checked(name, text, level_name, "O0, O1, O2 or O3 (the letter O, not the digit zero)")
+
+
+def dtype(name: str, text: str) -> torch.dtype:
+    """The half type from what stands in `name`."""
+    return _checked(name, text, half_type, "float16 or bfloat16; for FP32 use opt level O0")
+
+
+def loss_scale(name: str, text: str) -> str | float:
+    """`"dynamic"` or a number from what stands in `name`."""
+    return _checked(name, text, _scale, '"dynamic" or a positive number that FP32 can invert')
+
+
+def _scale(text: str) -> str | float:
+    value = loss_scale_value("loss_scale", text)
+    if value != "dynamic":
+        make_scaler(value)
+    return value
+
+
+def _truth(name: str, text: str) -> bool:
+    if text.strip().lower() in ("0", "false"):
+        return False
+    if text.strip().lower() in ("1", "true"):
+        return True
+    raise ValueError(f"{name}={text}: expected 0 (off) or 1.")
+
+
+def _settings(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}={text}: not understood. Expected a JSON object.")
+    return found
+
+
+def _checked(name: str, text: str, check: Any, expected: str) -> Any:
+    try:
+        return check(text.strip())
+    except ValueError:
+        raise ValueError(f"{name}={text}: not understood. Expected {expected}.") from None

@@ -1,0 +1,307 @@
+"""What the opt levels mean.
+
+An opt level is a value, not a class: a frozen `Properties`.  Overrides are
+checked once, here, and give another frozen `Properties`; everything after
+this module can trust what it reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from ..errors import did_you_mean, type_name
+from ..log import logger
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+_DTYPE_NAMES = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Properties:
+    """One training's precision settings, complete and checked.
+
+    `cast_model_type` is the dtype of the model's weights and inputs (None:
+    left alone), `dtype` the half type, `loss_scale` `"dynamic"` or a positive
+    float, the scale limits positive floats.
+    """
+
+    opt_level: str
+    dtype: torch.dtype = torch.float16
+    enabled: bool = True
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool = False
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: str | float = 1.0
+    cast_model_outputs: torch.dtype | None = None
+    num_losses: int = 1
+    verbosity: int = 1
+    min_loss_scale: float = 2.0**-24
+    max_loss_scale: float = 2.0**24
+    init_scale: float = 2.0**16
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    max_consecutive_skips: int = 50
+    allow_banned: bool = True
+    patch_scope: str = "process"
+
+    @property
+    def casts_model(self) -> bool:
+        """Whether weights and inputs are converted (O0, O2, O3)."""
+        return self.cast_model_type is not None
+
+
+def level(name: str, dtype: torch.dtype) -> Properties:
+    """The defaults of opt level `name` ("O0" to "O3") for half type `dtype`."""
+    scale: str | float = "dynamic" if dtype is torch.float16 else 1.0
+    return {
+        "O0": Properties("O0", dtype, cast_model_type=torch.float32, master_weights=False),
+        "O1": Properties("O1", dtype, patch_torch_functions=True, loss_scale=scale),
+        "O2": Properties(
+            "O2",
+            dtype,
+            cast_model_type=dtype,
+            keep_batchnorm_fp32=True,
+            master_weights=True,
+            loss_scale=scale,
+        ),
+        "O3": Properties(
+            "O3", dtype, cast_model_type=dtype, keep_batchnorm_fp32=False, master_weights=False
+        ),
+    }[name]
+
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+# ROCm's apex called O1 and O2 in bfloat16 so.
+_BFLOAT16_LEVELS = {"O4": "O1", "O5": "O2"}
+
+# What an opt level decides unless told otherwise; None means "as the level says".
+NULLABLE = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+    "min_loss_scale",
+)
+
+
+def resolve(opt_level: Any, dtype: Any = torch.float16, **given: Any) -> Properties:
+    """The checked `Properties` for an opt level and what the user gave beside it.
+
+    In `given`, None for one of the properties that an opt level decides means
+    "as the level says".  Raises `TypeError` or `ValueError` naming the argument.
+    """
+    name, half = level_name(opt_level), half_type(dtype)
+    if name in _BFLOAT16_LEVELS:
+        name, half = _BFLOAT16_LEVELS[name], torch.bfloat16
+    checked = {
+        key: _CHECKS[key](key, value)
+        for key, value in given.items()
+        if not (value is None and key in NULLABLE)
+    }
+    properties = dataclasses.replace(level(name, half), **checked)
+    _check_together(properties, given)
+    return properties
+
+
+def level_name(value: Any) -> str:
+    """`"O1"` from `"O1"`, and, said once, from `"o1"`, `"01"`, `"1"` or `1`."""
+    known = (*LEVELS, *_BFLOAT16_LEVELS)
+    if value in known and isinstance(value, str):
+        return value
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        digits = str(value).strip().upper()[-1:]
+        if "O" + digits in known and str(value).strip().upper() in _spellings(digits):
+            logger.warning(
+                'opt_level=%r was read as "O%s"; the opt levels are written with the letter O.',
+                value,
+                digits,
+            )
+            return "O" + digits
+    raise ValueError(
+        f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
+        f'Expected "O0", "O1", "O2" or "O3" (the letter O, not the digit zero).'
+    )
+
+
+def _spellings(digit: str) -> tuple[str, ...]:
+    return (f"O{digit}", f"0{digit}", digit)
+
+
+def half_type(value: Any, argument: str = "dtype") -> torch.dtype:
+    """`torch.float16` or `torch.bfloat16` from a dtype or its name."""
+    dtype = float_dtype(argument, value)
+    if dtype not in HALF_TYPES:
+        raise ValueError(
+            f"ampatch.initialize({argument}={value!r}): {argument} is the half type. "
+            f'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".'
+        )
+    return dtype
+
+
+def float_dtype(argument: str, value: Any) -> torch.dtype:
+    """A floating dtype of 32 bits or fewer from a dtype or its name."""
+    dtype = value
+    if isinstance(value, str):
+        dtype = _DTYPE_NAMES.get(value.removeprefix("torch.").lower(), value)
+    if dtype in _DTYPE_NAMES.values():
+        return dtype
+    hint = did_you_mean(value, _DTYPE_NAMES) if isinstance(value, str) else ""
+    raise (ValueError if isinstance(value, (str, torch.dtype)) else TypeError)(
+        f"ampatch.initialize({argument}={value!r}): {argument} is no dtype ampatch works in. "
+        f"Expected torch.float16, torch.bfloat16 or torch.float32.{hint}"
+    )
+
+
+def loss_scale_value(argument: str, value: Any) -> str | float:
+    """`"dynamic"` or a positive finite float; numbers may come as strings."""
+    if isinstance(value, str) and value.strip().lower() == "dynamic":
+        return "dynamic"
+    return _positive(
+        argument, value, 'Expected "dynamic" or a positive number, such as 128.0 or "128.0".'
+    )
+
+
+def _positive(argument: str, value: Any, expected: str = "Expected a positive number.") -> float:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(
+            f"ampatch.initialize({argument}={value!r}): "
+            f"{type_name(value)} {value!r} is no number. {expected}"
+        ) from None
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(
+            f"ampatch.initialize({argument}={value!r}): must be above 0 and finite. {expected}"
+        )
+    return number
+
+
+def _whole(argument: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"ampatch.initialize({argument}={value!r}): expected a whole number, "
+            f"got {type_name(value)}."
+        )
+    if value < (0 if argument == "verbosity" else 1):
+        raise ValueError(
+            f"ampatch.initialize({argument}={value!r}): too small; "
+            f"expected at least {0 if argument == 'verbosity' else 1}."
+        )
+    return value
+
+
+def _truth(argument: str, value: Any) -> bool:
+    if isinstance(value, str) and value in ("True", "False"):
+        return value == "True"
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"ampatch.initialize({argument}={value!r}): expected True or False "
+            f'(or the strings "True" and "False"), got {type_name(value)}.'
+        )
+    return value
+
+
+def _scope(argument: str, value: Any) -> str:
+    if value not in ("process", "model"):
+        raise ValueError(
+            f"ampatch.initialize({argument}={value!r}): expected "
+            f'"process" (cast every call) or "model" (only inside managed models).'
+            + did_you_mean(str(value), ("process", "model"))
+        )
+    return value
+
+
+def _model_type(argument: str, value: Any) -> torch.dtype | None:
+    """A floating dtype; None for False, apex's word for a model that is left as it is."""
+    return None if value is False else float_dtype(argument, value)
+
+
+def _optional_dtype(argument: str, value: Any) -> torch.dtype | None:
+    return None if value is None else float_dtype(argument, value)
+
+
+_CHECKS = {
+    "enabled": _truth,
+    "cast_model_type": _model_type,
+    "patch_torch_functions": _truth,
+    "keep_batchnorm_fp32": _truth,
+    "master_weights": _truth,
+    "loss_scale": loss_scale_value,
+    "cast_model_outputs": _optional_dtype,
+    "num_losses": _whole,
+    "verbosity": _whole,
+    "min_loss_scale": _positive,
+    "max_loss_scale": _positive,
+    "init_scale": _positive,
+    "growth_interval": _whole,
+    "growth_factor": _positive,
+    "backoff_factor": _positive,
+    "max_consecutive_skips": _whole,
+    "allow_banned": _truth,
+    "patch_scope": _scope,
+}
+
+
+def _check_together(properties: Properties, given: dict[str, Any]) -> None:
+    """Refuse settings that are each fine but contradict each other."""
+
+    def refuse(argument: str, why: str) -> None:
+        raise ValueError(
+            f"ampatch.initialize(opt_level={properties.opt_level!r}, "
+            f"{argument}={given[argument]!r}): {why}"
+        )
+
+    if properties.patch_torch_functions:
+        if properties.casts_model:
+            refuse(
+                "cast_model_type"
+                if given.get("cast_model_type") is not None
+                else "patch_torch_functions",
+                "patched functions keep the model's weights in FP32, so the model's type "
+                'cannot be cast as well. Use opt_level="O2" to cast the model, or leave '
+                "cast_model_type and patch_torch_functions to the opt level.",
+            )
+        if properties.keep_batchnorm_fp32 is not None:
+            refuse(
+                "keep_batchnorm_fp32",
+                "with patched functions all weights stay FP32, those of "
+                'batch norm too. Leave it out, or use opt_level="O2".',
+            )
+        if properties.master_weights is not None:
+            refuse(
+                "master_weights",
+                "with patched functions the weights stay FP32 and are their "
+                'own masters. Leave it out, or use opt_level="O2".',
+            )
+    if properties.min_loss_scale > properties.max_loss_scale:
+        argument = "min_loss_scale" if given.get("min_loss_scale") is not None else "max_loss_scale"
+        refuse(
+            argument,
+            f"min_loss_scale {properties.min_loss_scale:g} is above max_loss_scale "
+            f"{properties.max_loss_scale:g}. Expected min_loss_scale <= max_loss_scale.",
+        )
+    if properties.growth_factor <= 1.0:
+        refuse("growth_factor", "the scale must grow. Expected a number above 1.")
+    if properties.backoff_factor >= 1.0:
+        refuse("backoff_factor", "the scale must shrink on overflow. Expected a number below 1.")

@@ -1,0 +1,1 @@
+"""torch's own tools that must know of casts, master weights and skipped steps."""

@@ -1,0 +1,133 @@
+"""torch.fx and TorchScript, told about managed models.
+
+`symbolic_trace(model)` calls the class's `forward` past all hooks: what it
+records in their stead casts at the model's ends too.  TorchScript calls torch's
+operators itself: whatever it compiles is not cast, and that is said.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from ..casting.policy import CastState, Policy
+from ..casting.tables import BLACKLIST, WHITELIST
+from ..log import logger
+from ..models.conversion import cast_tensors
+from ..models.managed_model import ManagedModel
+
+_LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.names}
+_OPERATOR = re.compile(r"\baten::(\w+)\(")
+
+
+def replacements(
+    managed_of: Callable[[Any], ManagedModel | None], state: CastState
+) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """`(owner, name, make)` for each tool to replace."""
+    return [
+        (
+            torch.fx.Tracer,
+            "create_args_for_root",  # and not `trace`, which Dynamo replaces at its first use
+            lambda original: _arguments(original, managed_of, state),
+        ),
+        (torch.jit, "script", lambda original: _script(original, state)),
+    ]
+
+
+def uncast_operators(compiled: Any) -> list[str]:
+    """Names of listed functions that a scripted or traced module or function calls itself."""
+    graph = getattr(compiled, "inlined_graph", None)
+    return sorted(set(_OPERATOR.findall(str(graph))) & _LISTED)
+
+
+def note_scripted_parts(model: nn.Module, policy: Policy | None) -> None:
+    """Say of TorchScript modules inside a managed model that they are not cast."""
+    if policy is None or not policy.follows_tables:
+        return
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        inside = bool(name) and isinstance(model.get_submodule(parent), torch.jit.ScriptModule)
+        if isinstance(module, torch.jit.ScriptModule) and not inside:
+            _warn(f"{type(model).__name__}.{name}" if name else type(model).__name__, module)
+
+
+def _warn(what: str, compiled: Any) -> None:
+    names = uncast_operators(compiled)
+    if names:
+        logger.warning(
+            "%s is TorchScript, which calls torch's operators itself: ampatch casts none of "
+            "those in it (%s). It computes in the dtypes it is given. To have the casts, leave "
+            "it unscripted, use torch.compile, or record them with torch.jit.trace after "
+            "initialize.",
+            what,
+            ", ".join(names),
+        )
+
+
+def _is_torch_s_own(obj: Any) -> bool:
+    """Whether torch scripts a function of its own: it does so to differentiate in forward mode."""
+    return inspect.isfunction(obj) and obj.__module__.partition(".")[0] == "torch"
+
+
+def _script(original: Callable, state: CastState) -> Callable:
+    @functools.wraps(original)
+    def script(
+        obj: Any, optimize: None = None, _frames_up: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
+        if state.table_policy() is not None and not _is_torch_s_own(obj):
+            _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
+        return compiled
+
+    return script
+
+
+def _arguments(
+    original: Callable, managed_of: Callable[[Any], ManagedModel | None], state: CastState
+) -> Callable:
+    """What fx is about to record a module with: its `forward`, as a function, and proxies."""
+
+    @functools.wraps(original)
+    def create_args_for_root(self: torch.fx.Tracer, *args: Any, **kwargs: Any) -> Any:
+        forward, proxies = original(self, *args, **kwargs)
+        managed = managed_of(self.root)
+        if managed is None:
+            return forward, proxies
+        _note_lost_policies(self, managed, state)
+        return functools.partial(_with_casts, managed, forward), proxies
+
+    return create_args_for_root
+
+
+def _with_casts(managed: ManagedModel, forward: Callable, *args: Any) -> Any:
+    """As the model's hooks do it."""
+    if managed.in_dtype is not None:
+        args = cast_tensors(args, managed.in_dtype)
+    output = forward(*args)
+    return output if managed.out_dtype is None else cast_tensors(output, managed.out_dtype)
+
+
+def _note_lost_policies(tracer: torch.fx.Tracer, managed: ManagedModel, state: CastState) -> None:
+    """A graph runs outside the model: what the model's hooks decide of casting is not in it."""
+    model = managed.model
+    lost = [
+        name
+        for name, module in model.named_modules()
+        if module in managed.overridden() and not tracer.is_leaf_module(module, name)
+    ]
+    if managed.policy is not state.process:
+        lost.append(f"{type(model).__name__} itself")
+    if lost:
+        logger.warning(
+            "torch.fx traced %s: its graph runs under the casting that is in force around it, "
+            "not under that of %s.",
+            type(model).__name__,
+            ", ".join(lost),
+        )

@@ -1,0 +1,86 @@
+"""`model.float()`, `.half()`, `.to(dtype)` of a managed model: refused before anything changes.
+
+What changes no dtype (`.to(device)`, `.cuda()`, a memory format) works, and takes masters
+along.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import AmpatchError
+
+Apply = Callable[[Tensor], Tensor]
+
+
+def replacements(
+    owner_of: Callable[[nn.Module], nn.Module | None],
+    masters_of: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]],
+    undressed: Callable[[set[int]], AbstractContextManager],
+) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """`(owner, name, make)` of the method to replace.
+
+    `owner_of(module)` gives a managed model that shares tensors with a module, or None, and
+    `masters_of(module)` its half parameters with their masters.  Within `undressed(halves)`
+    these (by ids) are as torch made them.
+    """
+    if not hasattr(nn.Module, "_apply"):  # private to torch: without it conversions go through
+        return []
+
+    def make(original: Callable) -> Callable:
+        running = False  # within a call for the module around this one
+
+        @functools.wraps(original)
+        def _apply(self: nn.Module, fn: Apply, *args: Any, **kwargs: Any) -> nn.Module:
+            nonlocal running
+            if running:
+                return original(self, fn, *args, **kwargs)
+            model, pairs = owner_of(self), []
+            if model is not None:
+                _refuse_new_dtypes(self, fn, model)
+                pairs = [(half, half.data_ptr(), master) for half, master in masters_of(self)]
+            running = True
+            try:
+                with undressed({id(half) for half, _, _ in pairs}):
+                    result = original(self, fn, *args, **kwargs)
+            finally:
+                running = False
+            for half, place, master in pairs:
+                if half.data_ptr() != place or half.device != master.device:
+                    _move(master, fn)
+            return result
+
+        return _apply
+
+    return [(nn.Module, "_apply", make)]
+
+
+def _move(master: Tensor, fn: Apply) -> None:
+    grad, master.grad = master.grad, None
+    master.data = fn(master.data)
+    if grad is not None:
+        master.grad = fn(grad)
+
+
+def _refuse_new_dtypes(module: nn.Module, fn: Apply, model: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor) or not tensor.is_floating_point():
+            continue
+        with torch.no_grad():
+            wanted = fn(tensor.data.new_empty(0)).dtype
+        if wanted is not tensor.dtype:
+            raise AmpatchError(
+                f"{type(module).__name__} is to be converted to {wanted}, and its {name} in "
+                f"{tensor.dtype} is in the care of ampatch, through {type(model).__name__}: "
+                "optimizer and masters would not follow. Nothing was changed. Choose dtypes "
+                "by ampatch.initialize(model, optimizer, opt_level=..., dtype=...), or call "
+                "ampatch.deactivate() before the conversion; copy.deepcopy(model) is a plain "
+                "FP32 model."
+            )

@@ -1,0 +1,59 @@
+"""Processes that the script spawns (DataLoader workers, `torch.multiprocessing.spawn`).
+
+Such a child imports the script anew before it does anything else, and finds no
+apex.  What `multiprocessing` sends it first is a pickled dictionary; an item of
+ours in there sets the child up while the dictionary is unpickled.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.spawn
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ampatch import auto
+from ampatch.compat import apex
+from ampatch.config import environment
+from ampatch.launch.script import PACKAGE_ROOT
+
+_IN_CHILD = str(Path(__file__).with_name("in_child.py"))
+
+
+class _SetUp:
+    """Unpickled, it runs `in_child.py`, by its path: the child may not find ampatch yet."""
+
+    def __init__(self, is_auto: bool) -> None:
+        self._globals = {
+            "PACKAGE_ROOT": PACKAGE_ROOT,
+            "IS_AUTO": is_auto,
+            "HAS_APEX": apex.is_installed(),
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return runpy.run_path, (_IN_CHILD, self._globals)
+
+
+def start(is_auto: bool) -> None:
+    """Set up this process, and have its children, and theirs, set up as it is."""
+    spawn = multiprocessing.spawn
+    spawn.get_preparation_data = _with_set_up(spawn.get_preparation_data, is_auto)
+    if is_auto:
+        auto.start(environment.read())
+
+
+def start_child(is_auto: bool, has_apex: bool) -> None:
+    """What a child does first."""
+    if has_apex:
+        apex.install()
+    start(is_auto)
+
+
+def _with_set_up(original: Callable[[str], dict], is_auto: bool) -> Callable[[str], dict]:
+    @functools.wraps(original)
+    def get_preparation_data(name: str) -> dict:
+        return {**original(name), "ampatch": _SetUp(is_auto)}
+
+    return get_preparation_data

@@ -1,0 +1,10 @@
+"""Run by path in a spawned child, before it knows its parent's `sys.path`; see `children.py`."""
+
+import sys
+
+if PACKAGE_ROOT not in sys.path:  # noqa: F821  (given by who runs this)
+    sys.path.append(PACKAGE_ROOT)  # noqa: F821
+
+from ampatch.launch.children import start_child
+
+start_child(IS_AUTO, HAS_APEX)  # noqa: F821

@@ -1,0 +1,1 @@
+"""A model under an opt level: its conversion, hooks, copies and state dicts."""

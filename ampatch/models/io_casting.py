@@ -1,0 +1,165 @@
+"""What goes into a half model: cast, but for values that half would lose; writes are seen outside.
+
+The caller's own containers go in where nothing in them is cast.  Where something is, the
+forward gets copies of them, and what it writes there is written into the caller's own
+when it ends; so is what it writes into an input tensor in place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..config.opt_levels import HALF_TYPES
+from ..log import logger
+from ..torch_private.probes import is_recording
+from .conversion import CASTABLE, caster, half_cannot_hold, map_tensors
+
+_IN_HOST_MEMORY = frozenset(("cpu",))
+_NOT_THERE = frozenset(("meta",))
+
+
+_Given = tuple[list[tuple[Tensor, Tensor]], list[tuple[Any, Any, Any]]]
+"""What one forward was given: the caller's tensors with what the forward got instead, and the
+caller's containers with their copies and the items these began with.
+"""
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.given: list[_Given] = []  # innermost last
+
+
+class ModelInputs:
+    """Inputs of one model.  `dtype` is what they are cast to; `name` is for the log.
+
+    An FP32 input that half cannot hold (finite values that overflow, whole numbers that it
+    cannot count) stays FP32, in that place from then on, after `keeps_float()` has been
+    called.  Inputs in host memory are looked at each time; on an accelerator, where a look
+    waits for the device, at a place's first input only: later ones are clamped to the
+    range of float16.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, keeps_float: Callable[[], None]) -> None:
+        self._name = name
+        self._dtype = dtype
+        self._is_half = dtype in HALF_TYPES
+        self._saturates = dtype is torch.float16
+        self._limit = 2 / torch.finfo(dtype).eps
+        self._keeps_float = keeps_float
+        self._float_places: set[int] = set()
+        self._seen_places: set[int] = set()
+        self._open = _Open()
+
+    def take(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments for the forward."""
+        if is_dynamo_compiling() or is_recording():
+            convert = self._saturated if self._saturates else caster(self._dtype)
+            return map_tensors(args, convert), map_tensors(kwargs, convert)
+        given: _Given = ([], [])
+        self._open.given.append(given)
+        if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
+            return (self._cast(args[0], 0, given),), kwargs
+        place = -1
+
+        def convert(tensor: Any) -> Any:
+            nonlocal place
+            place += 1
+            if type(tensor) is Tensor:
+                return self._cast(tensor, place, given)
+            return caster(self._dtype)(tensor)
+
+        args = tuple(map_tensors(arg, convert, given[1]) for arg in args)
+        if kwargs:
+            kwargs = {name: map_tensors(kwargs[name], convert, given[1]) for name in kwargs}
+        return args, kwargs
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a forward that took its inputs here runs in this thread."""
+        return bool(self._open.given)
+
+    def give_back(self) -> None:
+        """The forward has ended: write what it wrote into its inputs into the caller's own."""
+        if not self._open.given:  # it was recorded
+            return
+        casts, containers = self._open.given.pop()
+        for own, cast in casts:
+            if not cast.is_inference() and cast._version:
+                with torch.no_grad():
+                    own.copy_(torch.where(own.to(cast.dtype) == cast, own, cast.to(own.dtype)))
+        if containers:
+            owns = {id(cast): own for own, cast in casts}
+            owns |= {id(copy): own for own, copy, _ in containers}
+            for own, copy, put in containers:
+                _write_back(own, copy, put, owns)
+
+    def _cast(self, tensor: Tensor, place: int, given: _Given) -> Tensor:
+        found = tensor.dtype
+        if found is self._dtype or found not in CASTABLE:
+            return tensor
+        if found is torch.float32 and self._is_half and self._stays_float(tensor, place):
+            return tensor
+        is_later = place in self._seen_places
+        if is_later and self._saturates and tensor.device.type not in _IN_HOST_MEMORY:
+            cast = self._saturated(tensor)
+        else:
+            cast = tensor.to(self._dtype)
+        self._seen_places.add(place)
+        given[0].append((tensor, cast))
+        return cast
+
+    def _stays_float(self, tensor: Tensor, place: int) -> bool:
+        if place in self._float_places:
+            return True
+        if not tensor.numel() or tensor.layout is not torch.strided:
+            return False
+        device = tensor.device.type
+        if device in _NOT_THERE or (device not in _IN_HOST_MEMORY and place in self._seen_places):
+            return False
+        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        low, high = torch.aminmax(tensor.detach() if tensor.requires_grad else tensor)
+        if type(low) is not Tensor:  # some mode of the caller's computes without values
+            return False
+        if -self._limit < low.tolist() and high.tolist() < self._limit:
+            return False
+        if not half_cannot_hold(tensor, self._dtype):
+            return False
+        self._float_places.add(place)
+        logger.warning(
+            "%s: its input of shape %s holds values that %s cannot (from %g to %g). It "
+            "stays in FP32, as does what comes in its place from now on.",
+            self._name,
+            tuple(tensor.shape),
+            self._dtype,
+            low.tolist(),
+            high.tolist(),
+        )
+        self._keeps_float()
+        return True
+
+    def _saturated(self, tensor: Any) -> Any:
+        """`tensor` in float16, finite values that are too large clamped to its range."""
+        if not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
+            return caster(self._dtype)(tensor)
+        largest = torch.finfo(self._dtype).max
+        clamped = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
+        return clamped.to(self._dtype)
+
+
+def _write_back(own: Any, copy: Any, put: Any, owns: dict[int, Any]) -> None:
+    """Bring `own` to where the forward has brought its copy; `put` is what the copy began with."""
+    if isinstance(own, MutableMapping):
+        for key in [key for key in put if key not in copy]:
+            own.pop(key, None)
+        for key, item in list(copy.items()):
+            if key not in put or item is not put[key]:
+                own[key] = owns.get(id(item), item)
+    elif len(copy) != len(put) or any(a is not b for a, b in zip(copy, put, strict=True)):
+        own[:] = [owns.get(id(item), item) for item in copy]

@@ -1,0 +1,123 @@
+"""Parts of a half model called from outside its forward: `model.encoder(x)`, `model.encode(x)`.
+
+The outermost part called gets its inputs as the model's own forward would.  What it gives
+back stays in half: between the layers of a method nothing else would fit the next one.
+While the model's own forward runs the hooks are out of the way, so that they cost it nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from ..config.opt_levels import HALF_TYPES
+from .hooks import Hook
+from .io_casting import ModelInputs
+
+try:
+    from torch._C import _current_graph_task_id
+except ImportError:  # private to torch: without it a recomputation gets inputs cast again
+
+    def _current_graph_task_id() -> int:
+        return -1
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.outermost: nn.Module | None = None  # the part that a call from outside has entered
+        self.again = 0  # how often it is inside itself
+
+
+class Parts:
+    """Hooks on the submodules of one half model.
+
+    `is_inside()` says whether the model's own forward runs in this thread; `make_inputs(name)`
+    makes what casts a part's inputs; `push(owner)` and `pop(owner)` put the model's
+    policy in force and out again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        is_inside: Callable[[], bool],
+        make_inputs: Callable[[str], ModelInputs],
+        push: Callable[[Any], None],
+        pop: Callable[[Any], None],
+    ) -> None:
+        self._model = model
+        self._is_inside = is_inside
+        self._make_inputs = make_inputs
+        self._push = push
+        self._pop = pop
+        self._here = _Here()
+        self._inputs: dict[int, ModelInputs] = {}
+        self._tables: list[OrderedDict] = []
+        self._ids: list[int] = []
+        self._hooks: list[Any] = []
+
+    def install(self) -> list[Any]:
+        """Hang the hooks on the parts with half weights; returns their handles."""
+        handles = []
+        for name, module in self._model.named_modules():
+            if not name or isinstance(module, torch.jit.ScriptModule):
+                continue
+            if not any(parameter.dtype in HALF_TYPES for parameter in module.parameters()):
+                continue
+            self._inputs[id(module)] = self._make_inputs(f"{type(self._model).__name__}.{name}")
+            before, after = Hook(self._enter), Hook(self._leave)
+            pre = module.register_forward_pre_hook(before, with_kwargs=True)
+            post = module.register_forward_hook(after, always_call=True)
+            handles += (pre, post)
+            self._tables += (module._forward_pre_hooks, module._forward_hooks)
+            self._ids += (pre.id, post.id)
+            self._hooks += (before, after)
+        return handles
+
+    def forget(self) -> None:
+        """The handles have been removed."""
+        self._tables, self._ids, self._hooks = [], [], []
+
+    def step_aside(self) -> None:
+        """The model's own forward begins: out with the hooks."""
+        self._here.outermost, self._here.again = None, 0
+        deque(map(OrderedDict.pop, self._tables, self._ids, repeat(None)), maxlen=0)
+
+    def come_back(self) -> None:
+        """The model's own forward has ended."""
+        deque(map(OrderedDict.__setitem__, self._tables, self._ids, self._hooks), maxlen=0)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        here = self._here
+        if is_dynamo_compiling() or self._is_inside():
+            return None
+        if here.outermost is not None:
+            here.again += here.outermost is module
+            return None
+        if _current_graph_task_id() != -1:  # a recomputation: its inputs are those of the forward
+            return None
+        if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+            return None
+        taken = self._inputs[id(module)].take(args, kwargs)
+        here.outermost = module
+        self._push(self)
+        return taken
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        here = self._here
+        if is_dynamo_compiling() or here.outermost is not module:
+            return
+        if here.again:
+            here.again -= 1
+            return
+        here.outermost = None
+        self._pop(self)
+        self._inputs[id(module)].give_back()

@@ -1,0 +1,1 @@
+"""FP32 master weights beside their half weights: values, writes, gradients."""

@@ -1,0 +1,65 @@
+"""torch's own `step` and `zero_grad` without what surrounds them, where nobody would notice.
+
+`torch.optim.Optimizer` wraps both in a range for the profiler, and `step` in loops
+over hooks.  While no profiler runs and there are no hooks, that is only time.  What
+somebody else has put in their place, on the instance or on the class, is called as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as _torchs
+
+from .unmanaged import are_others
+
+try:
+    from torch.autograd import _profiler_enabled
+except ImportError:
+
+    def _profiler_enabled() -> bool:
+        """Without a way to ask, a profiler may be running."""
+        return True
+
+
+def _code_around_steps() -> Any:
+    """The code of torch's wrapper around every `step`; None where this torch has another way."""
+    wrap = getattr(Optimizer, "profile_hook_step", None)
+    return None if wrap is None else getattr(wrap(lambda self: None), "__code__", None)
+
+
+_AROUND_STEPS = _code_around_steps()
+_EVERYBODYS_HOOKS = (
+    getattr(_torchs, "_global_optimizer_pre_hooks", True),
+    getattr(_torchs, "_global_optimizer_post_hooks", True),
+)
+
+
+def bare_step(original: Callable, optimizer: Any) -> Callable | None:
+    """The function inside torch's wrapper around a bound `step`, to be called with the optimizer.
+
+    None where the wrapper is not torch's, or has something to do.
+    """
+    function = getattr(original, "__func__", None)
+    if (
+        getattr(function, "__code__", None) is not _AROUND_STEPS
+        or _AROUND_STEPS is None
+        or original.__self__ is not optimizer  # but one that it wraps
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or any(map(are_others, _EVERYBODYS_HOOKS))
+        or _profiler_enabled()
+    ):
+        return None
+    return function.__wrapped__
+
+
+def is_bare_zero_grad(original: Callable, optimizer: Any) -> bool:
+    """Whether a bound `zero_grad` is torch's own and does no more than drop gradients."""
+    return (
+        getattr(original, "__func__", None) is Optimizer.zero_grad
+        and original.__self__ is optimizer
+        and not _profiler_enabled()
+    )

@@ -1,0 +1,152 @@
+"""`optimizer.step(closure)`: the optimizer calls the closure, when and as often as it wants.
+
+What it calls is the closure with casting on, on half weights that follow wherever the
+optimizer has moved the masters, and with the gradients complete afterwards; whether gradients
+are recorded is for the optimizer and the closure to say.  If the gradients of an evaluation
+overflow, or an evaluation raises, the optimizer's own step ends there, and weights, state and
+the optimizer's own numbers go back to what they were before it.  An overflow counts as one
+skipped step, whose result is the first loss.  What the forward itself changes (running
+statistics, the random state) is not undone.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import optimizer as _torchs
+
+from .snapshots import WeightsAndState
+from .unmanaged import are_others
+
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+
+
+class Overflowed(BaseException):
+    """An evaluation overflowed; ends the optimizer's own step.  No `Exception`, so that a line
+    search which catches those does not go on.
+    """
+
+
+class Evaluations:
+    """The evaluations of closures within one step."""
+
+    def __init__(self, managed: Any) -> None:
+        self.first: Any = None
+        self.count = 0
+        self.overflowed = False
+        self._managed = managed
+
+    def of(self, closure: Callable) -> Callable:
+        """What the optimizer is given in the place of `closure`."""
+
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            return self._evaluate(lambda: closure(*args, **kwargs))
+
+        return evaluate
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        managed = self._managed
+        managed.masters.push()
+        with managed.casts_on():
+            loss = closure()
+        managed.settle()
+        managed.update_deferred()
+        if self.count == 0:
+            self.first = loss
+        self.count += 1
+        self.ask()
+        return loss
+
+    def ask(self) -> None:
+        """End the optimizer's step if there is an overflow in the gradients gathered so far."""
+        if self._managed.take_overflow():
+            self.overflowed = True
+            raise Overflowed
+
+
+def step_with_closure(
+    managed: Any, original: Callable, evaluations: Evaluations, args: tuple, kwargs: dict
+) -> Any:
+    """Step with closures, which `evaluations` stand in for; returns what the optimizer returns,
+    or the first loss on a skip.
+
+    Casting is off around this, and on again inside the closures.
+    """
+    before = None if evaluates_first(original, managed.optimizer) else managed.snapshot()
+    result = None
+    try:
+        result = original(*args, **kwargs)
+        if not evaluations.count:  # it stepped on the gradients there were
+            evaluations.ask()
+    except BaseException as error:
+        if not (isinstance(error, Overflowed) and evaluations.overflowed):
+            _go_back(managed, before)  # an overflow seen by a step around this one, too
+            raise
+    if evaluations.overflowed:
+        _go_back(managed, before)
+        managed.note_step(True)
+        return evaluations.first
+    managed.masters.push()
+    managed.note_step(False)
+    return result
+
+
+def _go_back(managed: Any, before: WeightsAndState | None) -> None:
+    if before is not None:
+        before.restore()
+    managed.masters.push()
+
+
+def with_closures(evaluations: Evaluations, args: tuple, kwargs: dict) -> tuple[bool, tuple, dict]:
+    """The arguments of `step` with `evaluations` in the place of closures; whether there are any.
+
+    A closure is a callable in first place or called `closure`, and any function, in
+    a dict of options too.
+    """
+    found = False
+
+    def replaced(value: Any, is_one: bool) -> Any:
+        nonlocal found
+        if isinstance(value, _CALLABLES) or (is_one and callable(value)):
+            found = True
+            return evaluations.of(value)
+        if type(value) is dict:
+            return {key: replaced(item, key == "closure") for key, item in value.items()}
+        return value
+
+    args = tuple(replaced(value, index == 0) for index, value in enumerate(args))
+    kwargs = {key: replaced(value, key == "closure") for key, value in kwargs.items()}
+    return found, args, kwargs
+
+
+def evaluates_first(original: Callable, optimizer: Any) -> bool:
+    """Whether this bound `step` calls the closure once, before it moves or counts anything.
+
+    So do torch's own, but for LBFGS, while no hook runs in front of them: no need of a copy.
+    """
+    if type(optimizer) not in _torchs_own() or optimizer._optimizer_step_pre_hooks:
+        return False
+    if are_others(getattr(_torchs, "_global_optimizer_pre_hooks", True)):
+        return False
+    function = getattr(original, "__func__", original)
+    while function is not None:  # around torch's own method only wrappers of torch's own
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+@functools.cache
+def _torchs_own() -> frozenset[type]:
+    return frozenset(
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind not in (torch.optim.Optimizer, torch.optim.LBFGS)
+    )

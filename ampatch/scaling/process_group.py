@@ -1,0 +1,30 @@
+"""The processes that train together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from ..torch_private.probes import are_ranks
+from .scale_value import Flag
+
+
+def world_size() -> int:
+    """How many processes train together; 1 without `torch.distributed`."""
+    return torch.distributed.get_world_size() if are_ranks() else 1
+
+
+def share_flag(flag: Flag, group: Any, grads: list[Tensor]) -> Flag:
+    """A flag that is set on all ranks of a process group if it is on one.
+
+    What the host knows travels on the device of the gradients.
+    """
+    shared = flag
+    if not isinstance(flag, Tensor):
+        device = grads[0].device if grads else torch.device("cpu")
+        shared = torch.tensor(float(flag), dtype=torch.float32, device=device)
+    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
+    return shared if isinstance(flag, Tensor) else bool(shared.item())

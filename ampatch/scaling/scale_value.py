@@ -1,0 +1,193 @@
+"""Where a dynamic loss scale and its count of clean steps live.
+
+With losses on an accelerator they are tensors there, and nothing waits for them.
+With losses on the CPU the host owns that memory: they are numbers, to the bit what
+torch's kernels would have made of them, and cost no operators.
+
+An overflow flag is a 0-dim FP32 tensor, not 0 for an overflow, or a `bool` where
+the host knows already.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
+from .gradient_lists import alike
+from .scale_settings import ScaleSettings
+
+Flag = Tensor | bool
+
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+
+
+def either(first: Flag, second: Flag) -> Flag:
+    """A flag that is set where one of the two is."""
+    if not isinstance(first, Tensor):
+        first, second = second, first
+    if isinstance(second, Tensor):
+        return torch.maximum(first, second.to(first.device))
+    if not isinstance(first, Tensor):
+        return first or second
+    return torch.ones_like(first) if second else first
+
+
+def is_set(flag: Flag) -> bool:
+    """Whether it is.  Waits for the device, if it lives on one."""
+    return flag if isinstance(flag, bool) else bool(flag.item())
+
+
+def is_owned_by_host(device: torch.device) -> bool:
+    """Whether the host reads this device's memory without a wait."""
+    return device.type == "cpu"
+
+
+def numbers_on(device: torch.device, scale: float, unskipped: int = 0) -> Numbers:
+    """Scale and count, to live with losses on `device`."""
+    if is_owned_by_host(device):
+        return HostNumbers(scale, unskipped, device)
+    return DeviceNumbers(scale, unskipped, device)
+
+
+class HostNumbers:
+    """Scale and count as numbers of the host."""
+
+    def __init__(self, scale: float, unskipped: int, device: torch.device) -> None:
+        self.device = device
+        self.unskipped = unskipped
+        self._zeros: list[Tensor] = []  # flags that were not set: each serves again
+        one = torch.ones((), dtype=torch.float32, device="cpu")
+        self._inverse: tuple[float, Tensor] = (1.0, one)
+        self.fill(scale)
+
+    def fill(self, scale: float) -> None:
+        """Another scale."""
+        self.scale = _float32(scale)
+
+    def fill_count(self, unskipped: int) -> None:
+        """Another count of clean steps."""
+        self.unskipped = unskipped
+
+    def snapshot(self) -> float:
+        """The present scale."""
+        return self.scale
+
+    def read(self) -> tuple[float, int]:
+        """Scale and count."""
+        return self.scale, self.unskipped
+
+    def unscale_(self, grads: list[Tensor], scale: float | Tensor) -> bool:
+        """Divide gradients by `scale`, in place; whether an inf or NaN was met.
+
+        Waits for gradients that live on an accelerator, and for a scale from there.
+        """
+        if isinstance(scale, Tensor):
+            scale = scale.item()
+        known, inverse = self._inverse
+        if scale != known:
+            inverse = torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")
+            self._inverse = scale, inverse
+        bad = False
+        for device, group in alike(grads):
+            if device.type == "cpu":
+                found = self._unset()
+                check_and_unscale_(group, found, inverse)
+                if found.tolist():
+                    bad = True
+                else:
+                    self._zeros.append(found)
+            else:
+                found = torch.zeros((), dtype=torch.float32, device=device)
+                check_and_unscale_(group, found, inverse.to(device))
+                bad = bool(found.item()) or bad
+        return bad
+
+    def _unset(self) -> Tensor:
+        """A flag that nobody else uses, and that is not set."""
+        try:
+            return self._zeros.pop()
+        except IndexError:  # none left, or another thread was faster
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def update(self, found: Flag, rule: ScaleSettings) -> None:
+        """The rule of `kernels.update_scale_`, and the limits."""
+        if found is not False and is_set(found):
+            self.scale, self.unskipped = _float32(self.scale * rule.backoff_factor), 0
+            self.clamp(rule)
+        elif self.unskipped + 1 != rule.growth_interval:
+            self.unskipped += 1
+        else:
+            grown = self.scale * rule.growth_factor
+            if grown <= _LARGEST_FLOAT32:
+                self.scale = _float32(grown)
+            self.unskipped = 0
+            self.clamp(rule)
+
+    def clamp(self, rule: ScaleSettings) -> None:
+        """Draw the scale within floor and cap."""
+        low, high = _float32(rule.min_loss_scale), _float32(rule.max_loss_scale)
+        self.scale = min(max(self.scale, low), high)
+
+
+class DeviceNumbers:
+    """Scale (FP32, 0-dim) and count (int32, 0-dim) on a device; only `read` waits for it.
+
+    The tensors stay the same ones, for who has them in a CUDA graph.
+    """
+
+    def __init__(self, scale: float, unskipped: int, device: torch.device) -> None:
+        self.device = device
+        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
+        self.unskipped = torch.tensor(unskipped, dtype=torch.int32, device=device)
+
+    def fill(self, scale: float) -> None:
+        """Another scale."""
+        self.scale.fill_(scale)
+
+    def fill_count(self, unskipped: int) -> None:
+        """Another count of clean steps."""
+        self.unskipped.fill_(unskipped)
+
+    def snapshot(self) -> Tensor:
+        """The present scale, in a tensor of its own."""
+        return self.scale.clone()
+
+    def read(self) -> tuple[float, int]:
+        """Scale and count.  Waits."""
+        return self.scale.item(), int(self.unskipped.item())
+
+    def unscale_(self, grads: list[Tensor], scale: Tensor | float) -> Tensor:
+        """Divide gradients by `scale`, in place; the flag is 1.0 for an inf or NaN met, else 0.0."""
+        if not isinstance(scale, Tensor):
+            scale = torch.full_like(self.scale, scale)
+        found = torch.zeros_like(scale)
+        inverse = scale.reciprocal()
+        for device, group in alike(grads):
+            found_here = found if device == found.device else found.to(device)
+            check_and_unscale_(group, found_here, inverse.to(device))
+            if found_here is not found:
+                found = torch.maximum(found, found_here.to(found.device))
+        return found
+
+    def update(self, found: Flag, rule: ScaleSettings) -> None:
+        """Back off where `found` is set; else count a clean step, and grow in time."""
+        if not isinstance(found, Tensor):
+            found = torch.full_like(self.scale, float(found))
+        found = found.to(self.device)
+        growth, backoff = rule.growth_factor, rule.backoff_factor
+        update_scale_(self.scale, self.unskipped, found, growth, backoff, rule.growth_interval)
+        self.clamp(rule)
+
+    def clamp(self, rule: ScaleSettings) -> None:
+        """Draw the scale within floor and cap."""
+        self.scale.clamp_(rule.min_loss_scale, rule.max_loss_scale)
+
+
+def _float32(number: float) -> float:
+    return struct.unpack("f", struct.pack("f", number))[0]
+
+
+Numbers = HostNumbers | DeviceNumbers

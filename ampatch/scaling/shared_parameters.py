@@ -1,0 +1,105 @@
+"""Parameters that several optimizers update: their gradients are dealt with once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .loss_scaler import Scaler
+from .scale_value import Flag, either
+
+if TYPE_CHECKING:
+    from .gradient_state import GradientState
+
+
+class Sharing:
+    """Which of `optimizers` hold the same tensors; the first of them owns such a tensor.
+
+    Only the owner scales or unscales its gradient; an overflow in it concerns all holders.
+    """
+
+    def __init__(self, optimizers: Sequence[GradientState] = ()) -> None:
+        holders: dict[int, list[GradientState]] = {}
+        if len(optimizers) > 1:
+            for optimizer in optimizers:
+                for param in optimizer.parameters():
+                    holders.setdefault(id(param), []).append(optimizer)
+        self._holders = {key: known for key, known in holders.items() if len(known) > 1}
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there are tensors that several hold."""
+        return bool(self._holders)
+
+    def owned(self, optimizer: GradientState, params: Iterable[Tensor]) -> list[Tensor]:
+        """Those of `params` that are this optimizer's to deal with."""
+        if not self._holders:
+            return list(params)
+        return [p for p in params if self._holders.get(id(p), [optimizer])[0] is optimizer]
+
+    def unscale(
+        self,
+        optimizer: GradientState,
+        scaler: Scaler,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        scale: Any,
+    ) -> Flag | None:
+        """Unscale those of an optimizer's gradients, of `params`, that it owns.
+
+        Those shared are checked for all who hold them.  Returns found_inf, or None: unchecked.
+        """
+        if not self._holders:
+            return optimizer.check(scaler, list(grads), scale, [optimizer])
+        owned = {id(param) for param in self.owned(optimizer, params)}
+        pairs = [pair for pair in zip(params, grads, strict=True) if id(pair[0]) in owned]
+        alone = [grad for param, grad in pairs if not self._is_shared(param)]
+        found = optimizer.check(scaler, alone, scale, [optimizer])
+        others = self._others(optimizer)
+        if others:
+            shared = [grad for param, grad in pairs if self._is_shared(param)]
+            in_shared = optimizer.check(scaler, shared, scale, [optimizer, *others])
+            if found is None or in_shared is None:
+                return in_shared if found is None else found
+            found = either(found, in_shared)
+        return found
+
+    def _others(self, optimizer: GradientState) -> list[GradientState]:
+        """Those who hold tensors that this optimizer owns."""
+        known = [holders[1:] for holders in self._holders.values() if holders[0] is optimizer]
+        return list({id(other): other for some in known for other in some}.values())
+
+    def _is_shared(self, param: Tensor) -> bool:
+        """Whether several optimizers hold this tensor."""
+        return id(param) in self._holders
+
+
+NOTHING_SHARED = Sharing()
+
+
+def sharing_among(optimizers: Sequence[GradientState]) -> Sharing:
+    """`Sharing(optimizers)`; the same object wherever nothing is shared."""
+    sharing = Sharing(optimizers)
+    return sharing if sharing.is_any else NOTHING_SHARED
+
+
+def with_sharers(
+    given: list[GradientState], everyone: Sequence[GradientState]
+) -> list[GradientState]:
+    """`given` and all who share a tensor with them, be it through others."""
+    if all(map(given.__contains__, everyone)):
+        return given
+    found = list(given)
+    others = [(other, set(map(id, other.parameters()))) for other in everyone if other not in given]
+    reached = {id(param) for one in given for param in one.parameters()}
+    more = True
+    while more:
+        more = False
+        for other, held in others:
+            if other not in found and not reached.isdisjoint(held):
+                found.append(other)
+                reached |= held
+                more = True
+    return found

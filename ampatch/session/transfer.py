@@ -1,0 +1,98 @@
+"""Models and optimizers on their way from earlier sessions to a new one, and back if it fails."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..models.managed_model import ManagedModel
+from ..scaling.master_weights import Pair
+from ..scaling.optimizer import ManagedOptimizer
+
+if TYPE_CHECKING:
+    from .registry import Registry
+    from .session import Session
+
+
+class _Optimizer(NamedTuple):
+    """What an optimizer of an earlier session had."""
+
+    managed: ManagedOptimizer
+    masters: list[tuple[Pair, Tensor | None]]  # with the masters' gradients
+
+
+class _Earlier(NamedTuple):
+    """A session that is asked for some of its members."""
+
+    session: Session
+    models: list[ManagedModel]
+    optimizers: list[_Optimizer]
+    bystanders: list[Any]
+
+
+class Handover:
+    """Context manager: takes members out of the sessions that have them; on an exception they go back.
+
+    Back under management with the very master weights and gradients they had,
+    so that training goes on as if nothing had been tried.
+    """
+
+    def __init__(self, registry: Registry, models: list[nn.Module], optimizers: list[Any]) -> None:
+        self._models = [(registry.session_of_model(model), model) for model in models]
+        self._optimizers = [(registry.session_of(one), one) for one in optimizers]
+        self._earlier: list[_Earlier] = []
+
+    def __enter__(self) -> None:
+        found = (session for session, _ in (*self._models, *self._optimizers))
+        asked = {id(session): session for session in found if session is not None}.values()
+        for session in asked:
+            for managed in session.optimizers():
+                managed.settle()
+        self._earlier = [_remember(session) for session in asked]
+        try:
+            for session, model in self._models:
+                if session is not None:
+                    session.release_model(model)
+            for session, optimizer in self._optimizers:
+                if session is not None:
+                    session.release_optimizer(optimizer)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for earlier in self._earlier:
+            known = {
+                id(pair.half): pair.master
+                for optimizer in earlier.optimizers
+                for pair, _ in optimizer.masters
+            }
+            earlier.session.take_back(
+                earlier.models,
+                [optimizer.managed for optimizer in earlier.optimizers],
+                earlier.bystanders,
+                known,
+            )
+            for optimizer in earlier.optimizers:
+                for pair, grad in optimizer.masters:
+                    pair.half.grad, pair.master.grad = None, grad
+
+
+def _remember(session: Session) -> _Earlier:
+    return _Earlier(
+        session,
+        list(session.models()),
+        [
+            _Optimizer(managed, [(pair, pair.master.grad) for pair in managed.masters])
+            for managed in session.optimizers()
+        ],
+        [one for ref in session.bystanders if (one := ref()) is not None],
+    )

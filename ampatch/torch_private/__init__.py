@@ -1,0 +1,1 @@
+"""Every private name of torch that ampatch uses, each with its fallback."""

@@ -1,0 +1,227 @@
+"""The wording of errors: what was done, what was expected, what to do.  And nothing half done."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from conftest import changes, snapshot
+from torch import nn
+
+import ampatch
+
+
+def training(**kwargs):
+    """A small model and optimizer, not initialized."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, **kwargs)
+
+
+BAD_INITIALIZE = [
+    (
+        {"opt_level": "O7"},
+        ValueError,
+        'ampatch.initialize(opt_level=\'O7\'): unknown opt level \'O7\'. Expected "O0", "O1", "O2" or '
+        '"O3" (the letter O, not the digit zero).',
+    ),
+    ({"opt_level": None}, ValueError, "opt_level=None"),
+    ({"opt_level": True}, ValueError, "opt_level=True"),
+    (
+        {"optlevel": "O1"},
+        TypeError,
+        "unknown keyword argument 'optlevel'. Did you mean \"opt_level\"?",
+    ),
+    ({"zzzz": 1}, TypeError, "unknown keyword argument 'zzzz'. Known are: models, optimizers"),
+    (
+        {"dtype": torch.float32},
+        ValueError,
+        'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".',
+    ),
+    ({"dtype": "floaty16"}, ValueError, 'Did you mean "float16"?'),
+    ({"dtype": 16}, TypeError, "dtype=16"),
+    ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
+    ({"loss_scale": "big"}, ValueError, 'Expected "dynamic" or a positive number'),
+    ({"loss_scale": 0}, ValueError, "must be above 0 and finite"),
+    ({"loss_scale": float("inf")}, ValueError, "must be above 0 and finite"),
+    ({"loss_scale": float("nan")}, ValueError, "must be above 0 and finite"),
+    ({"loss_scale": [1]}, TypeError, "list [1] is no number"),
+    ({"loss_scale": True}, TypeError, "bool True is no number"),
+    (
+        {"min_loss_scale": 8.0, "max_loss_scale": 4.0},
+        ValueError,
+        "Expected min_loss_scale <= max_loss_scale.",
+    ),
+    ({"min_loss_scale": 0.0}, ValueError, "min_loss_scale=0.0"),
+    ({"growth_factor": 1.0}, ValueError, "Expected a number above 1."),
+    ({"backoff_factor": 1.0}, ValueError, "Expected a number below 1."),
+    ({"growth_interval": 0}, ValueError, "growth_interval=0"),
+    ({"growth_interval": 1.5}, TypeError, "expected a whole number, got float"),
+    ({"num_losses": 0}, ValueError, "num_losses=0"),
+    ({"num_losses": "2"}, TypeError, "expected a whole number, got str"),
+    ({"verbosity": -1}, ValueError, "verbosity=-1"),
+    ({"enabled": "yes"}, TypeError, "enabled='yes'"),
+    (
+        {"keep_batchnorm_fp32": "maybe", "opt_level": "O2"},
+        TypeError,
+        'expected True or False (or the strings "True" and "False"), got str',
+    ),
+    (
+        {"keep_batchnorm_fp32": True, "opt_level": "O1"},
+        ValueError,
+        'Leave it out, or use opt_level="O2".',
+    ),
+    ({"master_weights": True, "opt_level": "O1"}, ValueError, "are their own masters"),
+    (
+        {"cast_model_type": torch.float16, "opt_level": "O1"},
+        ValueError,
+        'Use opt_level="O2" to cast the model',
+    ),
+    ({"patch_torch_functions": True, "opt_level": "O2"}, ValueError, "patch_torch_functions=True"),
+    ({"cast_model_outputs": torch.int32}, ValueError, "cast_model_outputs=torch.int32"),
+    ({"patch_scope": "thread"}, ValueError, 'expected "process" (cast every call) or "model"'),
+    ({"overrides": ["a"]}, TypeError, "overrides=['a']"),
+    ({"overrides": {"0": "floot"}}, ValueError, 'Did you mean "float"?'),
+    ({"overrides": {"deco.*": "float"}}, ValueError, "no submodule matches 'deco.*'"),
+    ({"overrides": {3: "float"}}, TypeError, "a module path (globs allowed)"),
+    ({"overrides": {training: "float"}}, ValueError, "register_float_function"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    BAD_INITIALIZE,
+    ids=[re.sub(" at 0x[0-9a-f]+", "", str(case[0]))[:60] for case in BAD_INITIALIZE],
+)
+def test_initialize_refuses_and_leaves_everything_as_it_was(given, kind, message):
+    model, optimizer = training()
+    before, own, state = snapshot(), dict(vars(optimizer)), list(model.parameters())
+    with pytest.raises(kind, match=re.escape(message)):
+        ampatch.initialize(model, optimizer, **given)
+    assert changes(before, snapshot()) == []
+    assert vars(optimizer) == own
+    assert all(new is old for new, old in zip(model.parameters(), state, strict=True))
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_models_and_optimizers_of_the_wrong_type():
+    model, optimizer = training()
+    with pytest.raises(TypeError, match="The first argument is the model, the second the optim"):
+        ampatch.initialize(optimizer, model)
+    with pytest.raises(TypeError, match=r"models\[1\]=...\): expected a torch.nn.Module.*got int"):
+        ampatch.initialize([model, 3], optimizer)
+    with pytest.raises(TypeError, match=r"optimizers\[1\]=...\): expected a torch.optim.Optimizer"):
+        ampatch.initialize(model, [optimizer, "adam"])
+    with pytest.raises(ValueError, match="the same object is listed twice"):
+        ampatch.initialize([model, model], optimizer)
+
+
+def test_an_optimizer_of_another_model():
+    model, _ = training()
+    _, foreign = training()
+    with pytest.raises(ValueError, match="holds none of the model's parameters. Expected an optim"):
+        ampatch.initialize(model, foreign)
+    assert "step" not in vars(foreign)
+
+
+def test_ddp_before_a_cast_of_the_model():
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    model, optimizer = training()
+    wrapped = nn.Module()
+    ddp = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(ddp)
+    ddp.module = model
+    wrapped.inner = ddp
+    with pytest.raises(
+        ampatch.AmpatchError,
+        match=r"models\[0\].inner is already wrapped in Distr"
+        r".*Call initialize first and wrap the model it returns",
+    ):
+        ampatch.initialize(wrapped, optimizer, opt_level="O2")
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_scale_loss_before_initialize_and_with_strangers():
+    model, optimizer = training()
+    loss = model(torch.randn(4, 4)).sum()
+    with pytest.raises(ampatch.AmpatchError, match="no ampatch session is open. Call ampatch.init"):
+        ampatch.scale_loss(loss, optimizer)
+    ampatch.initialize(model, optimizer)
+    _, foreign = training()
+    with pytest.raises(ampatch.AmpatchError, match=r"optimizers=<SGD>\): this optimizer was not"):
+        ampatch.scale_loss(loss, foreign)
+    with pytest.raises(ampatch.AmpatchError, match=r"optimizers\[1\]=<SGD>"):
+        ampatch.scale_loss(loss, [optimizer, foreign])
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda o: ampatch.scale_loss(3.0, o), TypeError, "Pass the loss itself, not loss.item()"),
+        (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
+        (
+            lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id=2),
+            ValueError,
+            "this session has 1 loss scaler(s), numbered from 0. Call initialize(..., num_losses=3)",
+        ),
+        (lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id="0"), TypeError, "loss_id='0'"),
+        (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
+        (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
+        (lambda o: ampatch.set_loss_scale("dynamic"), ValueError, "expected a number"),
+        (
+            lambda o: ampatch.step_was_skipped(training()[1]),
+            ampatch.AmpatchError,
+            "was not given to",
+        ),
+        (
+            lambda o: ampatch.set_opt_level(training()[0], "O2"),
+            ampatch.AmpatchError,
+            "was not given to",
+        ),
+        (lambda o: ampatch.unwrap(training()[0]), ampatch.AmpatchError, "copy.deepcopy does"),
+        (lambda o: ampatch.load_state_dict({"a": 1}), ValueError, "expected ['loss_scaler0']"),
+        (lambda o: ampatch.precision("fp8"), ValueError, 'expected "float" or "half"'),
+        (
+            lambda o: ampatch.register_half_function(torch, "nothing_such"),
+            AttributeError,
+            "nothing was registered",
+        ),
+        (lambda o: ampatch.register_half_function("nodots"), ValueError, "one dotted string"),
+    ],
+)
+def test_the_other_calls(call, kind, message):
+    ampatch.initialize(*(given := training()))
+    with pytest.raises(kind, match=re.escape(message)):
+        call(given[1])
+
+
+def test_a_level_written_carelessly_is_understood_and_said(caplog):
+    for spelling in ("o1", "01", "1", 1):
+        ampatch.initialize(*training(), opt_level=spelling)
+        assert ampatch.session.session.registry.sessions[-1].properties.opt_level == "O1"
+        assert 'was read as "O1"' in caplog.text
+        caplog.clear()
+        ampatch.deactivate()
+
+
+def test_nothing_is_said_at_verbosity_zero(caplog, capsys):
+    caplog.set_level("DEBUG")
+    model, optimizer = ampatch.initialize(*training(), opt_level="o1", verbosity=0)
+    torch.nn.functional.binary_cross_entropy(torch.rand(3).half(), torch.rand(3).half())
+    assert caplog.text == "" and capsys.readouterr() == ("", "")
+
+
+def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, capsys):
+    ampatch.initialize(*training())
+    for _ in range(10):
+        ampatch.log.logger.warning("again and again")
+    assert caplog.text.count("again and again") == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_other_ranks_say_nothing(caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    ampatch.initialize(*training(), opt_level="o1")
+    assert caplog.text == ""

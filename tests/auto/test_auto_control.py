@@ -1,0 +1,184 @@
+"""`--auto` comes and goes, and refuses scripts with AMP code of their own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from auto_loops import batch, begin, both, close, end, grads, net, weights
+from torch import nn
+from torch.nn import functional as F
+
+import ampatch
+from ampatch import auto
+from ampatch.config.environment import Asked
+from ampatch.session.session import registry
+
+
+def test_nothing_is_left_behind():
+    """What the fixture of every test checks, and what it does not see."""
+    replaced = [
+        (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "__setstate__"),
+        (torch.amp.GradScaler, "__init__"), (torch.amp.autocast_mode.autocast, "__enter__"),
+        (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"), (torch.autograd, "backward"),
+        (torch.Tensor, "register_hook"), (torch.Tensor, "numpy"), (ampatch, "initialize"), (ampatch, "init"),
+    ]  # fmt: skip
+    before = [vars(owner).get(name) for owner, name in replaced]
+    begin()
+    assert all(vars(o).get(n) is not b for (o, n), b in zip(replaced, before, strict=True))
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].weight.register_hook(lambda grad: grad * 3)
+    end()
+    assert [vars(owner).get(name) for owner, name in replaced] == before
+    assert "step" not in vars(optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    expected = copy.deepcopy(model).requires_grad_()
+    expected.zero_grad()
+    expected[0].weight._backward_hooks = None
+    expected(torch.ones(1, 4)).sum().backward()
+    close(3 * expected[0].weight.grad, model[0].weight.grad)
+
+
+def test_off_means_off():
+    assert auto.start(Asked(enabled=False)) is None
+    assert auto.start(Asked(opt_level="O0")) is None
+    assert registry.sessions == []
+
+
+def test_copies_of_optimizers_are_noticed():
+    begin(Asked())
+    model = net()
+    optimizer = copy.deepcopy(torch.optim.SGD(model.parameters(), lr=0.1))
+    params = optimizer.param_groups[0]["params"]
+    (params[0] * float("inf")).sum().backward()
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    assert all(map(torch.equal, params, before))
+
+
+def test_optimizers_are_held_weakly():
+    session = begin(Asked())
+    alive = []
+    for _ in range(5):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        alive.append(weakref.ref(optimizer))
+        alive.append(weakref.ref(model[0].weight))
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 10
+    assert list(session.optimizers()) == []
+    torch.optim.SGD(net().parameters(), lr=0.1)
+    assert len(session._optimizers) <= 1
+
+
+def test_threads_take_turns():
+    begin()
+    torch.manual_seed(0)
+    pairs = [(model := net(), torch.optim.SGD(model.parameters(), lr=0.0)) for _ in range(4)]
+    x = torch.ones(4, 4)
+    failed = []
+
+    def train(model, optimizer):
+        try:
+            for _ in range(10):
+                model(x).sum().backward()
+                optimizer.step()
+        except Exception as error:  # a thread's error would be lost
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    end()
+    assert failed == []
+    for model, _ in pairs:
+        found = grads(model)
+        model.zero_grad()
+        model(x).sum().backward()
+        close([10 * p.grad for p in model.parameters()], found, atol=2e-2)
+
+
+def test_gradients_that_others_change_meanwhile_are_no_matter(caplog):
+    """Another thread's optimizer may have moved on while a pass ran: it was not reached by it."""
+    begin()
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([one], lr=0.1) for one in (first, second)]
+    caplog.clear()
+
+    def meanwhile(grad):
+        second.grad = torch.ones(2)
+
+    first.register_hook(meanwhile)
+    first.sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert caplog.records == []
+    close([torch.full((2,), 0.9)] * 2, [first.detach(), second.detach()])
+
+
+def test_a_pass_waits_for_that_of_another_thread():
+    begin()
+    pairs = [(model := net(), torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2)]
+    other = threading.Thread(target=lambda: pairs[1][0](torch.ones(2, 4)).sum().backward())
+    seen = []
+
+    def meanwhile(grad):
+        other.start()
+        other.join(0.2)  # long enough to end, if it did not wait for us
+
+    out = pairs[0][0](torch.ones(2, 4)).float()
+    scaled = out * 3.0
+    out.register_hook(lambda grad: seen.append(grad.clone()))
+    scaled.register_hook(meanwhile)
+    scaled.sum().backward()
+    other.join()
+    close([torch.full((2, 1), 3.0)], seen)
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: ampatch.initialize(net()), "ampatch.initialize"),
+        (lambda: ampatch.initialize(net(), enabled=False), "ampatch.initialize"),
+        (lambda: ampatch.init(), "ampatch.init"),
+        (lambda: torch.autocast("cpu").__enter__(), "torch.autocast"),
+        (lambda: torch.amp.GradScaler("cpu"), "torch.amp.GradScaler"),
+    ],
+    ids=["initialize", "off", "init", "autocast", "GradScaler"],
+)
+def test_other_amp_code_is_told(call, name):
+    begin()
+    with pytest.raises(ampatch.AmpatchError) as error:
+        call()
+    assert f"--auto is for scripts without AMP code, and this one calls {name}. " in str(
+        error.value
+    )
+
+
+def test_torchs_amp_that_is_off_is_let_through():
+    def loop():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        x, y = batch()
+        with torch.autocast("cpu", enabled=False):
+            loss = F.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen = grads(model)
+        scaler.step(optimizer)
+        scaler.update()
+        return seen, weights(model)
+
+    close(*both(loop))

@@ -1,0 +1,142 @@
+"""`--auto`: an overflow skips its step and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from auto_loops import SCALE, batch, begin, both, close, grads, net, plain, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ampatch
+from ampatch import auto
+from ampatch.config.environment import Asked
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_skips_the_step_and_only_it(fused):
+    session = begin(Asked())
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    other_model = net()
+    other = torch.optim.SGD(other_model.parameters(), lr=0.1)
+    x, y = batch()
+    before, other_before = weights(model), weights(other_model)
+
+    (F.mse_loss(model(x), y) * float("inf")).backward()
+    F.mse_loss(other_model(x), y).backward()
+    optimizer.step()
+    other.step()
+
+    assert ampatch.step_was_skipped(optimizer) and not ampatch.step_was_skipped(other)
+    assert all(map(torch.equal, weights(model), before))
+    assert not any(map(torch.equal, weights(other_model), other_before))
+    assert session.scalers[0].get() == SCALE / 2
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert not ampatch.step_was_skipped(optimizer)
+    assert not any(map(torch.equal, weights(model), before))
+
+
+def test_an_overflow_where_every_weight_is_hidden():
+    """Reentrant checkpointing shows the outer graph no parameter at all."""
+    begin(Asked())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4, requires_grad=True)
+    before = weights(model)
+    (checkpoint(model, x, use_reentrant=True).sum() * float("inf")).backward()
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    assert all(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "module", "module, kept", "by hand"])
+def test_gradients_thrown_away_take_their_overflow_with_them(zero):
+    begin(Asked())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch()
+    (F.mse_loss(model(x), y) * float("nan")).backward()
+    if zero == "optimizer":
+        optimizer.zero_grad()
+    elif zero == "module":
+        model.zero_grad()
+    elif zero == "module, kept":
+        model.zero_grad(set_to_none=False)
+    else:
+        for p in model.parameters():
+            p.grad = None
+    if zero != "by hand":
+        F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert not ampatch.step_was_skipped(optimizer)
+
+
+def test_a_failed_pass_leaves_earlier_gradients():
+    begin()
+    model, x = net(), torch.ones(2, 4, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    before = [*grads(model), x.grad.clone()]
+    out = model(x)
+
+    def refuse(grad):
+        raise ZeroDivisionError
+
+    out.register_hook(refuse)
+    with pytest.raises(ZeroDivisionError):
+        (out.sum() + x.sum()).backward()
+    close(before, [*grads(model), x.grad], atol=0, rtol=0)
+    model(x).sum().backward()
+    close([2 * grad for grad in before], [*grads(model), x.grad])
+
+
+def test_grad_mode_is_no_matter():
+    def loop():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(torch.ones(2, 4)).sum()
+        with torch.no_grad():
+            loss.backward()
+        return grads(model)
+
+    close(*both(loop))
+
+
+def test_errors_are_pytorchs():
+    begin()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong in (torch.ones(2, requires_grad=True) * 1, torch.ones(())):
+        with pytest.raises(RuntimeError, match="grad can be implicitly created|does not require"):
+            wrong.backward()
+
+
+def test_float16_without_a_scale_would_lose_what_is_kept():
+    """The oracle of the whole: gradients below float16's smallest number arrive."""
+
+    def loop():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (model(torch.ones(2, 4)).float().sum() * 1e-8).backward()
+        return grads(model)
+
+    expected, found = both(loop, Asked())
+    close(expected, found, atol=0)
+    auto.start(Asked(loss_scale=1.0))
+    assert not any(grad.any() for grad in loop())
+
+
+@pytest.mark.parametrize("level, dtype", [(None, None), ("O1", torch.bfloat16), ("O4", None)])
+def test_half_types(level, dtype):
+    session = auto.start(Asked(opt_level=level, dtype=dtype))
+    half = torch.float16 if (level, dtype) == (None, None) else torch.bfloat16
+    assert net()(torch.ones(1, 4)).dtype is half
+    assert session.scalers[0].is_dynamic == (half is torch.float16)
+
+
+def test_bfloat16_trains_too():
+    close(*both(plain, Asked(dtype=torch.bfloat16)), atol=2e-2, rtol=5e-2)

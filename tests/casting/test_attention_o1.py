@@ -1,0 +1,223 @@
+"""Attention and transformer layers at O1, in training and in evaluation: really in half.
+
+In evaluation torch would take fused kernels, which run in FP32 whatever is cast.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from matrix_kernels import Kernels, run, tensor_of
+from torch import nn
+
+import ampatch
+from ampatch.session import policies
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(3)
+PADDING = torch.tensor([[False, False, True]]).expand(5, 3)
+FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
+
+
+def layer(**settings) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, **settings)
+
+
+def decoder_layer(**settings) -> nn.TransformerDecoderLayer:
+    return nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True, **settings)
+
+
+def encoder(**settings) -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(layer(**settings), 2)
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """Takes one input; the other arguments are those of MultiheadAttention."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(8, 2, **{"batch_first": True, **settings})
+
+    def forward(self, x, **kwargs):
+        return super().forward(x, x, x, **kwargs)
+
+
+MODELS = {  # module, further arguments
+    "attention": (SelfAttention, {"need_weights": False}),
+    "attention with weights": (SelfAttention, {}),
+    "weights by head": (SelfAttention, {"average_attn_weights": False}),
+    "sequence first": (lambda: SelfAttention(batch_first=False), {}),
+    "no bias": (lambda: SelfAttention(bias=False), {"need_weights": False}),
+    "bias of keys": (lambda: SelfAttention(add_bias_kv=True, add_zero_attn=True), {}),
+    "key sizes": (lambda: SelfAttention(kdim=8, vdim=8), {"need_weights": False}),
+    "padded attention": (SelfAttention, {"key_padding_mask": PADDING}),
+    "causal attention": (SelfAttention, {"attn_mask": CAUSAL, "need_weights": False}),
+    "bool mask": (SelfAttention, {"attn_mask": CAUSAL.isinf(), "need_weights": False}),
+    "layer": (layer, {}),
+    "layer, gelu, norm first": (lambda: layer(activation="gelu", norm_first=True), {}),
+    "layer without bias": (lambda: layer(bias=False), {}),
+    "causal layer": (layer, {"src_mask": CAUSAL, "is_causal": True}),
+    "padded layer": (layer, {"src_key_padding_mask": PADDING}),
+    "encoder": (encoder, {}),
+    "padded encoder": (encoder, {"src_key_padding_mask": PADDING}),
+    "causal encoder": (encoder, {"mask": CAUSAL}),
+    "decoder layer": (decoder_layer, {"memory": torch.ones(5, 4, 8)}),
+    "decoder": (
+        lambda: nn.TransformerDecoder(decoder_layer(), 2, nn.LayerNorm(8)),
+        {"memory": torch.ones(5, 4, 8), "tgt_mask": CAUSAL},
+    ),
+    "transformer": (
+        lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True),
+        {"tgt": torch.ones(5, 2, 8)},
+    ),
+}
+ALL = pytest.mark.parametrize("name", MODELS)
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors")
+
+
+def model_and_input(name: str) -> tuple:
+    torch.manual_seed(0)
+    make, kwargs = MODELS[name]
+    return make(), torch.randn(5, 3, 8), kwargs
+
+
+def output_dtype(model: nn.Module, given: torch.dtype, half: torch.dtype) -> torch.dtype:
+    """Autocast's: attention ends in a linear layer, a layer in a norm or in a sum with its input.
+
+    The oracle in a FakeTensorMode stops at self-attention; test_module_db asks it with three inputs.
+    """
+    if isinstance(model, nn.MultiheadAttention):
+        return half
+    return given if getattr(model, "norm_first", False) else torch.float32
+
+
+def near(half: torch.dtype, found, reference) -> None:
+    tolerance = 0.02 if half is torch.float16 else 0.1
+    torch.testing.assert_close(found.float(), reference, rtol=tolerance, atol=tolerance)
+
+
+@ALL
+def test_training(name, half):
+    model, x, kwargs = model_and_input(name)
+    reference, expected = run(copy.deepcopy(model), x, **kwargs)
+    ampatch.initialize(model, dtype=half, verbosity=0)
+    with Kernels() as kernels:
+        output, grads = run(model, x, **kwargs)
+    assert kernels.dtypes() == {half}
+    assert output.dtype is output_dtype(model, x.dtype, half)
+    near(half, output, reference)
+    for key, grad in grads.items():
+        assert grad.dtype is torch.float32
+        near(half, grad, expected[key])
+
+
+@ALL
+@pytest.mark.parametrize("given", ["float32", "half"])
+def test_evaluation(name, given, half):
+    model, x, kwargs = model_and_input(name)
+    model.eval()
+    reference = tensor_of(model(x, **kwargs)).detach()  # with gradients: not fused
+    ampatch.initialize(model, dtype=half, verbosity=0)
+    x = x if given == "float32" else x.to(half)
+    with torch.no_grad(), Kernels() as kernels:
+        output = model(x, **kwargs)
+    assert kernels.dtypes() == {half}
+    assert not FUSED & kernels.seen.keys()
+    assert tensor_of(output).dtype is output_dtype(model, x.dtype, half)
+    near(half, tensor_of(output), reference)
+
+
+# Where the fused kernels belong
+
+
+def evaluated(model: nn.Module, x: torch.Tensor, **kwargs) -> tuple[torch.Tensor, set[str]]:
+    with torch.no_grad(), Kernels() as kernels:
+        output = tensor_of(model(x, **kwargs))
+    return output, set(kernels.seen)
+
+
+FUSED_MODELS = ["attention", "layer", "encoder", "padded encoder"]
+
+
+@pytest.mark.parametrize("name", FUSED_MODELS)
+def test_fused_kernels_are_back_without_casting(name):
+    model, x, kwargs = model_and_input(name)
+    plain, kernels = evaluated(model.eval(), x, **kwargs)
+    assert kernels & FUSED, "the tests above would pass without us"
+    ampatch.initialize(model, verbosity=0)
+    with ampatch.disable_casts():
+        found, kernels = evaluated(model, x, **kwargs)
+        assert kernels & FUSED and torch.equal(found, plain)
+    ampatch.deactivate()
+    found, kernels = evaluated(model, x, **kwargs)
+    assert kernels & FUSED and torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("name", FUSED_MODELS)
+def test_models_outside_the_scope_keep_their_fused_kernels(name):
+    model, x, kwargs = model_and_input(name)
+    plain, _ = evaluated(model.eval(), x, **kwargs)
+    ampatch.initialize(nn.Linear(2, 2), patch_scope="model", verbosity=0)
+    found, kernels = evaluated(model, x, **kwargs)
+    assert kernels & FUSED and torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("name", FUSED_MODELS)
+def test_parts_of_a_model_called_by_themselves_run_in_half(name, half):
+    """`model.encode(x)` from outside its forward, in the scope of the model."""
+    part, x, kwargs = model_and_input(name)
+    model = nn.ModuleDict({"part": part.eval()})
+    ampatch.initialize(model, patch_scope="model", dtype=half, verbosity=0)
+    for given in (x, x.to(half)):
+        with torch.no_grad(), Kernels() as kernels:
+            part(given, **kwargs)
+        assert kernels.dtypes() == {half}
+
+
+def test_models_on_other_devices_keep_their_fused_kernels(monkeypatch):
+    monkeypatch.setattr(policies, "_device_limit", lambda: set())  # as where there is a GPU
+    model, x, _ = model_and_input("encoder")
+    plain, _ = evaluated(model.eval(), x)
+    ampatch.initialize(nn.Linear(2, 2, device="meta"), verbosity=0)
+    found, kernels = evaluated(model, x)
+    assert kernels & FUSED and torch.equal(found, plain)
+
+
+def test_nested_tensors_work_as_without_us(half):
+    model, x, _ = model_and_input("encoder")
+    nested = torch.nested.nested_tensor([x[0], x[1, :2]])
+    with torch.no_grad():
+        plain = model.eval()(nested)
+    ampatch.initialize(model, dtype=half, verbosity=0)
+    with torch.no_grad():
+        found = model(nested)
+    for new, old in zip(found.unbind(), plain.unbind(), strict=True):
+        assert torch.equal(new, old)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Dynamo looks functions of torch up by identity; as if nothing had been compiled before."""
+    rules = torch._dynamo.trace_rules
+    rules.clear_lru_cache()
+    torch._dynamo.reset()
+    yield
+    rules.clear_lru_cache()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("flag", ["there", "gone"])
+def test_compiled_with_and_without_casting(flag, fresh_compiler, monkeypatch):
+    """The module's first compilation comes after `initialize`; fullgraph raises if it breaks."""
+    model, x, _ = model_and_input("layer")
+    plain, _ = evaluated(model.eval(), x)
+    ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
+    in_half, _ = evaluated(model, x)
+    if flag == "gone":  # another torch may not have it
+        monkeypatch.delattr(torch.backends.mha, "_is_fastpath_enabled")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), in_half)
+        with ampatch.disable_casts():
+            torch.testing.assert_close(compiled(x), plain, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(in_half, plain)

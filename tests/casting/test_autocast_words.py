@@ -1,0 +1,371 @@
+"""torch's own words about precision: `torch.autocast`, `custom_fwd`, `register_autocast`."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampatch
+
+H, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+X = torch.randn(3, 4)
+STATE = ampatch.session.session.registry.state
+
+
+class Net(nn.Module):
+    """Runs a function on its layer and the input."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer, x)
+
+
+def o1(function=lambda layer, x: layer(x), level="O1", dtype=H, **options):
+    return ampatch.initialize(Net(function), opt_level=level, dtype=dtype, verbosity=0, **options)
+
+
+def off(**options):
+    return torch.autocast("cpu", enabled=False, **options)
+
+
+REGIONS = {
+    "torch.autocast": off,
+    "torch.amp.autocast": lambda: torch.amp.autocast("cpu", enabled=False),
+    "torch.cpu.amp.autocast": lambda: torch.cpu.amp.autocast(enabled=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
+@pytest.mark.parametrize("scope", ["process", "model"])
+@pytest.mark.parametrize("title", REGIONS)
+def test_no_cast_in_a_disabled_region(title, scope):
+    """In the model, around it and outside, nested and as a decorator; as before behind it."""
+    region = REGIONS[title]
+
+    def forward(layer, x):
+        with region():
+            inside = layer(x)
+            with torch.autocast("cpu", dtype=FP16):
+                nested = layer(x)
+            again = layer(x)
+        return [y.dtype for y in (layer(x), inside, nested, again, layer(x))]
+
+    model = o1(forward, patch_scope=scope)
+    assert model(X) == [H, FP32, FP16, FP32, H]
+    with region():
+        assert model(X) == [FP32, FP32, FP16, FP32, FP32]
+        assert model.layer(X).dtype is FP32
+    assert region()(lambda: model.layer(X).dtype)() is FP32
+    assert model.layer(X).dtype is H and not STATE.overridden
+
+
+def test_values_in_a_region_are_those_of_fp32():
+    def forward(layer, x):
+        with off():
+            return torch.cdist(x, x), layer(x), torch.softmax(x @ x.t(), -1)
+
+    reference = Net(forward)(X)
+    assert all(map(torch.equal, o1(forward)(X), reference))
+
+
+def test_an_enabled_region_is_torch_s():
+    """Its rules and its dtype, gradients too."""
+
+    def train(model):
+        with torch.autocast("cpu", dtype=FP16):
+            output = model(X)
+        output.float().sum().backward()
+        return output, model.layer.weight.grad
+
+    def forward(layer, x):
+        return torch.log_softmax(layer(x).exp(), -1)
+
+    expected = train(Net(forward))
+    found = train(o1(forward))
+    assert all(map(torch.equal, found, expected)) and found[0].dtype is expected[0].dtype
+
+
+def test_a_region_belongs_to_its_thread():
+    model, found = o1(), []
+
+    def run(inside):
+        with inside:
+            found.append(model(X).dtype)
+
+    with off():
+        thread = threading.Thread(target=run, args=(torch.no_grad(),))
+        thread.start()
+        thread.join()
+    thread = threading.Thread(target=run, args=(off(),))
+    thread.start()
+    thread.join()
+    assert found == [H, FP32]
+
+
+def test_regions_around_sessions():
+    with off():
+        model = o1()
+        assert model(X).dtype is FP32
+    assert model(X).dtype is H
+    with off():
+        ampatch.deactivate()
+        assert model(X).dtype is FP32
+    assert not STATE.overridden and not STATE.thread.frames
+    with torch.autocast("cpu", dtype=FP16):
+        model = o1()
+        assert model(X).dtype is FP16
+    assert model(X).dtype is H
+
+
+@pytest.mark.parametrize("block", [off, ampatch.disable_casts])
+def test_in_the_closure_of_a_step(block):
+    model, seen = Net(lambda layer, x: layer(x)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ampatch.initialize(model, optimizer, dtype=H, verbosity=0)
+
+    def closure():
+        output = model(X)
+        seen.append(output.dtype)
+        with ampatch.scale_loss(output.float().sum(), optimizer) as scaled:
+            scaled.backward()
+
+    optimizer.step(closure)
+    with block():
+        optimizer.step(closure)
+    assert seen == [H, FP32]
+
+
+def test_after_an_exception():
+    model = o1()
+    with pytest.raises(KeyError), off():
+        raise KeyError
+    assert model(X).dtype is H and not STATE.overridden
+
+
+def test_the_raw_switch():
+    model = o1()
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", FP16)
+    try:
+        assert model(X).dtype is FP16
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_dtype("cpu", H)
+    assert model(X).dtype is H and not STATE.overridden
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_runs_as_its_forward(reentrant, inside):
+    """torch enters regions around it, to bring back autocast's state: no words of the user's."""
+    seen = []
+
+    def part(layer, x):
+        seen.append(layer(x).dtype)
+        return layer(x)
+
+    def forward(layer, x):
+        with off() if inside else torch.enable_grad():
+            return checkpoint(part, layer, x, use_reentrant=reentrant)
+
+    o1(forward)(X.clone().requires_grad_()).float().sum().backward()
+    assert seen == [FP32 if inside else H] * 2
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_region_around_training_with_half_weights(level):
+    """Autocast does on half weights what it does without us on a half model."""
+
+    def train(inside):
+        net = Net(lambda layer, x: layer(x))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        net, optimizer = ampatch.initialize(net, optimizer, opt_level=level, dtype=H, verbosity=0)
+        for _ in range(3):
+            with inside:
+                loss = net(X).square().mean()
+                optimizer.zero_grad()
+                with ampatch.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+        weights = [value.clone() for value in net.state_dict().values()]
+        ampatch.deactivate()
+        return weights
+
+    plain, found = train(torch.enable_grad()), train(torch.autocast("cpu", dtype=H))
+    assert all(map(torch.equal, found, plain))
+
+
+# What is said of our casts
+
+
+def test_our_casts_count_as_autocast():
+    """As libraries ask before they choose a dtype; FP32 islands by way of such a question too."""
+
+    def forward(layer, x):
+        with torch.autocast("cpu", enabled=False):
+            inside = torch.is_autocast_enabled("cpu")
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), inside
+
+    assert o1(forward, dtype=FP16)(X) == (True, FP16, False)
+    with ampatch.disable_casts():
+        assert not torch.is_autocast_enabled("cpu")
+    ampatch.deactivate()
+    assert not torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is H
+    assert o1(forward, level="O2")(X) == (False, H, False)
+
+
+def test_torch_itself_is_told_the_truth():
+    """It keeps the state of autocast to bring it back, and would bring back one of its own."""
+    o1()
+    kwargs = torch.utils.checkpoint._get_autocast_kwargs("cpu")
+    assert all(not one["enabled"] for one in kwargs if one is not None)
+    assert torch.autocast("cpu").fast_dtype is H
+
+
+class Multiply(torch.autograd.Function):
+    seen: list = []  # noqa: RUF012
+
+    @classmethod
+    def note(cls, *tensors):
+        cls.seen.append([*(t.dtype for t in tensors), torch.mm(X, X.t()).dtype])
+
+
+class Cast(Multiply):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, a, b):
+        Cast.note(a, b)
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        Cast.note(grad)
+        return grad @ b.t(), a.t() @ grad
+
+
+class Follow(Multiply):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, a, b):
+        Follow.note(a, b)
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        Follow.note(grad)
+        return (grad @ b.t()).float(), (a.t() @ grad).float()
+
+
+@pytest.mark.parametrize("cls", [Cast, Follow])
+@pytest.mark.parametrize("forward_in", ["casts", "region"])
+def test_custom_fwd_and_custom_bwd(cls, forward_in):
+    """As under autocast; the backward pass is elsewhere, and runs as its forward did."""
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def seen(run, *around):
+        Multiply.seen.clear()
+        with around[0], around[1]:
+            output = run()
+        output.float().sum().backward()
+        return list(Multiply.seen)
+
+    inner = off() if forward_in == "region" else torch.enable_grad()
+    expected = seen(lambda: cls.apply(X, weight), torch.autocast("cpu", dtype=H), inner)
+    model = o1(lambda layer, x: cls.apply(x, weight))
+    found = seen(lambda: model(X), inner, torch.enable_grad())
+    assert found == expected
+
+
+@torch.library.custom_op("ampatch_tests::early", mutates_args=())
+def early(x: torch.Tensor) -> torch.Tensor:
+    INSIDE.append((x.dtype, torch.mm(X, X.t()).dtype))
+    return x * 2
+
+
+INSIDE: list = []
+early.register_autocast("cpu", torch.float16)
+LIBRARY = torch.library.Library("ampatch_library", "FRAGMENT")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+
+
+def test_operators_registered_for_autocast():
+    before = torch._ops.OpOverload.__call__
+    with torch.autocast("cpu", dtype=H):
+        early(X)
+    (expected,) = INSIDE
+    INSIDE.clear()
+    o1()
+    calls = (early, torch.ops.ampatch_tests.early, torch.ops.ampatch_tests.early.default)
+    assert [call(X).dtype for call in calls] == [FP16] * 3 and INSIDE == [expected] * 3
+    with off():
+        assert early(X).dtype is FP32
+    if not getattr(LIBRARY, "_tested", False):
+        torch.library.register_autocast("ampatch_library::twice", "cpu", torch.float16)
+        LIBRARY._tested = True
+    assert torch.ops.ampatch_library.twice(X).dtype is FP16
+    assert not STATE.overridden
+    ampatch.deactivate()
+    assert early(X).dtype is FP32 and torch._ops.OpOverload.__call__ is before
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_region_in_a_compiled_model(backend):
+    def forward(layer, x):
+        with off():
+            inside = layer(x)
+            asked = torch.is_autocast_enabled("cpu")
+            product = torch.mm(x, x.t())
+            with torch.autocast("cpu", dtype=FP16):
+                nested = layer(x)
+        return layer(x), inside, product, nested, layer(x), torch.tensor(asked)
+
+    torch._dynamo.reset()
+    model = o1(forward)
+    expected = model(X)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        found = compiled(X)
+        assert [y.dtype for y in found] == [y.dtype for y in expected]
+        for new, old in zip(found, expected, strict=True):
+            torch.testing.assert_close(new, old)
+    assert [y.dtype for y in expected[:5]] == [H, FP32, FP32, FP16, H]
+    with off():
+        assert compiled(X)[0].dtype is FP32
+    assert not STATE.overridden and not STATE.thread.frames
+
+
+def test_the_raw_switch_turns_our_casts_off_and_on_again():
+    ampatch.initialize(nn.Linear(2, 2), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    x, weight = torch.ones(2, 2), torch.ones(2, 2)
+
+    def found():
+        return nn.functional.linear(x, weight).dtype, torch.is_autocast_enabled("cpu")
+
+    before = torch.is_autocast_enabled("cpu")
+    assert before and found() == (torch.bfloat16, True)
+    for _ in range(2):
+        torch.set_autocast_enabled("cpu", False)
+        assert found() == (torch.float32, False)
+    torch.set_autocast_enabled("cpu", before)
+    assert found() == (torch.bfloat16, True)
+    torch.set_autocast_enabled("cpu", False)
+    ampatch.deactivate()
+    assert found() == (torch.float32, False)

@@ -1,0 +1,169 @@
+"""`half_function` and its siblings on `torch.autograd.Function` classes, forward and backward."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.autograd import Function
+
+import ampatch
+
+H = torch.bfloat16
+FP32 = torch.float32
+
+
+def functions() -> tuple[type, type, list]:
+    """New classes: a product, a cube (with `setup_context`), and what the product saw."""
+    seen = []
+
+    class Product(Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            if not torch.compiler.is_compiling():
+                seen.append((x.dtype, w.dtype, grad.dtype, torch.mm(ONE, ONE).dtype))
+            return grad @ w.t(), x.t() @ grad
+
+    class Cube(Function):
+        @staticmethod
+        def forward(x):
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * grad
+
+    return Product, Cube, seen
+
+
+ONE = torch.ones(1, 1)
+
+
+@pytest.fixture
+def leaves():
+    """`x` and `w` (3, 3), FP32, requiring gradients."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, 3, generator=generator).requires_grad_() for _ in "xw"]
+
+
+def grads(output: torch.Tensor, leaves: list) -> list:
+    return list(torch.autograd.grad(output.sum(), leaves))
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_forward_and_backward(leaves, registered, monkeypatch):
+    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", [])
+    Product, _, seen = functions()
+    plain = dict(vars(Product))
+    exact = grads(Product.apply(*leaves), leaves)
+    if registered:
+        holder = type("holder", (), {"Product": Product})
+        ampatch.register_half_function(holder, "Product")
+    else:
+        assert ampatch.half_function(Product) is Product
+    seen.clear()
+    assert Product.apply(*leaves).dtype is FP32
+    ampatch.initialize([], dtype=H, verbosity=0)
+    output = Product.apply(*leaves)
+    found = grads(output, leaves)
+    assert output.dtype is H and seen == [(H, H, H, H)]
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype is FP32
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)
+    ampatch.deactivate()
+    assert Product.apply(*leaves).dtype is FP32
+    if registered:
+        assert dict(vars(Product)) == plain
+
+
+def test_float_function_and_a_second_derivative():
+    _, Cube, _ = functions()
+    ampatch.float_function(Cube)
+    ampatch.initialize([], dtype=H, verbosity=0)
+    x = torch.tensor([1.0, -2.0, 3.0], dtype=H, requires_grad=True)
+    output = Cube.apply(x)
+    assert output.dtype is FP32
+    (first,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert first.dtype is second.dtype is H
+    assert first.tolist() == [3.0, 12.0, 27.0] and second.tolist() == [6.0, -12.0, 18.0]
+
+
+def test_promote_function(leaves):
+    Product, _, seen = functions()
+    ampatch.promote_function(Product)
+    ampatch.initialize([], dtype=H, verbosity=0)
+    x, w = leaves
+    with ampatch.disable_casts(), pytest.raises(RuntimeError):
+        Product.apply(x, w.to(H))
+    seen.clear()
+    grads(Product.apply(x, w.to(H)), leaves)
+    assert seen[0][:2] == (FP32, FP32)
+
+
+def test_backward_runs_under_the_casting_of_its_forward(leaves):
+    Product, _, seen = functions()
+    ampatch.half_function(Product)
+    ampatch.initialize([], dtype=H, verbosity=0)
+    with ampatch.disable_casts():
+        output = Product.apply(*leaves)
+    seen.clear()
+    worker = threading.Thread(target=lambda: grads(output, leaves))
+    worker.start()
+    worker.join()
+    assert output.dtype is FP32 and seen == [(FP32, FP32, FP32, FP32)]
+    assert torch.mm(ONE, ONE).dtype is H
+
+
+def test_in_a_model_at_another_level(leaves):
+    Product, _, seen = functions()
+    ampatch.half_function(Product)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(leaves[1].detach().clone())
+
+        def forward(self, x):
+            return Product.apply(x, self.w)
+
+    ampatch.initialize([], dtype=H, verbosity=0)
+    plain = ampatch.initialize(Net(), opt_level="O0", verbosity=0)
+    seen.clear()
+    output = plain(leaves[0])
+    output.sum().backward()
+    assert output.dtype is FP32 and seen == [(FP32, FP32, FP32, FP32)]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(leaves, backend):
+    Product, Cube, _ = functions()
+    ampatch.half_function(Product)
+    ampatch.float_function(Cube)
+    torch._dynamo.reset()
+    product = torch.compile(lambda x, w: Product.apply(x, w), backend=backend, fullgraph=True)
+    cube = torch.compile(lambda x: Cube.apply(x), backend=backend, fullgraph=True)
+    half = leaves[0].detach().to(H).requires_grad_()
+    assert product(*leaves).dtype is FP32 and cube(half).dtype is H
+    ampatch.initialize([], dtype=H, verbosity=0)
+    output = product(*leaves)
+    assert output.dtype is H and cube(half).dtype is FP32
+    eager = grads(Product.apply(*leaves), leaves)
+    assert all(map(torch.equal, grads(output, leaves), eager))
+    assert torch.equal(*grads(cube(half), [half]), *grads(Cube.apply(half), [half]))
+    with ampatch.disable_casts():
+        assert product(*leaves).dtype is FP32 and cube(half).dtype is H
+    torch._dynamo.reset()

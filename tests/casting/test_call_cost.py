@@ -1,0 +1,216 @@
+"""What a call costs that is not cast, counted: Python frames, C calls, aten operators."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampatch
+
+H = torch.bfloat16
+X = torch.ones(2, 2)
+UNLISTED = [torch.relu, torch.add, torch.Tensor.add, torch.nn.functional.relu, torch.cat]
+
+
+OURS = str(Path(ampatch.__file__).parent)
+
+
+def calls(function: Callable, *args, ours: bool = False) -> list[tuple[str, str]]:
+    """`(kind, name)` of every Python and C function called by and below `function(*args)`.
+
+    `ours` leaves out the C functions, and the Python functions that are not of this package.
+    """
+    found = []
+
+    def profile(frame, event, argument):
+        if event == "call" and (not ours or frame.f_code.co_filename.startswith(OURS)):
+            found.append((event, frame.f_code.co_name))
+        elif event == "c_call" and not (ours and argument.__name__ != "setprofile"):
+            found.append((event, argument.__name__))
+
+    with torch.no_grad():
+        sys.setprofile(profile)
+        try:
+            function(*args)
+        finally:
+            sys.setprofile(None)
+    assert found.pop() == ("c_call", "setprofile")
+    return found
+
+
+class Operators(TorchDispatchMode):
+    """Counts what reaches the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **kwargs or {})
+
+
+def operators(function: Callable, *args) -> list:
+    with Operators() as counting, torch.no_grad():
+        function(*args)
+    return counting.seen
+
+
+MM = ("c_call", "mm")
+PATCHED = ("call", "patched")
+TRACED = ("call", "is_dynamo_compiling")  # asked where a thread has a policy of its own
+INACTIVE = {  # how it comes about: the options of initialize, the `with` around the call, the calls
+    "disable_casts": ({}, ampatch.disable_casts, [PATCHED, TRACED, MM]),
+    "O2": ({"opt_level": "O2"}, nullcontext, [MM]),
+    "O0": ({"opt_level": "O0"}, nullcontext, [MM]),
+}
+
+
+@pytest.mark.parametrize("name", INACTIVE)
+def test_an_inactive_call_adds_so_many_calls_and_no_operator(name):
+    options, inside, expected = INACTIVE[name]
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0, **options)
+    with inside():
+        assert calls(torch.mm, X, X) == expected
+        assert operators(torch.mm, X, X) == [torch.ops.aten.mm.default]
+
+
+def test_outside_a_model_the_gate_is_what_it_costs_more():
+    """`patch_scope="model"`: the gate looks at every argument, and there is no more to it."""
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, patch_scope="model", verbosity=0)
+    gate = calls(ampatch.session.session.registry.state.process.gate, (X, X), {})
+    assert calls(torch.mm, X, X) == [PATCHED, *gate, MM]
+    assert 1 <= len(gate) <= 20
+    assert operators(torch.mm, X, X) == [torch.ops.aten.mm.default]
+
+
+def test_after_deactivate_nothing_is_left():
+    before = [torch.mm]
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
+    assert calls(torch.mm, X.to(H), X.to(H))[0] == PATCHED
+    held = [torch.mm]
+    ampatch.deactivate()
+    assert torch.mm is before[0]
+    assert calls(torch.mm, X, X) == [MM]
+    assert calls(held[0], X, X) == [PATCHED, MM]  # a replacement that somebody kept
+
+
+@pytest.mark.parametrize("options", [{}, {"patch_scope": "model"}, {"opt_level": "O2"}])
+def test_a_call_in_no_table_is_the_same_call(options):
+    before = [calls(f, *arguments(f)) for f in UNLISTED]
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0, **options)
+    assert torch.relu is UNLISTED[0] and torch.Tensor.add is UNLISTED[2]
+    assert [calls(f, *arguments(f)) for f in UNLISTED] == before
+    assert calls(torch.relu, X) == [("c_call", "relu")]
+    assert operators(torch.relu, X) == [torch.ops.aten.relu.default]
+
+
+def arguments(function: Callable) -> tuple:
+    name = function.__name__
+    return ([X, X],) if name == "cat" else (X,) if name == "relu" else (X, X)
+
+
+def test_a_call_that_casts_adds_one_operator_per_cast():
+    """The count above can see a cast."""
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
+    cast = torch.ops.aten._to_copy.default
+    assert operators(torch.mm, X, X) == [cast, cast, torch.ops.aten.mm.default]
+    assert operators(torch.mm, X.to(H), X.to(H)) == [torch.ops.aten.mm.default]
+
+
+def python_calls(function: Callable, *args, ours: bool = False) -> list[str]:
+    return [name for kind, name in calls(function, *args, ours=ours) if kind == "call"]
+
+
+class Measured(nn.Module):
+    """A layer around `function(x, weight, bias, ...)` that notes the Python calls it makes."""
+
+    def __init__(self, weight: torch.Tensor, *rest):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(torch.ones(len(weight)))
+        self.rest, self.seen = rest, []
+
+    def forward(self, function, x):
+        arguments = (x, self.weight, self.bias, *self.rest)
+        self.seen.append(python_calls(function, *arguments))
+        self.seen.append(python_calls(function, *arguments))
+        return self.seen
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d"])
+@pytest.mark.parametrize("dtype", [torch.float32, H])
+def test_a_layer_s_call_is_two_python_calls_and_one_per_weight(name, dtype):
+    """One is ours, the other torch's: whether Dynamo traces.  Copies of weights are found."""
+    dims = 0 if name == "linear" else int(name[4])
+    rest = ((1,) * dims, (0,) * dims, (1,) * dims, 1) if dims else ()
+    model = Measured(torch.ones(2, 2, *(1,) * dims), *rest)
+    ampatch.initialize(model, dtype=H, verbosity=0)
+    x = torch.ones(3, 2, *(2,) * dims, dtype=dtype)
+    for _ in range(2):  # the first learns which weights are cast together
+        model(lambda *args: getattr(torch.nn.functional, name)(*args), x)
+    assert model.seen[-1] == ["<lambda>", "patched", "is_dynamo_compiling", "find", "find"]
+
+
+def test_any_other_call_is_one_python_call_and_one_per_cast():
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
+    half = X.to(H)
+    assert python_calls(torch.mm, half, half) == ["patched"]
+    assert python_calls(torch.mm, half, X) == ["patched", "cast"]
+    assert python_calls(torch.layer_norm, half, (2,)) == ["patched", "cast"]
+    assert python_calls(torch.layer_norm, X, (2,), None, None, 1e-5) == ["patched"]
+
+
+FORWARDS = {
+    "O1": ["_enter", "open", "is_recording", "_makes_fx", "begin", "_hears_of_all", "are_ranks"]
+    + ["__init__", "patched", "find", "_is_ordinary", "make", "_must_be_alone", "is_recording"]
+    + ["_makes_fx", "_together", "alike", "may_be_planned", "cast_together", "copies", "<listcomp>"]
+    + ["find", "_leave", "close", "_learn", "<listcomp>"],
+    "O0": [
+        "_enter",
+        "take",
+        "is_recording",
+        "_makes_fx",
+        "_cast",
+        "_leave",
+        "give_back",
+        "cast_tensors",
+    ],
+    "O2": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
+    + ["_before_forward", "_leave", "give_back", "come_back", "cast_tensors"],
+    "O3": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
+    + ["_leave", "give_back", "come_back", "cast_tensors"],
+}
+
+
+@pytest.mark.parametrize("level", FORWARDS)
+def test_a_managed_forward_adds_so_many_python_calls(level):
+    model = ampatch.initialize(nn.Linear(2, 2), opt_level=level, dtype=H, verbosity=0)
+    for _ in range(2):  # the first learns which weights are cast together
+        model(X)
+    assert python_calls(model, X, ours=True) == FORWARDS[level]
+
+
+def test_switching_casts_off_for_a_step_is_two_python_calls():
+    def suspended():
+        state.resume(state.suspend())
+
+    state = ampatch.session.session.registry.state
+    assert python_calls(suspended, ours=True) == ["suspend", "resume"]
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
+    assert python_calls(suspended, ours=True) == ["suspend", "resume"]
+
+
+def test_a_transformer_layer_asks_for_its_fused_path_without_a_walk_over_its_weights():
+    model = nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0, batch_first=True)
+    ampatch.initialize(model, dtype=H, verbosity=0)
+    x = torch.ones(2, 3, 4)
+    model(x)
+    seen = python_calls(model, x)
+    assert seen.count("_left_alone") == 2 and "named_parameters" not in seen

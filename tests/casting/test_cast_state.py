@@ -1,0 +1,175 @@
+"""`CastState.suspend` is `with state.under(lambda: None)`, and a model's entry a push."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.casting.policy import FOLLOW, CastState, Policy
+from ampatch.session.session import registry
+
+H = torch.bfloat16
+X = torch.ones(2, 2)
+
+
+def seen(state: CastState) -> tuple:
+    """All that anybody can ask of a state."""
+    return (
+        state.current(),
+        state.table_policy(),
+        state.covered(),
+        state.under_user_control(),
+        state.overridden,
+    )
+
+
+def around(state: CastState) -> dict:
+    """Name -> a `with` block that a step may stand in."""
+    return {
+        "nothing": state.under(state.current),
+        "another policy": state.under(lambda: OTHER),
+        "casts off": state.under(lambda: None),
+        "casts off by the user": state.under(lambda: None, by_user=True),
+        "a policy of the user's": state.under(lambda: OTHER, by_user=True),
+    }
+
+
+OTHER = Policy(half_to=torch.float16)
+BLOCKS = list(around(CastState()))
+
+
+def in_use(process: Policy | None) -> CastState:
+    state = CastState()
+    state.process = process
+    return state
+
+
+@pytest.mark.parametrize("outer", BLOCKS)
+@pytest.mark.parametrize("casting", [True, False])
+def test_suspend_is_a_block_without_casts(casting, outer):
+    policy = Policy(half_to=H) if casting else None
+    found = []
+    for suspends in (True, False):
+        state = in_use(policy)
+        with around(state)[outer]:
+            before = seen(state)
+            if suspends:
+                token = state.suspend()
+                found.append(seen(state))
+                state.resume(token)
+            else:
+                with state.under(lambda: None):
+                    found.append(seen(state))
+            assert seen(state) == before
+        assert not state.thread.frames and not state.overridden
+    if casting or outer in ("another policy", "a policy of the user's"):
+        assert found[0] == found[1] and found[0][0] is None
+    else:  # nothing casts: nothing is pushed, and no more can be asked than that
+        assert found[0][0] is found[1][0] is None and found[0][2] is found[1][2] is None
+
+
+def test_suspended_again_inside():
+    state = in_use(Policy(half_to=H))
+    first = state.suspend()
+    second = state.suspend()
+    assert state.current() is None
+    state.resume(second)
+    assert state.current() is None and state.overridden
+    state.resume(first)
+    assert state.current() is state.process and not state.overridden
+
+
+def test_a_closure_s_forward_runs_under_what_the_step_suspended():
+    state = in_use(Policy(half_to=H))
+    token = state.suspend()
+    with state.under(state.covered):
+        assert state.current() is state.process
+    assert state.current() is None
+    state.resume(token)
+
+
+def test_blocks_that_end_in_another_order():
+    state = in_use(Policy(half_to=H))
+    block = state.under(lambda: OTHER)
+    token = state.suspend()
+    block.__enter__()
+    state.resume(token)
+    assert state.current() is OTHER
+    block.__exit__(None, None, None)
+    assert state.thread.policy is FOLLOW and not state.overridden and not state.thread.frames
+
+
+def test_other_threads_go_on_casting():
+    state, found = in_use(Policy(half_to=H)), []
+    token = state.suspend()
+    thread = threading.Thread(target=lambda: found.append(state.current()))
+    thread.start()
+    thread.join()
+    state.resume(token)
+    assert found == [state.process]
+
+
+def test_what_hooks_left_is_dropped_and_a_suspension_is_not():
+    state = in_use(Policy(half_to=H))
+    token = state.suspend()
+    state.push(OTHER, "an interrupted forward")
+    state.drop_interrupted()
+    assert state.current() is None
+    state.resume(token)
+    assert not state.thread.frames
+
+
+class Calls(nn.Module):
+    def __init__(self, inside=lambda: None):
+        super().__init__()
+        self.linear, self.inside = nn.Linear(2, 2), inside
+
+    def forward(self, x):
+        self.inside()
+        return self.linear(x)
+
+
+def initialized(model, level):
+    return ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
+
+
+def test_a_model_within_a_model_within_itself():
+    """A forward that changes nothing pushes nothing; what runs inside must not take that away."""
+    depth = []
+
+    def inner():
+        if len(depth) < 2:
+            depth.append(registry.state.current())
+            other(X)
+            depth.append(registry.state.current())
+
+    def again():
+        if len(depth) < 2:
+            model(X)
+
+    model, other = Calls(inner), Calls(again)
+    initialized(other, "O0")
+    initialized(model, "O1")
+    assert model(X).dtype is H
+    assert depth[0] is depth[1] is registry.state.process
+    assert not registry.state.thread.frames and not registry.state.overridden
+
+
+@pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O1", H)])
+def test_a_recursive_forward_keeps_its_own_policy_to_the_end(level, dtype):
+    found = []
+
+    def again():
+        if len(found) < 1:
+            found.append(None)
+            model(X)
+            found.append(torch.mm(X, X).dtype)
+
+    model = initialized(Calls(again), level)
+    initialized(nn.Linear(2, 2), "O1" if level == "O0" else "O0")
+    model(X)
+    assert found[1] is dtype

@@ -1,0 +1,76 @@
+"""Where there are several kinds of device, rules act where a managed model lives.
+
+CI has no accelerator; that one is there is simulated, and tensors on `meta`
+stand for those on the other device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+from ampatch.session import policies, session
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """As on a machine where models may live on the CPU or elsewhere."""
+    monkeypatch.setattr(policies, "_device_limit", lambda: set())
+
+
+def test_only_tensors_where_the_model_lives_are_cast(accelerator):
+    ampatch.initialize(nn.Linear(4, 4, device="meta"), verbosity=0)
+    on_cpu, elsewhere = torch.ones(2, 4), torch.ones(2, 4, device="meta")
+    assert F.linear(on_cpu, torch.ones(3, 4)).dtype is torch.float32
+    assert F.linear(elsewhere, torch.ones(3, 4, device="meta")).dtype is torch.float16
+
+
+def test_a_model_that_moves_takes_the_rules_along(accelerator):
+    model = nn.Linear(4, 4, device="meta")
+    ampatch.initialize(model, verbosity=0)
+    model.to_empty(device="cpu")
+    assert model(torch.ones(2, 4)).dtype is torch.float16
+
+
+def test_without_an_accelerator_nothing_is_asked():
+    model = nn.Linear(4, 4)
+    ampatch.initialize(model, verbosity=0)
+    policy = session.registry.sessions[-1].policy
+    assert torch.cuda.is_available() or policy.devices is None
+
+
+@pytest.mark.gpu
+def test_cpu_work_beside_a_cuda_model_stays_float32():
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    ampatch.initialize(nn.Linear(4, 4).cuda(), verbosity=0)
+    assert F.linear(torch.ones(2, 4), torch.ones(3, 4)).dtype is torch.float32
+    cuda = torch.ones(2, 4, device="cuda")
+    assert F.linear(cuda, torch.ones(3, 4, device="cuda")).dtype is torch.float16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_on_cuda(opt_level, half, fused):
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=fused)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=half, verbosity=0)
+    inputs = torch.randn(64, 1, 8, 8, device="cuda")
+    targets = torch.randint(0, 10, (64,), device="cuda")
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]

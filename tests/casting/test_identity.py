@@ -1,0 +1,343 @@
+"""`func is F.linear`: what `__torch_function__` and TorchFunctionModes are given."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.masked import masked_tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode, resolve_name
+
+import ampatch
+
+H = torch.bfloat16
+X, FIRST = torch.randn(3, 4), torch.tensor([0])
+STATE = ampatch.session.session.registry.state
+
+
+def o1(level: str = "O1", **options) -> nn.Module:
+    return ampatch.initialize(Net(), opt_level=level, dtype=H, verbosity=0, **options)
+
+
+class Net(nn.Module):
+    """Builtins, Python functions of F, methods, operators, an RNN and attention."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.recurrent, self.conv = nn.LSTM(4, 4), nn.Conv1d(3, 3, 1)
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.layer(x)))
+        y = self.recurrent(self.conv(y))[0]
+        z = y.matmul(y.t()) + y @ y.t() + torch.mm(y, y.t())
+        return F.softmax(z, -1), F.cross_entropy(y, torch.tensor([0, 1, 2])), y**2
+
+
+CALLS = {  # what is called, and the name by which a handler asks for it
+    "builtin of F": (lambda x: F.linear(x, X), lambda: F.linear),
+    "builtin of torch": (lambda x: torch.mm(x, X.t()), lambda: torch.mm),
+    "one function, two names": (lambda x: torch.conv1d(x[None], X[:, :3, None]), lambda: F.conv1d),
+    "its other name": (lambda x: F.conv1d(x[None], X[:, :3, None]), lambda: torch.conv1d),
+    "python function of F": (lambda x: F.softmax(x, -1), lambda: F.softmax),
+    "method": (lambda x: x.softmax(-1), lambda: torch.Tensor.softmax),
+    "operator": (lambda x: x @ X.t(), lambda: torch.Tensor.matmul),
+    "power": (lambda x: x**2, lambda: torch.Tensor.__pow__),
+    "in a list": (lambda x: torch.linalg.multi_dot([X, x.t()]), lambda: torch.linalg.multi_dot),
+    "keyword": (lambda x: F.linear(input=X, weight=x), lambda: F.linear),
+    "own dtype": (lambda x: torch.sum(x, dtype=torch.float64), lambda: torch.sum),
+    "half rule of its own": (lambda x: torch.matrix_power(x[:, :3], 2), lambda: torch.matrix_power),
+    "promoting": (lambda x: x.index_add(0, FIRST, X[:1]), lambda: torch.Tensor.index_add),
+    "in place": (lambda x: x.index_add_(0, FIRST, X[:1]), lambda: torch.Tensor.index_add_),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(x[None], X[None], X[None]),
+        lambda: F.scaled_dot_product_attention,
+    ),
+    "fourier": (lambda x: torch.fft.fft(x), lambda: torch.fft.fft),
+}  # fmt: skip
+
+
+def subclass(ask) -> tuple[type, list]:
+    """A subclass that asks of each call whether it is `ask()`, and a list of the answers."""
+    seen = []
+
+    class Asking(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func is ask())
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return Asking, seen
+
+
+class Mode(TorchFunctionMode):
+    """Keeps what it sees: functions, and the dtypes of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+        self.seen.append((func, dtypes))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("casts", ["on", "off"])
+@pytest.mark.parametrize("title", CALLS)
+def test_a_subclass_is_given_what_torch_has(title, casts):
+    call, ask = CALLS[title]
+    cls, seen = subclass(ask)
+    o1()
+    with torch.no_grad(), ampatch.disable_casts() if casts == "off" else ampatch.precision("half"):
+        expected = call(X.clone()).dtype
+        found = call(X.clone().as_subclass(cls))
+        seen, asked = list(seen), True  # `found.dtype` is a call too
+        assert seen.count(asked) == 1
+        assert found.dtype is expected
+
+
+@pytest.mark.parametrize("title", CALLS)
+def test_a_mode_is_given_what_torch_has_once_and_uncast(title):
+    call, ask = CALLS[title]
+    with Mode() as plain:
+        call(X.clone())
+    o1()
+    expected = call(X.clone()).dtype
+    with Mode() as outer, Mode() as inner:
+        found = call(X.clone())
+    for mode in (inner, outer):
+        functions = [func for func, _ in mode.seen if getattr(func, "__name__", "") != "__get__"]
+        assert functions.count(ask()) == 1 and len(functions) == len(plain.seen)
+    assert [dtypes for _, dtypes in inner.seen] == [dtypes for _, dtypes in plain.seen]
+    assert found.dtype is expected
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_mode_sees_a_model_s_own_calls_only(level):
+    names = []
+    for made in (Net, lambda: o1(level)):
+        model = made()
+        for _ in range(2):
+            with Mode() as mode:
+                model(X)
+        names.append([func.__name__ for func, _ in mode.seen])
+    assert names[1] == names[0]
+
+
+def test_causal_bias():
+    """It asks whether the function is F.scaled_dot_product_attention."""
+    q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4)
+    reference = F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(2, 5))
+    o1()
+    found = F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(2, 5))
+    assert found.dtype is H
+    torch.testing.assert_close(found.float(), reference, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_attention_asks_for_the_builtin_below():
+    def run():
+        torch.manual_seed(0)
+        parts = [torch.randn(3, 2, 8), torch.randn(5, 2, 8)]
+        jagged = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+        return F.scaled_dot_product_attention(jagged, jagged, jagged).values()
+
+    with torch.no_grad():
+        reference = run()
+        o1()
+        found = run()
+    assert found.dtype is H
+    torch.testing.assert_close(found.float(), reference, rtol=0.03, atol=0.03)
+
+
+# Tables of functions
+
+HANDLED = {}
+
+
+def implements(*functions):
+    def decorate(handler):
+        HANDLED.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return decorate
+
+
+@implements(F.linear, torch.mm, torch.Tensor.softmax, F.interpolate)
+def handled_before(func, args, kwargs):
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs), "handled"
+
+
+class ByDict(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in HANDLED:
+            return HANDLED[func](func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class ByTuple(torch.Tensor):
+    KNOWN = (F.linear, torch.mm, torch.Tensor.softmax)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return (found, "handled") if any(func is known for known in cls.KNOWN) else found
+
+
+def marking(known):
+    def handler(cls, func, types, args=(), kwargs=None):
+        call = torch.Tensor.__torch_function__.__func__
+        found = call(cls, func, types, args, kwargs or {})
+        return (found, "handled") if func in known else found
+
+    return handler
+
+
+class ByClosure(torch.Tensor):
+    __torch_function__ = classmethod(marking(frozenset((F.linear, torch.mm, torch.Tensor.softmax))))
+
+
+class ByMode(TorchFunctionMode):
+    def __init__(self, *functions):
+        super().__init__()
+        self.counts = dict.fromkeys(functions, 0)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.counts:
+            self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+TABLED = {
+    "linear": (lambda x: F.linear(x, X), H),
+    "mm": (lambda x: torch.mm(x, X.t()), H),
+    "softmax": (lambda x: x.softmax(-1), torch.float32),
+}
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+@pytest.mark.parametrize("cls", [ByDict, ByTuple, ByClosure])
+@pytest.mark.parametrize("title", TABLED)
+def test_tables_from_before_the_session(title, cls, overridden):
+    before = dict(HANDLED)
+    call, dtype = TABLED[title]
+    o1(overrides={F.interpolate: "float"} if overridden else None)
+    found, word = call(X.as_subclass(cls))
+    assert word == "handled" and found.dtype is dtype
+    ampatch.deactivate()
+    assert before == HANDLED
+    found, word = call(X.as_subclass(cls))
+    assert word == "handled" and found.dtype is torch.float32
+
+
+def test_a_python_function_of_f_from_before():
+    """Replaced because an override names it; what is called from F names it by its global."""
+    o1(overrides={F.interpolate: "float"})
+    assert F.interpolate(X.as_subclass(ByDict)[None], 2)[1] == "handled"
+
+
+def test_a_mode_counts_on():
+    counting = ByMode(F.linear, torch.mm)
+    o1()
+    with counting:
+        assert F.linear(X, X).dtype is H
+        torch.mm(X, X.t())
+    ampatch.deactivate()
+    with counting:
+        F.linear(X, X)
+    assert counting.counts == {F.linear: 2, torch.mm: 1}
+
+
+def test_a_handler_with_a_table_may_ask_for_identity_too():
+    answers = []
+
+    class Both(ByDict):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            answers.append((func in HANDLED, func is F.linear))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    o1()
+    F.linear(X.as_subclass(Both), X)
+    assert answers[0] == (True, True)
+
+
+def test_tables_filled_during_a_session_serve_then_and_afterwards():
+    kept = dict(HANDLED)
+    try:
+        o1()
+        implements(torch.bmm)(lambda func, args, kwargs: "bmm")
+        x = X[None].as_subclass(ByDict)
+        assert torch.bmm(x, x.mT) == "bmm"
+        ampatch.deactivate()
+        assert torch.bmm(x, x.mT) == "bmm" and torch.bmm in HANDLED
+    finally:
+        HANDLED.clear()
+        HANDLED.update(kept)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_torchs_own_tables():
+    """MaskedTensor has one; resolve_name and the tests' overrides are another."""
+    masked = masked_tensor(X, X > 0)
+    reference = masked.sum().get_data()
+    resolve_name(F.linear)
+    o1()
+    assert torch.equal(masked.sum().get_data(), reference)
+    assert resolve_name(F.linear) == "torch.nn.functional.linear"
+    assert F.linear in torch.overrides.get_testing_overrides()
+    assert torch.overrides.is_tensor_method_or_property(torch.Tensor.bmm)
+    ampatch.deactivate()
+    assert resolve_name(F.linear) == "torch.nn.functional.linear"
+    assert F.linear in torch.overrides.get_testing_overrides()
+
+
+# Knowing of modes
+
+
+def test_modes_are_known_however_they_come_and_go():
+    early, late = Mode(), Mode()
+    with early:
+        o1()
+        assert STATE.modes == 1 and STATE.overridden
+        assert F.linear(X, X).dtype is H
+    assert STATE.modes == 0 and not STATE.overridden
+
+    def suspended():
+        with Mode():
+            yield
+
+    generator = suspended()
+    next(generator)
+    assert STATE.modes == 1
+    generator.close()
+    with pytest.raises(KeyError), Mode():
+        raise KeyError
+    assert STATE.modes == 0 and not STATE.overridden
+    thread = threading.Thread(target=lambda: Mode().__enter__())
+    thread.start()
+    thread.join()
+    assert STATE.modes == 1
+    assert F.linear(X, X).dtype is H
+    with late:
+        ampatch.deactivate()
+    assert STATE.modes == 0 and not STATE.overridden
+
+
+def test_a_default_device_is_a_mode_that_sees_no_casts():
+    o1()
+    torch.set_default_device("cpu")
+    try:
+        assert STATE.modes == 1 and F.linear(X, X).dtype is H
+        assert torch.ones(2, 2).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    assert STATE.modes == 0 and not STATE.overridden

@@ -1,0 +1,196 @@
+"""The user's own functions: decorators and registrations, methods and autograd Functions."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+
+X = torch.randn(4, 4)
+H = torch.bfloat16
+
+DECORATORS = {
+    ampatch.half_function: (H, H, torch.float64),
+    ampatch.float_function: (torch.float32, torch.float32, torch.float64),
+    ampatch.promote_function: (torch.float32, torch.float32, torch.float64),
+}
+
+
+@pytest.mark.parametrize("decorate", DECORATORS, ids=lambda function: function.__name__)
+def test_decorators(decorate):
+    @decorate
+    def probe(a, b, *, c):
+        return a.dtype, b.dtype, c.dtype
+
+    class Holder:
+        @decorate
+        def method(self, a, b, *, c):
+            assert isinstance(self, Holder)
+            return a.dtype, b.dtype, c.dtype
+
+    arguments = (X, X.to(H))
+    plain = (torch.float32, H, torch.float64)
+    assert probe(*arguments, c=X.double()) == plain
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert probe(*arguments, c=X.double()) == DECORATORS[decorate]
+    assert Holder().method(*arguments, c=X.double()) == DECORATORS[decorate]
+    with ampatch.disable_casts():
+        assert probe(*arguments, c=X.double()) == plain
+    ampatch.deactivate()
+    assert probe(*arguments, c=X.double()) == plain
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A module of the user's, forgotten afterwards."""
+    registry = ampatch.session.session.registry
+    monkeypatch.setattr(registry.user_functions, "_rules", [])
+    module = types.ModuleType("users_library")
+    module.dtype_of = lambda x: x.dtype
+    monkeypatch.setitem(sys.modules, "users_library", module)
+    yield module
+    ampatch.deactivate()
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("dotted", [True, False])
+def test_registered_functions(library, early, dotted):
+    original = library.dtype_of
+    place = ("users_library.dtype_of",) if dotted else (library, "dtype_of")
+    if early:
+        ampatch.register_half_function(*place)
+        assert library.dtype_of(X) is torch.float32
+    ampatch.initialize([], dtype=H, verbosity=0)
+    if not early:
+        ampatch.register_half_function(*place)
+    assert library.dtype_of(X) is H
+    ampatch.deactivate()
+    assert library.dtype_of is original
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert library.dtype_of(X) is H
+
+
+def test_registered_rules(library):
+    library.promoted = lambda a, b: (a.dtype, b.dtype)
+    ampatch.register_float_function(library, "dtype_of")
+    ampatch.register_promote_function("users_library.promoted")
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert library.dtype_of(X.to(H)) is torch.float32
+    assert library.promoted(X, X.to(H)) == (torch.float32, torch.float32)
+    assert library.promoted(X.to(H), X.to(H)) == (H, H)
+
+
+def test_a_missing_name_is_an_error_and_registers_nothing(library):
+    with pytest.raises(AttributeError, match="users_library"):
+        ampatch.register_half_function(library, "absent")
+    ampatch.initialize([], dtype=H, verbosity=0)
+
+
+def test_a_module_not_yet_imported(library, tmp_path, monkeypatch):
+    (tmp_path / "imported_later_on.py").write_text("def dtype_of(x):\n    return x.dtype\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ampatch.register_half_function("imported_later_on.dtype_of")
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert "imported_later_on" not in sys.modules
+    import imported_later_on
+
+    assert imported_later_on.dtype_of(X) is H
+    ampatch.deactivate()
+    assert imported_later_on.dtype_of(X) is torch.float32
+    del sys.modules["imported_later_on"]
+
+
+def test_a_decorated_function_keeps_its_name_and_signature():
+    @ampatch.half_function
+    def attention(query, *, scale=1.0):
+        """What it does."""
+
+    assert (attention.__name__, attention.__doc__) == ("attention", "What it does.")
+    assert list(inspect.signature(attention).parameters) == ["query", "scale"]
+
+
+class Methods:
+    """A method of each kind, decorated on either side of the method's own decorator."""
+
+    @staticmethod
+    @ampatch.half_function
+    def static_below(x):
+        return x.dtype
+
+    @ampatch.half_function
+    @staticmethod
+    def static_above(x):
+        return x.dtype
+
+    @ampatch.half_function
+    @classmethod
+    def of_class(cls, x):
+        assert cls is Methods
+        return x.dtype
+
+    def plain(self, x):
+        assert isinstance(self, Methods)
+        return x.dtype
+
+    @staticmethod
+    def plain_static(x):
+        return x.dtype
+
+    @classmethod
+    def plain_of_class(cls, x):
+        assert cls is Methods
+        return x.dtype
+
+
+@pytest.mark.parametrize("owner", [Methods, Methods()], ids=["class", "instance"])
+@pytest.mark.parametrize("name", ["static_below", "static_above", "of_class"])
+def test_decorated_methods(owner, name):
+    assert getattr(owner, name)(X) is torch.float32
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert getattr(owner, name)(X) is H
+
+
+@pytest.mark.parametrize("name", ["plain", "plain_static", "plain_of_class"])
+def test_registered_methods(library, name):
+    found = vars(Methods)[name]
+    ampatch.register_half_function(Methods, name)
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert getattr(Methods(), name)(X) is H
+    if name != "plain":
+        assert getattr(Methods, name)(X) is H
+    ampatch.deactivate()
+    assert vars(Methods)[name] is found
+    assert getattr(Methods(), name)(X) is torch.float32
+
+
+def test_a_registered_name_that_another_module_imported_is_rebound(library, monkeypatch):
+    other = types.ModuleType("users_other_library")
+    other.short = original = library.dtype_of
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    ampatch.register_half_function("users_library.dtype_of")
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert other.short(X) is H
+    ampatch.deactivate()
+    assert other.short is original
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, dict], ids=lambda kind: kind.__name__)
+def test_classes_are_refused(wrong, library):
+    library.Wrong = wrong
+    with pytest.raises(TypeError, match=r"half_function: \w+ is a class.*overrides="):
+        ampatch.half_function(wrong)
+    with pytest.raises(TypeError, match="register_float_function.*is a class"):
+        ampatch.register_float_function(library, "Wrong")
+    ampatch.initialize([], dtype=H, verbosity=0)
+    assert library.Wrong is wrong
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="promote_function: expected a function.*int"):
+        ampatch.promote_function(3)

@@ -1,0 +1,276 @@
+"""`ampatch gradients`, `explain`, `doctor` and `run --debug`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampatch
+from ampatch.cli import diagnose, main
+from ampatch.diagnose import doctor, running
+
+ROOT = str(Path(ampatch.__file__).parents[1])
+TRAINING = """
+    import sys
+    import torch
+    import ampatch as amp
+
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 30
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", dtype="bfloat16")
+    for step in range(steps):
+        loss = model(torch.ones(8, 8)).pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("step", step)
+    amp.deactivate()
+    print("done")
+"""
+OVERFLOWING = """
+    import torch
+    import ampatch as amp
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.exp(self.fc(x)).sum()
+
+    amp.deactivate()  # a leftover; it does not end the watch
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(net(torch.full((1, 4), 1e5)), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(TRAINING))
+    return path
+
+
+def environment():
+    paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120", "TERM": "xterm"}
+
+
+def run(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "ampatch", *map(str, arguments)],
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_gradients_piped_as_json_with_a_plot(script, tmp_path):
+    done = run("gradients", "train.py", "--steps", 3, "--json", "--plot", "g.png",
+               "--opt-level", "O2", "--", 10, cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # nothing of the script's own output
+    assert found["steps"] == 3
+    names = {f"Sequential.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
+    assert set(found["parameters"]) == names
+    assert found["counted"] + found["counts"]["zero"] == 3 * (64 + 8 + 16 + 2)
+    assert "step 1" in done.stderr and "done" not in done.stderr
+    assert "Ended train.py after 3 optimizer steps" in done.stderr
+    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_in_a_terminal(script, tmp_path):
+    """Both streams on a pseudo-terminal; the script runs to its end."""
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ampatch", "explain", "train.py", "--", "2"],
+        cwd=tmp_path, env=environment(), stdin=child, stdout=child, stderr=child,
+    )  # fmt: skip
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            part = os.read(parent, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(parent)
+    assert process.wait(timeout=120) == 0
+    lines = shown.decode().replace("\r\n", "\n").splitlines()
+    linear = next(line for line in lines if line.startswith("torch.nn.functional.linear"))
+    # two layers, two forwards: inputs 8*8*2 bytes and, of the second layer, cast already
+    assert linear.split()[1:5] == ["4", "6", "4", str(2 * (2 * 64) + 2 * (64 + 8 + 16 + 2))]
+    assert any(
+        line.split() == ["Sequential.0", "Linear", "2", "float32", "bfloat16"] for line in lines
+    )
+    assert "done" in lines and any("Sequential.1 (out_features=2)" in line for line in lines)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Scripts run here, which is quicker than in a process of their own."""
+
+    def execute(script, arguments):
+        try:
+            exec(compile(Path(script).read_text(), script, "exec"), {"__name__": "__main__"})
+        except AssertionError as error:
+            return running.Ending(1, f"AssertionError: {error}")
+        return running.Ending(0)
+
+    monkeypatch.setattr(running, "run_script", execute)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+def test_a_script_that_fails_midway_still_gets_its_answer(script, in_this_process, capsys):
+    script.write_text(
+        script.read_text().replace('print("step", step)', "assert step < 2, 'broken'")
+    )
+    assert main.main(["gradients", str(script)]) == 1
+    done = capsys.readouterr()
+    assert "over 3 optimizer steps" in done.out and "A static loss scale of" in done.out
+    assert "failed after 3 optimizer steps: AssertionError: broken." in done.err
+
+
+def test_a_script_that_never_steps(tmp_path, in_this_process, capsys):
+    (tmp_path / "hello.py").write_text("print('hello')")
+    assert main.main(["gradients", str(tmp_path / "hello.py")]) == 1
+    done = capsys.readouterr()
+    assert done.out == "" and "hello.py never stepped an optimizer" in done.err
+
+
+def test_a_script_without_ampatch(tmp_path, in_this_process, capsys):
+    plain = """
+        import torch
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    (tmp_path / "plain.py").write_text(textwrap.dedent(plain))
+    assert main.main(["gradients", str(tmp_path / "plain.py"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bins"] == {"0": 18}
+    assert main.main(["explain", str(tmp_path / "plain.py"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["functions"] == {} and found["modules"]["Linear"]["calls"] == 3
+
+
+def test_run_under_debug(tmp_path):
+    (tmp_path / "net.py").write_text(textwrap.dedent(OVERFLOWING))
+    done = run("run", "--debug", "net.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "made by aten._to_copy in torch.float16, in Net.fc (Linear)" in last
+    assert "return torch.exp(self.fc(x)).sum()" in last and "net.py:" in last
+    assert "Largest finite input: 100000." in last
+
+
+def test_debug_of_a_healthy_run(capsys):
+    assert diagnose.run_debugged(lambda: 3) == 3
+    assert capsys.readouterr().err == "ampatch: no inf or NaN in 0 optimizer steps.\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("gradients", "missing.py"), "there is no such script"),
+        (("explain", "."), "not a file"),
+        (("gradients",), "the following arguments are required: SCRIPT"),
+        (("gradients", "train.py", "5"), "ampatch gradients train.py -- 5"),
+        (("explain", "train.py", "--lr", "5"), "ampatch explain train.py -- --lr 5"),
+        (("gradients", "train.py", "--steps", "0"), "0 is not above 0"),
+        (("gradients", "train.py", "--lost", "100"), "100 is not at least 0 and below 100"),
+        (("explain", "train.py", "--opt-level", "O7"), "--opt-level=O7: not understood"),
+        (("explain", "train.py", "--dtype", "float8"), "--dtype=float8: not understood"),
+        (("gradients", "train.py", "--plot", "no/such/g.png"), "no directory"),
+        (("gradients", "train.py", "--plot", "g.xyz"), "unknown kind of picture"),
+    ],
+)
+def test_wrong_command_lines(arguments, message, script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_run(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        main.main(["gradients", "train.py", "--plot", "g.png"])
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_doctor_as_json_says_what_the_text_says(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "MEASURE_FOR", 0.01)
+    monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
+    monkeypatch.setenv("AMPATCH_OPTLEVEL", "O1")  # misspelt: shown, so that it is seen
+    assert main.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert found["environment"]["AMPATCH_DTYPE"] == "bfloat16"
+    assert found["environment"]["AMPATCH_OPT_LEVEL"] is None
+    assert found["environment"]["AMPATCH_OPTLEVEL"] == "O1"
+    assert set(found["speed"]["cpu"]) == {"float16", "bfloat16"}
+    assert found["extras"]["matplotlib"] and found["apex"] == "not installed"
+    assert found["missing_in_torch"] == doctor.content.missing()
+    assert main.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "Faster than FP32 on cpu: " in text
+    for name in (*found["extras"], *found["environment"]):
+        assert f"\n{name} " in text
+
+
+@pytest.mark.parametrize(
+    "ratios, expected",
+    [((2.0, 3.0), "float16, bfloat16"), ((0.5, 3.0), "bfloat16"), ((0.5, 0.5), "no half type")],
+)
+def test_what_is_called_fast(ratios, expected):
+    dtypes = (torch.float16, torch.bfloat16)
+    speeds = {d: {"matmul": r, "conv2d": 2.0} for d, r in zip(dtypes, ratios, strict=True)}
+    assert doctor.fast(speeds) == expected
+
+
+def test_doctor_measures_torch_and_not_the_casts():
+    ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    seen = []
+    find = doctor._operators
+
+    def noting(device, dtype):
+        runs = find(device, dtype)
+        seen.extend(gradient.dtype is dtype for run in runs for gradient in run())
+        return runs
+
+    doctor._operators = noting
+    try:
+        doctor.measure("cpu")
+    finally:
+        doctor._operators = find
+    assert seen and all(seen)
+
+
+def test_every_new_command_is_listed(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("gradients", "explain", "doctor"))
+    assert diagnose.DEFAULT_STEPS == 20

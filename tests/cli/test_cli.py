@@ -1,0 +1,307 @@
+"""The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampatch
+from ampatch._version import __version__
+from ampatch.casting import tables
+from ampatch.cli import main
+from ampatch.diagnose import doctor
+
+TRAINING = """
+    import sys
+    import torch
+    import ampatch as amp
+
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0")
+    for _ in range(10):
+        loss = model(torch.ones(8, 4)).pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    amp.log_metrics(accuracy=0.75)
+"""
+ROOT = str(Path(ampatch.__file__).parents[1])
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(TRAINING))
+    return str(path)
+
+
+def environment():
+    """Ours, with ampatch found from any directory and a wide terminal."""
+    paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "160", "TERM": "xterm"}
+
+
+def ampatch_command(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "ampatch", *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# sweep
+
+
+def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
+    done = ampatch_command(
+        "sweep",
+        "train.py",
+        "--levels",
+        "O0,O1",
+        "--dtypes",
+        "bfloat16",
+        "--no-autocast",
+        cwd=tmp_path,
+    )
+
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+    table, _, verdicts = done.stdout.partition("\n\n")
+    head, line, first, second, *notes = table.splitlines()
+    assert head.split() == [
+        "level",
+        "dtype",
+        "step",
+        "ms",
+        "speed",
+        "memory",
+        "MiB",
+        "first",
+        "loss",
+        "last",
+        "loss",
+        "accuracy",
+        "skips",
+        "scale",
+        "status",
+    ]
+    assert "resident set" in notes[-1]
+    assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
+    assert first.split()[3] == "1.00x" and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
+    of_o0, of_o1, recommended, written = verdicts.splitlines()
+    assert of_o0 == "O0 float32: the baseline"
+    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (n=1 and 1)")
+    assert recommended.startswith("Recommendation: ")
+    assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
+    progress = done.stderr.splitlines()
+    assert progress[0] == "[1/2] O0 seed 0: started"
+    assert progress[3].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
+    rows = json.loads((tmp_path / "ampatch-sweep/train/summary.json").read_text())["rows"]
+    assert [row["metrics"] for row in rows] == [{"accuracy": 0.75}] * 2
+
+
+def test_arguments_after_two_dashes_are_the_scripts(script, tmp_path):
+    Path(script).write_text("import sys\nprint(sys.argv[1:])\n")
+    done = ampatch_command(
+        "sweep",
+        "--levels=O0",
+        "train.py",
+        "--out",
+        "here",
+        "--",
+        "--levels",
+        "x",
+        "--",
+        "y",
+        cwd=tmp_path,
+    )
+    assert (
+        tmp_path / "here/runs/O0.seed0.repeat0.log"
+    ).read_text() == "['--levels', 'x', '--', 'y']\n"
+    assert done.returncode == 1  # no run went well
+    assert "never calls ampatch.initialize" in done.stdout
+
+
+def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path):
+    pytest.importorskip("rich")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ampatch", "sweep", script, "--levels", "O0"],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    text = read_all(ours)
+    assert process.wait() == 0
+    assert "\x1b[?25l" in text  # the cursor, hidden while the bar is drawn
+    assert "steps" in text and "(1/1) O0 seed 0: ok, 10 steps of " in text
+    assert "\x1b[32mok" in text
+    assert text.index("\x1b[?25h") < text.index("\x1b[32mok")
+
+
+def read_all(terminal):
+    """What is written to a pseudo-terminal until its other end is closed."""
+    parts = []
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # Linux's way to say that the other end is closed
+            part = b""
+        if not part:
+            os.close(terminal)
+            return b"".join(parts).decode()
+        parts.append(part)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("sweep",), "the following arguments are required: SCRIPT"),
+        (("sweep", "gone.py"), "gone.py: there is no such script"),
+        (("sweep", "."), ".: not a file"),
+        (("sweep", "train.py", "--levels", "O0,O5x"), "unknown level 'O5x'"),
+        (("sweep", "train.py", "--epochs", "2"), "behind --: ampatch sweep train.py -- --epochs 2"),
+        (("sweep", "train.py", "--timeout", "-1"), "argument --timeout: -1 is not above 0"),
+        (("sweep", "train.py", "--timeout", "soon"), "argument --timeout: "),
+        (
+            ("sweep", "train.py", "--out", "train.py/x"),
+            "train.py/x: cannot be written: Not a directory",
+        ),
+        (("sweep", "train.py", "--dtypes", "half"), "unknown dtype 'half'"),
+        (("sweep", "train.py", "--seeds", "0"), "argument --seeds: 0 is not above 0"),
+        (("sweep", "train.py", "--with", "O2"), "--with 'O2': expected an opt level and settings"),
+        (("sweep", "train.py", "--with", "O2 loss_scale=-1"), "must be above 0"),
+        (("sweep", "train.py", "--with", "O2 lr=1"), "initialize has no setting 'lr'"),
+        (("sweep", "train.py", "--with", "O1 master_weights=True"), "are their own masters"),
+        (("sweep", "train.py", "--metric", "acc"), "'acc': expected NAME=VALUE"),
+        (("sweep", "train.py", "--metric", "acc=[("), "no regular expression"),
+        (("sweep", "train.py", "--metric", r"acc=\d+"), "expected one group in parentheses"),
+        (("sweep", "train.py", "--better", "acc=up"), "expected lower or higher"),
+        (("sweep", "train.py", "--resume"), "there is no sweep to resume"),
+        (("sweep", "train.py", "--", "--steps", "{steps}"), "give --steps N as well"),
+        (("run",), "the following arguments are required: SCRIPT"),
+        (("run", "gone.py"), "gone.py: there is no such script"),
+        (("tables", "--rule", "quarter"), "unknown rule 'quarter'; expected one of half"),
+        (("doctor", "--fast"), "unrecognized arguments: --fast"),
+        (("polish",), "invalid choice: 'polish'"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments, message, script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"ampatch {__version__}\n"
+
+
+# run
+
+
+def test_run_is_python_with_the_variables_set(script, tmp_path):
+    Path(script).write_text(
+        textwrap.dedent("""
+        import os, sys
+        print(__name__, sys.argv, os.environ["AMPATCH_OPT_LEVEL"], os.environ["AMPATCH_DTYPE"])
+        print(sys.path[0] == os.path.dirname(os.path.realpath(__file__)))
+        sys.exit(5)
+    """)
+    )
+    done = ampatch_command(
+        "run",
+        "--opt-level",
+        "O2",
+        "--dtype",
+        "bfloat16",
+        "train.py",
+        "--opt-level",
+        "mine",
+        "--",
+        "x",
+        cwd=tmp_path,
+    )
+    assert done.stdout.splitlines() == [
+        "__main__ ['train.py', '--opt-level', 'mine', '--', 'x'] O2 bfloat16",
+        "True",
+    ]
+    assert (done.returncode, done.stderr) == (5, "")
+
+
+def test_run_overrides_what_the_script_gives(script, tmp_path):
+    with open(script, "a") as file:
+        file.write("print(next(model.parameters()).dtype)\n")
+    done = ampatch_command("run", "--opt-level", "O3", "--dtype", "bfloat16", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "torch.bfloat16\n")
+
+
+def test_run_takes_scripts_written_for_apex(script, tmp_path):
+    pytest.importorskip("ampatch.compat.apex")
+    text = Path(script).read_text().replace("import ampatch as amp", "from apex import amp")
+    Path(script).write_text(text.partition("amp.log_metrics")[0] + "print(amp.__name__)\n")
+    done = ampatch_command("run", "--opt-level", "O1", "--dtype", "bfloat16", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "apex.amp\n")
+
+
+def test_a_crash_in_run_reads_as_pythons_own(script, tmp_path):
+    Path(script).write_text("def f():\n    raise ValueError('too late')\n\nf()\n")
+    ours = ampatch_command("run", "train.py", cwd=tmp_path)
+    python = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ours.returncode == python.returncode == 1
+    assert ours.stderr.replace(str(tmp_path), "") == python.stderr.replace(str(tmp_path), "")
+
+
+# tables and doctor
+
+
+def test_tables_say_where_what_and_why(capsys):
+    assert main.main(["tables"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for name in ("WHITELIST", "BLACKLIST", "PROMOTE", "BANNED"):
+        for row in getattr(tables, name):
+            assert f"{row.rule.value}: {row.where}" in out
+            assert " ".join(row.why.split()) in out
+            assert " ".join(row.names) in out
+    assert "lacks" in out
+
+
+def test_tables_of_one_rule(capsys):
+    assert main.main(["tables", "--rule", "banned"]) == 0
+    out = capsys.readouterr().out
+    assert "binary_cross_entropy" in out
+    assert "half: " not in out and "WHITELIST" not in out
+
+
+def test_doctor_measures_and_reports(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "MEASURE_FOR", 0.01)
+    monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
+    assert main.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines if line.startswith(("torch", "AMPATCH")))
+    assert facts["torch"].startswith(torch.__version__.partition("+")[0])
+    assert facts["AMPATCH_DTYPE"] == "bfloat16"
+    assert facts["AMPATCH_OPT_LEVEL"] == "not set"
+    speeds = [line.split() for line in lines if "matmul" in line]
+    assert [line[:2] for line in speeds[:2]] == [["cpu", "float16"], ["cpu", "bfloat16"]]
+    assert all(float(line[3].rstrip("x")) > 0 for line in speeds)

@@ -1,0 +1,208 @@
+"""`ampatch run --auto`, as a user runs it: the same script by Python, in float16 and in bfloat16."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from run_command import ampatch_run, environment, write
+
+PLAIN = """
+    import argparse, json, torch
+    from torch.nn.functional import cross_entropy
+
+    class Images(torch.utils.data.Dataset):
+        def __init__(self):
+            torch.manual_seed(0)
+            self.x = torch.randn(96, 1, 8, 8)
+            self.y = (self.x[:, 0, 0, 0] > 0).long()
+            self.x += self.y[:, None, None, None]
+
+        def __len__(self):
+            return len(self.x)
+
+        def __getitem__(self, index):
+            same = self.x[index] @ torch.eye(8)
+            assert same.dtype is torch.float32, "data are prepared as ever"
+            return same, self.y[index]
+
+    def main():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--workers", default=None)
+        parser.add_argument("--epochs", type=int, default=4)
+        options = parser.parse_args()
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+            torch.nn.Flatten(), torch.nn.Linear(288, 2),
+        )
+        seen = set()
+        model[0].register_forward_hook(lambda module, args, output: seen.add(str(output.dtype)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+        workers = {}
+        if options.workers:
+            workers = {"num_workers": 1, "multiprocessing_context": options.workers}
+        loader = torch.utils.data.DataLoader(Images(), batch_size=16, **workers)
+        losses, norms = [], []
+        for epoch in range(options.epochs):
+            for x, y in loader:
+                loss = cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0).item())
+                optimizer.step()
+                scheduler.step()
+                losses.append(loss.item())
+        print(json.dumps({"losses": losses, "norms": norms, "seen": sorted(seen)}))
+
+    if __name__ == "__main__":
+        main()
+"""
+
+DDP = """
+    import json, os, torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    def train(rank, world):
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        seen = set()
+        model.register_forward_hook(lambda module, args, output: seen.add(str(output.dtype)))
+        model = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        x = torch.arange(32.0).reshape(8, 4)[rank::world] / 32
+        for step in range(4):
+            with model.no_sync():
+                (model(x) - 1).pow(2).mean().backward()
+            (model(x) - 1).pow(2).mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        both = [torch.empty(4) for _ in range(world)]
+        torch.distributed.all_gather(both, model.module.weight.detach().flatten())
+        if rank == 0:
+            print(json.dumps([[one.tolist() for one in both], norm.item(), sorted(seen)]))
+        torch.distributed.destroy_process_group()
+
+    if __name__ == "__main__":
+        if "RANK" in os.environ:
+            train(int(os.environ["RANK"]), 2)
+        else:
+            store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            os.environ.update(
+                MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
+                TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there: ranks only connect
+            )
+            torch.multiprocessing.spawn(train, args=(2,), nprocs=2)
+"""
+
+
+def python(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def run_auto(folder, *arguments, **variables):
+    done = ampatch_run(folder, "--auto", *arguments, **variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Each way to run the script, some at a time."""
+    folder = tmp_path_factory.mktemp("auto")
+    write(folder / "plain.py", PLAIN)
+    short = ["plain.py", "--epochs", "1"]
+    calls = {
+        "python": (python, ["plain.py"], {}),
+        "float16": (run_auto, ["--opt-level", "O1", "plain.py"], {}),
+        "bfloat16": (run_auto, ["--dtype", "bfloat16", "-m", "plain"], {}),
+        "spawn": (run_auto, [*short, "--workers", "spawn"], {}),
+        "fork": (run_auto, [*short, "--workers", "fork"], {}),
+    }
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        futures = {
+            name: pool.submit(call, folder, *arguments, **variables)
+            for name, (call, arguments, variables) in calls.items()
+        }
+        return {name: future.result() for name, future in futures.items()}
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_plain_script_trains_in_half(results, half):
+    found, expected = results[half], results["python"]
+    assert found["seen"] == [f"torch.{half}"]
+    assert expected["losses"][-1] < 0.5 * expected["losses"][0]
+    finite = [norm for norm in found["norms"] if norm < float("inf")]
+    assert len(finite) >= len(expected["norms"]) - 3  # the scale finds its place
+    assert found["losses"][-1] == pytest.approx(expected["losses"][-1], abs=0.1)
+    if half == "bfloat16":
+        assert found["losses"] == pytest.approx(expected["losses"], abs=0.05)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=0.2, abs=0.02)
+
+
+@pytest.mark.parametrize("way", ["spawn", "fork"])
+def test_workers(results, way):
+    assert results[way]["seen"] == ["torch.float16"]
+    assert results[way]["losses"] == results["float16"]["losses"][:6]
+
+
+def test_ranks_that_the_script_spawns(tmp_path):
+    """Two backward passes a step, the first under no_sync, against the mean loss of both ranks."""
+    write(tmp_path / "ranks.py", DDP)
+    (both, norm, seen) = run_auto(tmp_path, "--loss-scale", "1024", "ranks.py")
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.arange(32.0).reshape(8, 4) / 32
+    for _ in range(4):
+        optimizer.zero_grad()
+        (2 * (model(x) - 1).pow(2).mean()).backward()
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+    assert seen == ["torch.float16"]
+    assert both[0] == both[1] == pytest.approx(model.weight.flatten().tolist(), rel=2e-3, abs=2e-3)
+    assert norm == pytest.approx(expected.item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_levels_that_need_the_model(level, tmp_path, capsys, monkeypatch):
+    from ampatch.cli import main
+
+    write(tmp_path / "plain.py", "print('started')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(
+        "AMPATCH_OPT_LEVEL", "O1"
+    )  # which the option overrides, and monkeypatch undoes
+    with pytest.raises(SystemExit) as stop:
+        main.main(["run", "--auto", "--opt-level", level, "plain.py"])
+    written = capsys.readouterr()
+    assert stop.value.code == 2 and written.out == ""
+    assert f"--auto with opt level {level}: it converts a model's weights" in written.err
+    assert "Expected --opt-level O1 (or O0)" in written.err
+
+
+def test_a_script_with_amp_code_of_its_own(tmp_path):
+    write(
+        tmp_path / "mixed.py",
+        """
+        import torch
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            print("not reached")
+        """,
+    )
+    done = ampatch_run(tmp_path, "--auto", "mixed.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[1].endswith('mixed.py", line 3, in <module>')
+    assert "ampatch run --auto is for scripts without AMP code" in done.stderr.splitlines()[-1]

@@ -1,0 +1,232 @@
+"""`ampatch tables`: what it says is so, and `docs/op_tables.md` says the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from autocast_oracle import DRIVERLESS, cuda_autocast, dtypes, on_fake_cuda
+from op_samples import sample
+from test_casting import NO_CPU_KERNEL, NO_ORACLE, call
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import ampatch
+from ampatch.casting import special_ops, tables
+from ampatch.casting.install import has
+from ampatch.casting.policy import CastState
+from ampatch.casting.tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ampatch.cli import main
+from ampatch.diagnose.tables import content, differences, formats
+
+ROOT = Path(ampatch.__file__).parents[1]
+ROWS = (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", "ampatch", "tables", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# What is printed
+
+
+def test_the_document_is_fresh(capsys):
+    """To make it: ampatch tables --format markdown > docs/op_tables.md"""
+    assert main.main(["tables", "--format", "markdown"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "op_tables.md").read_text(encoding="utf-8")
+
+
+def test_the_document_does_not_depend_on_the_torch_at_hand(monkeypatch, capsys):
+    main.main(["tables", "--format", "markdown"])
+    here = capsys.readouterr().out
+    monkeypatch.delattr(torch, "linalg")
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    main.main(["tables", "--format", "markdown"])
+    assert capsys.readouterr().out == here
+
+
+def test_json_holds_every_row(capsys):
+    assert main.main(["tables", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    shown = {(row["where"], name, row["rule"]) for row in found["rows"] for name in row["names"]}
+    assert shown == {(r.where, name, r.rule.value) for r in (*ROWS, *APEX) for name in r.names}
+    assert found["torch"] == torch.__version__
+    assert found["missing"] == content.missing()
+    assert {entry["name"] for entry in found["beside"]} == {
+        "check_input",
+        "get_fastpath_enabled",
+        "checkpoint",
+    }
+
+
+def test_what_is_patched_beside_the_tables_is_named():
+    patched = {(where, name) for where, name, _ in special_ops.module_parts(CastState())}
+    assert set(content.PARTS) == patched
+
+
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        (["einsum"], {"torch._VF.einsum"}),
+        (["special.*soft*"], set()),
+        (["torch.special.*soft*"], {"torch.special.log_softmax", "torch.special.softmax"}),
+        (["cross_entropy_l"], {"torch._C._nn.cross_entropy_loss"}),
+        (["lo[gs]", "--rule", "float"], {"torch.log", "torch.Tensor.log"}),
+    ],
+)
+def test_rows_are_asked_for_by_name(arguments, names, capsys):
+    code = main.main(["tables", "--format", "json", *arguments])
+    out, err = capsys.readouterr()
+    found = json.loads(out)["rows"] if out else []
+    assert {f"{row['where']}.{name}" for row in found for name in row["names"]} == names
+    assert code == (0 if names else 1) and bool(err) == (not names)
+
+
+def test_an_unknown_name_says_so(capsys):
+    assert main.main(["tables", "relu", "--rule", "banned"]) == 1
+    assert "No row with the rule 'banned' names 'relu'" in capsys.readouterr().err
+
+
+def test_text_is_plain_and_narrow_when_piped():
+    done = run()
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.isascii() and "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 88
+    assert "autocast: raises RuntimeError whatever the dtype" in done.stdout
+    assert "RNNBase.check_input" in done.stdout
+
+
+def test_a_missing_function_is_named_where_it_is_missed(monkeypatch, capsys):
+    row = tables.Row("torch.nn.functional", ("linear", "no_such"), Rule.HALF, "Because.")
+    monkeypatch.setattr(tables, "WHITELIST", (row,))
+    main.main(["tables", "--rule", "half"])
+    out = capsys.readouterr().out
+    assert "missing in this torch: no_such\n" in out
+    assert out.endswith("lacks torch.nn.functional.no_such.\n")
+
+
+# Where autocast differs: asked of the dispatcher
+
+
+def mixtures(where: str, name: str) -> dict:
+    """Arguments of the active half type with FP32 in turns, and with the other half type."""
+    leaves, spec = tree_flatten(sample(where, name))
+    floating = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    kinds = {"other half": [torch.bfloat16]}
+    if len(floating) > 1:
+        kinds |= {
+            "half, float": [torch.float16, torch.float32],
+            "float, half": [torch.float32, torch.float16],
+            "two halves": [torch.float16, torch.bfloat16],
+        }
+    made = {}
+    for kind, cycle in kinds.items():
+        cast = list(leaves)
+        for index, dtype in zip(floating, itertools.cycle(cycle)):
+            cast[index] = leaves[index].to(dtype)
+        made[kind] = tree_unflatten(cast, spec)
+    return made
+
+
+def outcome(where: str, name: str, arguments) -> list | type:
+    try:
+        with FakeTensorMode():
+            return dtypes(call(where, name, *on_fake_cuda(arguments)))
+    except (RuntimeError, ValueError) as error:
+        if DRIVERLESS and "driver" in str(error):
+            return None
+        return type(error)
+
+
+def test_autocast_differs_where_we_say_so_and_nowhere_else():
+    places = [
+        (row, name)
+        for row in ROWS
+        if row not in BEYOND
+        for name in row.names
+        if not row.native and has(row.where, name) and name not in NO_ORACLE | NO_CPU_KERNEL
+    ]
+    samples = {(row.where, name): mixtures(row.where, name) for row, name in places}
+
+    def outcomes() -> dict:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {
+                (*place, kind): outcome(*place, arguments)
+                for place, kinds in samples.items()
+                for kind, arguments in kinds.items()
+            }
+
+    with cuda_autocast(torch.float16):
+        theirs = outcomes()
+    ampatch.initialize([], opt_level="O1", dtype=torch.float16, verbosity=0)
+    ours = outcomes()
+    differing = {
+        place[:2]
+        for place in theirs
+        if None not in (theirs[place], ours[place]) and theirs[place] != ours[place]
+    }
+    assert differing == {
+        (row.where, name) for row, name in places if differences.from_autocast(row, False)
+    }
+    for (where, name, kind), found in theirs.items():  # and as we say
+        if (where, name) in differing and found != ours[where, name, kind]:
+            assert found is RuntimeError and ours[where, name, kind] is not RuntimeError
+
+
+def test_native_rows_are_none_of_autocasts():
+    """So that "the same" is right for them too."""
+    registered = {
+        name.removeprefix("aten::").split(".")[0]
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    }
+    native = {name.strip("_") for row in ROWS if row.native for name in row.names}
+    assert "mm" in registered and not native & registered
+
+
+# Where apex differs: the facts that were read from its lists
+
+
+def test_apex_differs_as_its_lists_say():
+    """By aten's names, of which one can have many of ours; null: in none of apex's tables."""
+    facts = json.loads((Path(__file__).parent / "data" / "apex_policies.json").read_text())
+    words = {rule.value: rule for rule in Rule}
+    said = {name: rule for rule, names in differences.APEX.items() for name in names.split()}
+    differ = {
+        name
+        for name, word in facts.items()
+        if said.get(name) is not (words[word] if word else None)
+    }
+    through_its_callers = {name for name in facts if "upsample" in name} | {"nll_loss2d"}
+    cells = {"gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"}  # in apex's rnn_compat
+    assert differ == through_its_callers | cells
+    assert len(facts) > 90
+
+
+def test_a_difference_names_the_functions_it_is_about():
+    row = tables.Row("torch", ("exp", "square"), Rule.FLOAT, "Because.")
+    assert differences.from_apex(row) == "left alone: square"
+    assert differences.from_apex(row._replace(names=("square",))) == "left alone"
+    assert differences.from_apex(row._replace(names=("exp",))) == ""
+    sampler = tables.Row("torch", ("grid_sampler",), Rule.PROMOTE, "Because.")
+    assert differences.from_apex(sampler) == "under float"
+    assert "\\_" not in formats.write_text([], [], whole=False)

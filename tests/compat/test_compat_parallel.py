@@ -1,0 +1,334 @@
+"""apex.parallel and apex.normalization: two gloo ranks against one process with all the data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+from ampatch.compat import apex as compat
+
+RANKS = 2
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+
+@pytest.fixture(autouse=True)
+def apex_package():
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.Generator().manual_seed(3)
+    return torch.randn(6, 4, 5, 5, generator=data) * 3 + 1, torch.randn(6, 4, 5, 5, generator=data)
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.Generator().manual_seed(number)
+    return torch.randn(8, 6, generator=data), torch.randint(0, 3, (8,), generator=data)
+
+
+def gradients(model: nn.Module, number: int) -> list[torch.Tensor]:
+    inputs, targets = batch(number)
+    model.zero_grad()
+    F.cross_entropy(model(inputs).float(), targets).backward()
+    return [param.grad.float() for param in model.parameters()]
+
+
+DDP = {
+    "average": {},
+    "delayed": {"delay_allreduce": True, "message_size": 100_000_000},
+    "sum": {"gradient_average": False},
+    "divided before": {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True},
+    "fp32": {"allreduce_always_fp32": True},
+}
+
+
+def reduced(rank: int) -> dict:
+    """The gradients of one backward under each way of reducing."""
+    from apex.parallel import (
+        DistributedDataParallel,
+        Reducer,
+        create_syncbn_process_group,
+    )
+
+    found = {name: gradients(DistributedDataParallel(network(rank), **options), rank)
+             for name, options in DDP.items()}  # fmt: skip
+    parallel = DistributedDataParallel(network(rank))
+    parallel.disable_allreduce()
+    found["local"] = gradients(parallel, rank)
+    half = DistributedDataParallel(network(rank).half(), allreduce_always_fp32=True)
+    (half(batch(rank)[0][:1].half()).float().sum() * 40_000).backward()
+    found["half"] = [half.module[2].bias.grad]
+    model = network(rank)
+    reducer = Reducer(model)
+    gradients(model, rank)
+    reducer.reduce()
+    found["reducer"] = [param.grad for param in model.parameters()]
+    values = torch.full((2,), float(rank))
+    Reducer([values]).reduce()
+    found["list"] = [values]
+    alone = create_syncbn_process_group(1)
+    found["groups"] = [dist.get_world_size(alone), create_syncbn_process_group(0)]
+    try:
+        create_syncbn_process_group(3)
+    except ValueError as error:
+        found["groups"].append(str(error))
+    return found
+
+
+def trained(rank: int, level: str) -> list[torch.Tensor]:
+    """apex's distributed example: initialize first, then its DDP."""
+    from apex import amp
+    from apex.parallel import DistributedDataParallel
+
+    model = network(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model = DistributedDataParallel(model, delay_allreduce=True)
+    for number in range(5):
+        inputs, targets = batch(10 * rank + number)
+        optimizer.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(inputs), targets), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    values = [param.detach().float().clone() for param in amp.master_params(optimizer)]
+    ampatch.deactivate()
+    return values
+
+
+def normalized(rank: int, channel_last: bool, dtype: torch.dtype = torch.float32) -> dict:
+    """A batch norm over both ranks' images: two on rank 0, four on rank 1."""
+    from apex.parallel import SyncBatchNorm, convert_syncbn_model
+
+    part = slice(0, 2) if rank == 0 else slice(2, 6)
+    x, weights = (value[part] for value in images())
+    x = x.to(dtype).requires_grad_()
+    model = convert_syncbn_model(nn.Sequential(batch_norm()), channel_last=channel_last)
+    assert isinstance(model[0], SyncBatchNorm)
+    output = model(x.movedim(1, -1)).movedim(-1, 1) if channel_last else model(x)
+    (output.float() * weights).sum().backward()
+    norm = model[0]
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+    return {
+        "output": output.detach(),
+        "x": x.grad,
+        "params": [norm.weight.grad, norm.bias.grad],
+        "running": [norm.running_mean, norm.running_var],
+        "count": norm.num_batches_tracked,
+    }
+
+
+def batch_norm() -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(4)
+    with torch.no_grad():
+        norm.weight.copy_(torch.arange(1.0, 5.0))
+        norm.bias.copy_(torch.arange(4.0))
+    return norm
+
+
+def on_a_rank(rank: int) -> dict:
+    compat.install()
+    try:
+        return {
+            "reduced": reduced(rank),
+            "trained": {level: trained(rank, level) for level in ("O1", "O2")},
+            "norm": normalized(rank, channel_last=False),
+            "channel_last": normalized(rank, channel_last=True),
+            "half": normalized(rank, channel_last=False, dtype=torch.float16),
+        }
+    finally:
+        compat.uninstall()
+
+
+@pytest.fixture(scope="module")
+def both(ranks) -> list[dict]:
+    """What two ranks found."""
+    return ranks(on_a_rank)
+
+
+FACTORS = {
+    "average": 0.5, "delayed": 0.5, "sum": 1.0, "divided before": 0.5, "fp32": 0.5, "reducer": 0.5
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_gradients_are_reduced_as_asked(both, name):
+    model = network()  # rank 0's weights, which the broadcast gave to rank 1
+    alone = [gradients(model, number) for number in range(RANKS)]
+    for found in both:
+        for grad, one, two in zip(found["reduced"][name], *alone, strict=True):
+            torch.testing.assert_close(grad, (one + two) * FACTORS[name], atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_stay_local_while_reduction_is_off(both):
+    for rank, found in enumerate(both):
+        expected = gradients(network(), rank)
+        assert all(map(torch.equal, found["reduced"]["local"], expected))
+        assert found["reduced"]["list"][0].tolist() == [0.5, 0.5]
+        size, everybody, error = found["reduced"]["groups"]
+        assert (size, everybody) == (1, None) and "divides the 2 ranks" in error
+
+
+def test_half_gradients_are_added_up_in_fp32(both):
+    for found in both:  # 80000, on the way to their mean, is inf in FP16
+        assert found["reduced"]["half"][0].tolist() == [40_000.0] * 3
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_training_under_apexs_ddp(both, level):
+    one, two = (found["trained"][level] for found in both)
+    assert all(map(torch.equal, one, two))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(5):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            inputs, targets = batch(10 * rank + number)
+            (F.cross_entropy(model(inputs), targets) / RANKS).backward()
+        optimizer.step()
+    for ours, expected in zip(one, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected.detach(), atol=5e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["norm", "channel_last", "half"])
+def test_batch_norm_over_the_ranks_is_that_of_the_whole_batch(both, name):
+    x, weights = images()
+    x.requires_grad_()
+    norm = batch_norm()
+    output = norm(x)
+    (output * weights).sum().backward()
+    atol = 2e-2 if name == "half" else 2e-5
+    found = [rank[name] for rank in both]
+    torch.testing.assert_close(
+        torch.cat([one["output"] for one in found]).float(), output.detach(), atol=atol, rtol=1e-2
+    )
+    torch.testing.assert_close(
+        torch.cat([one["x"] for one in found]).float(), x.grad, atol=atol, rtol=1e-2
+    )
+    for one in found:
+        for ours, param in zip(one["params"], norm.parameters(), strict=True):
+            torch.testing.assert_close(ours, param.grad, atol=10 * atol, rtol=1e-3)
+        running = [norm.running_mean, norm.running_var]
+        torch.testing.assert_close(one["running"], running, atol=atol, rtol=1e-3)
+        assert one["count"] == 1
+
+
+# One process
+
+
+def test_convert_syncbn_model_takes_everything_over():
+    from apex.parallel import SyncBatchNorm, convert_syncbn_model
+
+    model = nn.ModuleDict({
+        "a": nn.Sequential(nn.BatchNorm1d(4, eps=1e-3, momentum=None), nn.InstanceNorm1d(4)),
+        "b": nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+    })  # fmt: skip
+    weight = model["a"][0].weight
+    model.eval()
+    group = object()
+    converted = convert_syncbn_model(model, process_group=group)
+    assert converted is model and isinstance(model["b"], SyncBatchNorm)
+    norm = model["a"][0]
+    assert norm.weight is weight and (norm.eps, norm.momentum) == (1e-3, None)
+    assert norm.process_group is group and not norm.training
+    assert isinstance(model["a"][1], nn.InstanceNorm1d)
+    assert model["b"].weight is None and model["b"].running_mean is None
+    assert isinstance(convert_syncbn_model(nn.BatchNorm1d(3)), SyncBatchNorm)
+
+
+def test_sync_batch_norm_in_one_process():
+    from apex.parallel import SyncBatchNorm
+
+    x = torch.randn(5, 4)
+    z = torch.randn(5, 4)
+    expected = nn.BatchNorm1d(4)(x)
+    assert torch.equal(SyncBatchNorm(4)(x), expected)
+    assert torch.equal(SyncBatchNorm(4, fuse_relu=True)(x, z), torch.relu(expected + z))
+    image = torch.randn(2, 3, 3, 4)
+    expected = nn.BatchNorm2d(4)(image.movedim(-1, 1)).movedim(1, -1)
+    assert torch.equal(SyncBatchNorm(4, channel_last=True)(image), expected)
+
+
+def test_ddp_refuses_what_apex_refused():
+    from apex.parallel import DistributedDataParallel
+
+    with pytest.raises(ValueError, match="delay_allreduce=True"):
+        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
+
+
+@pytest.mark.parametrize("name", ["FusedLayerNorm", "MixedFusedLayerNorm"])
+def test_layer_norms(name):
+    import apex
+
+    x = torch.randn(3, 4) * 5
+    ours, theirs = getattr(apex.normalization, name)(4, eps=1e-3), nn.LayerNorm(4, eps=1e-3)
+    with torch.no_grad():
+        for norm in (ours, theirs):
+            norm.weight.copy_(torch.arange(1.0, 5.0))
+            norm.bias.copy_(torch.arange(4.0))
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert list(ours.state_dict()) == list(theirs.state_dict())  # checkpoints go both ways
+    if name.startswith("Mixed"):
+        ours.half()
+        assert ours(x).dtype is torch.float16  # FP32 input, half weights: the weights' dtype
+        assert ours.float()(x.half()).dtype is torch.float32
+        with pytest.raises(RuntimeError, match="FusedLayerNorm"):
+            apex.normalization.MixedFusedLayerNorm(4, elementwise_affine=False)
+
+
+@pytest.mark.parametrize("name", ["FusedRMSNorm", "MixedFusedRMSNorm"])
+def test_rms_norms(name):
+    import apex
+
+    x = torch.randn(3, 2, 4) * 5
+    ours = getattr(apex.normalization, name)((2, 4), eps=1e-3)
+    with torch.no_grad():
+        ours.weight.copy_(torch.arange(1.0, 9.0).reshape(2, 4))
+    mean = x.double().square().mean((1, 2), keepdim=True)
+    expected = x.double() / (mean + 1e-3).sqrt() * ours.weight.double()
+    torch.testing.assert_close(ours(x), expected.float())
+    assert getattr(apex.normalization, name)(4).eps == 1e-5  # apex's, not torch's
+    if name.startswith("Mixed"):
+        assert ours.half()(x).dtype is torch.float16
+
+
+def test_norms_as_functions():
+    from apex.normalization.fused_layer_norm import (
+        FusedLayerNormAffineFunction,
+        fused_layer_norm,
+        fused_layer_norm_affine,
+        fused_rms_norm,
+        fused_rms_norm_affine,
+    )
+
+    x, weight, bias = torch.randn(3, 4), torch.arange(1.0, 5.0), torch.arange(4.0)
+    expected = F.layer_norm(x, [4], weight, bias, 1e-3)
+    assert torch.equal(fused_layer_norm_affine(x, weight, bias, 4, 1e-3), expected)
+    assert torch.equal(FusedLayerNormAffineFunction.apply(x, weight, bias, (4,), 1e-3), expected)
+    assert torch.equal(fused_layer_norm(x, (4,)), F.layer_norm(x, [4], eps=1e-6))
+    assert torch.equal(fused_rms_norm_affine(x, weight, 4), F.rms_norm(x, [4], weight, 1e-6))
+    assert torch.equal(fused_rms_norm(x, 4), F.rms_norm(x, [4], eps=1e-6))
+
+
+def test_a_norm_s_forward_is_registered_as_bert_does_it(monkeypatch):
+    import apex
+    from apex import amp
+
+    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", [])
+    amp.register_half_function(apex.normalization.FusedLayerNorm, "forward")
+    norm = apex.normalization.FusedLayerNorm(4).half()
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert norm(torch.randn(2, 4)).dtype is torch.float32  # layer_norm itself is in FP32
+    ampatch.deactivate()
+    assert "forward" not in vars(apex.normalization.FusedLayerNorm)

@@ -1,0 +1,384 @@
+"""apex's inner parts that scripts reach into: lists, handles, loss scalers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.compat import apex as compat
+
+
+@pytest.fixture(autouse=True)
+def apex_package():
+    compat.install()
+    yield
+    compat.uninstall()
+    ampatch.deactivate()
+
+
+HALF = torch.full((2, 2), 0.5, dtype=torch.float16)
+SINGLE = torch.full((2, 2), 0.5)
+functions = nn.functional
+
+
+def start(level: str = "O1", **options) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from apex import amp
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+# Lists
+
+
+def test_the_lists_hold_what_scripts_look_for():
+    from apex import amp
+
+    functional = amp.lists.functional_overrides
+    assert functional.MODULE is functions
+    assert {"conv2d", "linear"} <= set(functional.FP16_FUNCS)
+    assert {"softmax", "log_softmax", "layer_norm", "cross_entropy", "mse_loss", "interpolate",
+            "gelu", "normalize", "binary_cross_entropy_with_logits"} <= set(functional.FP32_FUNCS)  # fmt: skip
+    assert [name for name, why in functional.BANNED_FUNCS] == ["binary_cross_entropy"]
+    assert amp.lists.torch_overrides.MODULE is torch
+    assert {"mm", "bmm", "matmul", "einsum", "conv2d"} <= set(amp.lists.torch_overrides.FP16_FUNCS)
+    assert {"exp", "pow", "softmax", "sum"} <= set(amp.lists.torch_overrides.FP32_FUNCS)
+    assert {"add", "mul", "addcmul"} <= set(amp.lists.torch_overrides.CASTS)
+    assert {"cat", "stack"} <= set(amp.lists.torch_overrides.SEQUENCE_CASTS)
+    assert amp.lists.tensor_overrides.MODULE is torch.Tensor
+    assert "__matmul__" in amp.lists.tensor_overrides.FP16_FUNCS
+    assert {"cpu", "__pow__"} <= set(amp.lists.tensor_overrides.FP32_FUNCS)
+
+
+def test_without_an_edit_nothing_is_added():
+    from ampatch.compat.apex import lists
+
+    assert lists.edits() == []
+
+
+def test_no_name_is_in_two_lists():
+    from apex import amp
+
+    for module in (amp.lists.functional_overrides, amp.lists.torch_overrides,
+                   amp.lists.tensor_overrides):  # fmt: skip
+        names = [*module.FP16_FUNCS, *module.FP32_FUNCS, *module.CASTS, *module.SEQUENCE_CASTS]
+        assert len(names) == len(set(names))
+        assert all(hasattr(module.MODULE, name) for name in names)
+
+
+def test_a_name_taken_out_is_left_to_pytorch():
+    from apex import amp
+
+    start()
+    assert functions.softmax(HALF, -1).dtype is torch.float32  # what the tables say
+    ampatch.deactivate()
+    amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    amp.lists.functional_overrides.FP16_FUNCS.remove("linear")
+    amp.lists.functional_overrides.BANNED_FUNCS.clear()
+    amp.lists.torch_overrides.FP32_FUNCS.remove("exp")
+    amp.lists.tensor_overrides.FP32_FUNCS.remove("cpu")
+    model, _ = start()
+    assert functions.softmax(HALF, -1).dtype is torch.float16
+    assert nn.Softmax(-1)(HALF).dtype is torch.float16
+    assert functions.softmax(SINGLE, -1).dtype is torch.float32
+    assert model(SINGLE).dtype is torch.float32
+    assert functions.binary_cross_entropy(HALF, HALF).dtype is torch.float16
+    assert torch.exp(HALF).dtype is HALF.cpu().dtype is torch.float16
+    assert torch.softmax(HALF, -1).dtype is torch.float32  # of another list
+    assert torch.mm(SINGLE, SINGLE).dtype is torch.float16
+
+
+def test_a_name_put_in_follows_its_list_whatever_the_tables_say():
+    from apex import amp
+
+    lists = amp.lists
+    lists.functional_overrides.FP32_FUNCS.append("relu")
+    lists.functional_overrides.FP32_FUNCS.remove("mse_loss")
+    lists.functional_overrides.FP16_FUNCS.append("mse_loss")
+    lists.torch_overrides.FP16_FUNCS.remove("mm")
+    lists.torch_overrides.FP32_FUNCS.append("mm")
+    lists.torch_overrides.FP32_FUNCS.append("sigmoid")
+    lists.tensor_overrides.FP16_FUNCS += ["sigmoid"]
+    start()
+    assert functions.relu(HALF).dtype is nn.ReLU()(HALF).dtype is torch.float32
+    assert functions.mse_loss(SINGLE, SINGLE).dtype is torch.float16
+    assert torch.mm(HALF, HALF).dtype is torch.float32
+    assert torch.sigmoid(HALF).dtype is torch.float32
+    assert SINGLE.sigmoid().dtype is torch.float16
+    with amp.disable_casts():
+        assert torch.mm(HALF, HALF).dtype is torch.float16
+    ampatch.deactivate()
+    assert functions.relu(HALF).dtype is torch.float16
+
+
+def test_a_name_in_two_lists_is_cast_to_half():
+    from apex import amp
+
+    amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
+    start()
+    assert functions.softmax(SINGLE, -1).dtype is torch.float16
+
+
+def test_a_list_may_be_replaced_and_edited_between_initializes():
+    from apex import amp
+
+    first, _ = start()
+    amp.lists.functional_overrides.FP16_FUNCS = ["linear", "sigmoid"]
+    second, _ = start()
+    image = torch.ones(1, 1, 3, 3)
+    assert functions.conv2d(image, image).dtype is torch.float32
+    assert functions.sigmoid(SINGLE).dtype is second(SINGLE).dtype is torch.float16
+    assert first(SINGLE).dtype is torch.float16
+    amp.lists.functional_overrides.FP16_FUNCS.append("conv2d")
+    start()
+    assert functions.conv2d(image, image).dtype is torch.float16
+
+
+def test_the_oldest_api_reads_the_lists_too():
+    from apex import amp
+
+    amp.lists.functional_overrides.FP32_FUNCS.append("relu")
+    handle = amp.init()
+    assert functions.relu(HALF).dtype is torch.float32
+    handle._deactivate()
+    assert functions.relu(HALF).dtype is torch.float16
+
+
+def test_uninstall_forgets_the_edits():
+    from apex import amp
+
+    amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    model, _ = start()
+    compat.uninstall()
+    assert functions.softmax(HALF, -1).dtype is torch.float32
+    compat.install()
+    from apex import amp as again
+
+    assert "softmax" in again.lists.functional_overrides.FP32_FUNCS
+
+
+def test_wrong_edits_are_refused_before_anything_changes():
+    from apex import amp
+
+    amp.lists.torch_overrides.FP16_FUNCS.append("no_such_function")
+    with pytest.raises(AttributeError, match="no_such_function"):
+        start()
+    amp.lists.torch_overrides.FP16_FUNCS.pop()
+    amp.lists.functional_overrides.BANNED_FUNCS.append(("relu", "because"))
+    with pytest.raises(ampatch.AmpatchError, match="FP32_FUNCS"):
+        start()
+    assert not ampatch.session.session.registry.sessions
+
+
+def test_registered_functions_of_torch_win_over_the_tables(monkeypatch):
+    from apex import amp
+
+    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", [])
+    amp.register_half_function(torch, "einsum")
+    amp.register_half_function(torch, "softmax")
+    amp.register_float_function(functions, "conv2d")
+    amp.register_float_function(torch, "sigmoid")
+    amp.register_float_function(functions, "batch_norm")
+    start()
+    image = torch.ones(1, 1, 3, 3).half()
+    assert torch.einsum("ij,jk->ik", SINGLE, SINGLE).dtype is torch.float16
+    assert torch.softmax(SINGLE, -1).dtype is torch.float16
+    assert functions.conv2d(image, image).dtype is torch.sigmoid(HALF).dtype is torch.float32
+    assert nn.BatchNorm1d(2)(HALF).dtype is torch.float32
+
+
+def test_under_torch_compile_an_edit_counts():
+    from apex import amp
+
+    amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    start()
+    compiled = torch.compile(lambda x: functions.softmax(x, -1), backend="eager", fullgraph=True)
+    assert compiled(HALF).dtype is torch.float16
+
+
+# Handles
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_deactivate_ends_the_casts_and_leaves_the_rest(level):
+    from apex import amp
+
+    model, optimizer = start(level, loss_scale=64.0)
+    handle = amp._amp_state.handle
+    assert handle._is_active and handle.is_active()
+    if level == "O1":
+        assert torch.mm(SINGLE, SINGLE).dtype is torch.float16
+        assert amp.amp._DECORATOR_HANDLE.is_active()
+        amp.amp._DECORATOR_HANDLE._deactivate()
+    else:
+        handle._deactivate()
+    assert not handle._is_active
+    assert torch.mm(SINGLE, SINGLE).dtype is torch.float32
+    assert model(SINGLE).dtype is torch.float32
+    assert model.weight.dtype is (torch.float32 if level == "O1" else torch.float16)
+    loss = model(SINGLE).float().sum()
+    before = model.weight.detach().clone()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.item() == pytest.approx(64 * loss.item())
+        scaled.backward()
+    for param in amp.master_params(optimizer):
+        assert param.grad.tolist() in ([[1.0, 1.0]] * 2, [2.0, 2.0])  # unscaled
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+    handle._deactivate()  # harmless twice
+
+    other, _ = start("O1")  # and amp may begin again
+    assert torch.mm(SINGLE, SINGLE).dtype is other(SINGLE).dtype is torch.float16
+    assert amp._amp_state.handle.is_active()
+    assert model(SINGLE).dtype is torch.float32  # the first stays without
+
+
+def test_deactivate_without_models():
+    from apex import amp
+
+    optimizer = torch.optim.SGD([nn.Parameter(SINGLE.clone())], lr=0.1)
+    amp.initialize([], optimizer, opt_level="O1", verbosity=0)
+    assert torch.mm(SINGLE, SINGLE).dtype is torch.float16
+    amp._amp_state.handle._deactivate()
+    assert torch.mm(SINGLE, SINGLE).dtype is torch.float32
+
+
+def test_the_decorator_handle():
+    from apex import amp
+
+    assert amp.amp._DECORATOR_HANDLE is None
+    handle = amp.init()
+    assert amp.amp._DECORATOR_HANDLE is handle and handle._is_active
+    handle._deactivate()
+    assert not handle._is_active
+    assert amp.amp._DECORATOR_HANDLE is None
+    amp.amp._DECORATOR_HANDLE = None
+    again = amp.init()
+    assert again is not handle and again.is_active()
+    assert amp.amp.half_function is amp.half_function
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_init_obeys_the_environments_level(level, monkeypatch):
+    from apex import amp
+
+    monkeypatch.setenv("AMPATCH_OPT_LEVEL", level)
+    handle = amp.init()
+    expected = {"O0": torch.float32, "O1": torch.float16, "O4": torch.bfloat16}[level]
+    assert torch.mm(SINGLE, SINGLE).dtype is expected
+    assert handle.is_active() == (level != "O0")
+    with handle.scale_loss(torch.ones(()), torch.optim.SGD([nn.Parameter(SINGLE)], lr=0.1)) as loss:
+        assert (loss.item() == 1.0) == (level == "O0")
+
+
+def test_init_refuses_levels_that_convert_models(monkeypatch):
+    from apex import amp
+
+    monkeypatch.setenv("AMPATCH_OPT_LEVEL", "O2")
+    with pytest.raises(ampatch.AmpatchError, match="knows no models"):
+        amp.init()
+    assert torch.mm(SINGLE, SINGLE).dtype is torch.float32
+
+
+# Scalers and private modules
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0], ids=["dynamic", "static"])
+def test_loss_scalers_are_written(scale):
+    from apex import amp
+
+    model, optimizer = start("O1", loss_scale=scale, num_losses=2)
+    scalers = amp._amp_state.loss_scalers
+    assert [scaler.dynamic for scaler in scalers] == [scale == "dynamic"] * 2
+    scalers[1]._loss_scale = 2**20
+    with amp.scale_loss(torch.ones((), requires_grad=True), optimizer, loss_id=1) as scaled:
+        assert scaled.item() == 2.0**20
+    if scale == "dynamic":
+        scalers[0]._loss_scale, scalers[0]._unskipped, scalers[0]._scale_seq_len = 8.0, 2, 3
+        scalers[0]._max_loss_scale, scalers[0]._min_loss_scale = 16.0, 4.0
+        found = []
+        for bad in (False, False, True, True, True, False, False, False):
+            optimizer.zero_grad()
+            loss = model(SINGLE).float().sum() * (float("inf") if bad else 1.0)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            found.append(scalers[0].loss_scale())
+        assert found == [16.0, 16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0]
+
+
+def test_allow_incoming_model_not_fp32():
+    from apex import amp
+
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    model = nn.Linear(2, 2).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float32] * 2
+
+
+def test_masters_written_after_lazy_init_count():
+    """Megatron's way to resume: the masters come from the checkpoint, the half weights follow."""
+    from apex import amp
+
+    model, optimizer = start("O2", loss_scale=1.0)
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    for param in amp.master_params(optimizer):
+        param.data.fill_(3.0)
+    with amp.scale_loss(0.0 * model(SINGLE).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert all(bool((param == 3.0).all()) for param in model.parameters())
+    assert all(
+        bool((param == 3.0).all()) for param in optimizer._amp_stash.all_fp32_from_fp16_params
+    )
+
+
+def test_private_modules():
+    import apex.amp._initialize
+    from apex.amp._initialize import applier, to_type
+    from apex.amp.frontend import initialize
+    from apex.amp.handle import disable_casts, scale_loss
+
+    assert apex.amp.initialize is initialize and apex.amp.scale_loss is scale_loss
+    assert apex.amp.disable_casts is disable_casts
+    assert to_type(torch.float16, SINGLE).dtype is torch.float16
+    assert to_type(torch.float16, torch.ones(1, dtype=torch.long)).dtype is torch.long
+    mapped = applier({"a": [SINGLE, (SINGLE, 3)]}, lambda tensor: tensor.half())
+    assert mapped["a"][0].dtype is mapped["a"][1][0].dtype is torch.float16
+    assert mapped["a"][1][1] == 3
+    with pytest.raises(ImportError, match="loss_scalers"):
+        import apex.amp.scaler  # noqa: F401
+
+
+def test_every_missing_part_names_a_replacement():
+    import importlib
+
+    for name, says in {
+        "apex.contrib.multihead_attn": "scaled_dot_product_attention",
+        "apex.contrib.clip_grad": "clip_grad_norm_",
+        "apex.contrib.xentropy": "cross_entropy",
+        "apex.transformer.parallel_state": "torch.distributed",
+        "apex.RNN": "torch.nn.LSTM",
+        "apex.mlp": "torch.nn.Sequential",
+        "apex.fused_dense": "torch.nn.Linear",
+        "apex.pyprof": "torch.profiler",
+        "apex.reparameterization": "parametrizations",
+        "apex.amp.opt": "wrap_optimizer",
+    }.items():
+        with pytest.raises(ImportError, match=says):
+            importlib.import_module(name)
+        assert name not in sys.modules
+    import apex
+    from apex.contrib.optimizers import FP16_Optimizer
+    from apex.fp16_utils import FP16_Optimizer as the_same
+
+    assert FP16_Optimizer is the_same
+    with pytest.raises(AttributeError, match="torch.profiler"):
+        _ = apex.pyprof

@@ -1,0 +1,145 @@
+"""Every snippet of docs/from_apex.md runs, before and after, and trains in half."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ampatch
+from ampatch.compat import apex as compat
+
+GUIDE = Path(__file__).parent.parent / "docs" / "from_apex.md"
+PATTERN = re.compile(
+    r"^### (\d)\. .*?^Before:\n\n```python\n(.*?)^```.*?^After:\n\n```python\n(.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
+PATTERNS = {number: snippets for number, *snippets in PATTERN.findall(GUIDE.read_text())}
+
+
+def test_there_are_seven_patterns():
+    assert list(PATTERNS) == list("1234567")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", [])
+    yield
+    compat.uninstall()
+    ampatch.deactivate()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    data = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(16, 4, generator=data) for _ in range(60)]
+    return [(x, x.sum(1, keepdim=True).tanh()) for x in inputs]
+
+
+def train(model, optimizer, amp, criterion=nn.functional.mse_loss) -> None:
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+def error_of(model: nn.Module) -> float:
+    with torch.no_grad():
+        return sum((model(x).float() - y).pow(2).mean().item() for x, y in batches())
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@pytest.mark.parametrize("which", ["before", "after"])
+@pytest.mark.parametrize("number", PATTERNS)
+def test_a_pattern_trains(number, which, tmp_path, one_process_group):
+    if which == "before":
+        compat.install()
+    dtypes: set[torch.dtype] = set()
+    nets = [network() for _ in range(3)]
+    for net in nets:
+        net[0].register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5) for net in nets]
+    scope = {
+        "torch": torch,
+        "model": nets[0],
+        "optimizer": optimizers[0],
+        "first": nets[1],
+        "second": nets[2],
+        "one": optimizers[1],
+        "two": optimizers[2],
+        "loader": batches(),
+        "criterion": nn.functional.mse_loss,
+        "train": train,
+        "path": tmp_path / "checkpoint.pt",
+    }
+    before = error_of(network())
+    code = PATTERNS[number][which == "after"]
+    exec(compile(code, f"from_apex.md, pattern {number}, {which}", "exec"), scope)
+
+    assert torch.float16 in dtypes
+    for name in ("first", "second") if number == "5" else ("model",):
+        assert error_of(scope[name]) < 0.3 * before
+    if number == "6":
+        half = torch.ones(1, 2, 2).half()
+        assert torch.bmm(half, half).dtype is torch.float32
+        assert torch.einsum("bij,bjk->bik", half.float(), half.float()).dtype is torch.float16
+
+
+def test_the_other_snippets():
+    install, convert = [
+        code
+        for code in re.findall(
+            r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE
+        )
+        if code not in sum(PATTERNS.values(), [])
+    ]
+    scope: dict = {}
+    exec(install, scope)
+    import apex
+
+    assert apex.__name__ == "apex"
+
+    model = network()
+    old = apex.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    for inputs, targets in batches()[:3]:
+        old.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        old.step()
+    state = copy.deepcopy(old.state_dict())  # as apex would have saved it
+    for entry in state["state"].values():
+        del entry["step"]
+    for group in state["param_groups"]:
+        group["step"] = 3
+        for name in set(group) - {"params", "step", "lr", "betas", "eps", "weight_decay",
+                                  "bias_correction"}:  # fmt: skip
+            del group[name]
+    again = copy.deepcopy(model)
+    scope = {"model": again, "old_optimizer_state": state, "torch": torch}
+    exec(convert, scope)
+    for net, optimizer in ((model, old), (again, scope["optimizer"])):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+def test_what_the_guide_says_of_weight_decay_is_so():
+    assert torch.optim.AdamW([nn.Parameter(torch.ones(1))]).defaults["weight_decay"] == 0.01

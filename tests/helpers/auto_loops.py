@@ -1,0 +1,81 @@
+"""Training loops as a script would write them, run under FP32 and under `--auto`.
+
+Static scales are powers of two, so in bfloat16 at a scale, and wherever the model computes in FP64,
+results can be compared closely.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampatch
+from ampatch import auto
+from ampatch.config.environment import Asked
+
+SCALE = 2.0**10
+
+
+@pytest.fixture(params=["static", "dynamic"])
+def asked(request):
+    """float16, at a static scale or at the dynamic one, begun where these losses do not overflow."""
+    return Asked(loss_scale=SCALE if request.param == "static" else None)
+
+
+def begin(asked=Asked(loss_scale=SCALE)):
+    """`--auto`, at a scale of `SCALE` in any case."""
+    session = auto.start(asked)
+    session.scalers[0].set(SCALE)
+    return session
+
+
+def end():
+    ampatch.deactivate()
+
+
+def both(loop, asked=Asked(loss_scale=SCALE)):
+    """What `loop()` gives in FP32 and under `--auto`, from the same seed."""
+    torch.manual_seed(0)
+    expected = loop()
+    begin(asked)
+    torch.manual_seed(0)
+    found = loop()
+    end()
+    return expected, found
+
+
+def close(expected, found, atol=2e-3, rtol=2e-2):
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+
+
+def net(width=8):
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def batch(size=16):
+    x = torch.randn(size, 4)
+    return x, x.sum(1, keepdim=True)
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def grads(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def plain(make=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)):
+    model = net()
+    optimizer = make(model.parameters())
+    losses = []
+    for _ in range(6):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return weights(model), losses

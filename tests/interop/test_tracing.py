@@ -1,0 +1,320 @@
+"""torch.jit.script and trace, torch.fx, torch.export: casts are kept, or their loss is said."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+from ampatch.interop import fx_jit
+
+X = torch.randn(4, 4)
+H, FP32 = torch.bfloat16, torch.float32
+JIT = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+class Net(nn.Module):
+    """Two layers and functions; the outputs are left in the dtypes they have."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x, scale: float = 1.0):
+        y = self.head(self.body(x))
+        return y, torch.softmax(y, -1) * scale
+
+
+def managed(level, model=None, **options):
+    model = Net().eval() if model is None else model
+    options = {"dtype": H, "verbosity": 0, **options}
+    return ampatch.initialize(model, opt_level=level, **options)
+
+
+def same(found, expected) -> bool:
+    """Equal, dtype by dtype and bit by bit."""
+    return all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING, "ampatch")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+# torch.fx
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_symbolic_trace_of_a_managed_model(level, said):
+    """fx calls `forward` past the hooks; their casts are in the graph all the same."""
+    model = managed(level, verbosity=1)
+    graph = torch.fx.symbolic_trace(model)
+    assert same(graph(X), model(X)) and same(graph(x=X, scale=2.0), model(X, scale=2.0))
+    assert len(ampatch.session.session.registry.sessions) == 1 and not any(
+        "fx" in m for m in said()
+    )
+    graph(X)[0].float().sum().backward()
+    assert model.head.weight.grad is not None, "weights are shared with the model"
+    again = torch.fx.GraphModule(graph, torch.fx.Tracer().trace(graph))
+    assert same(again(X), model(X))
+
+
+def test_symbolic_trace_casts_outputs_as_asked():
+    model = managed("O1", cast_model_outputs=torch.float16)
+    assert [out.dtype for out in torch.fx.symbolic_trace(model)(X)] == [torch.float16] * 2
+
+
+def test_symbolic_trace_with_concrete_arguments():
+    class Choosing(nn.Linear):
+        def forward(self, x, twice):
+            y = super().forward(x)
+            return {"y": super().forward(y) if twice else y, "n": [x.shape[0]]}
+
+    model = managed("O2", Choosing(4, 4))
+    graph = torch.fx.symbolic_trace(model, concrete_args={"twice": True})
+    assert torch.equal(graph(X, True)["y"], model(X, True)["y"]) and graph(X, True)["n"] == [4]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_symbolic_trace_around_a_managed_model(level):
+    """Here fx runs the hooks, on proxies."""
+
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x * 2)
+
+    model = managed(level)
+    around = Around(model)
+    assert same(torch.fx.symbolic_trace(around)(X), around(X))
+
+
+def test_fx_keeps_the_casts_of_functions():
+    managed("O1", [])
+
+    def function(x, w):
+        return torch.einsum("ij,jk->ik", x, w) + F.linear(x, weight=w) + x.matmul(w)
+
+    graph = torch.fx.symbolic_trace(function)
+    assert graph(X, X).dtype is H
+    with ampatch.disable_casts():
+        plain = function(X, X)
+        assert torch.equal(graph(X, X), plain)
+    ampatch.deactivate()
+    assert torch.equal(graph(X, X), plain)
+
+
+def test_fx_says_when_a_graph_is_cast_otherwise_than_its_model(said):
+    managed("O1", nn.Linear(2, 2))
+    plain = managed("O0", verbosity=1)
+    torch.fx.symbolic_trace(plain)
+    ampatch.deactivate()
+    overridden = managed("O1", verbosity=1, overrides={"head": "float", "body.0": "float"})
+    torch.fx.symbolic_trace(overridden)  # these are leaves to fx: their hooks run
+    assert [m for m in said() if "fx" in m] == [
+        "torch.fx traced Net: its graph runs under the casting that is in force around it, "
+        "not under that of Net itself."
+    ]
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x):
+            return self.net(x)
+
+    torch.fx.symbolic_trace(managed("O1", Outer(), overrides={"net": "float"}, verbosity=1))
+    assert said()[-1].endswith("not under that of net.")
+
+
+# torch.jit
+
+
+def linear_of(x, w):
+    return F.linear(x, w) + torch.mm(x, w)
+
+
+@JIT
+def test_script_of_a_function_is_not_cast_and_says_so(said):
+    managed("O1", [], verbosity=1)
+    scripted = torch.jit.script(linear_of)
+    (message,) = said()
+    assert "script(linear_of)" in message and "(linear, mm)" in message
+    with ampatch.disable_casts():
+        assert torch.equal(scripted(X, X), linear_of(X, X))
+        torch.jit.script(linear_of)
+    torch.jit.script(lambda_free)
+    assert len(said()) == 1
+
+
+def lambda_free(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :2] + 1
+
+
+@JIT
+def test_what_torch_scripts_of_its_own_is_not_spoken_of(said):
+    """Forward-mode AD has torch script its decompositions."""
+    managed("O1", [], verbosity=1)
+    assert fx_jit.uncast_operators(torch.jit.script(F.normalize))
+    assert not said()
+
+
+@JIT
+def test_script_finds_the_names_around_its_caller():
+    """It looks into its caller's frame; ours lies between."""
+    managed("O1", [])
+
+    class Pair:
+        def __init__(self, x: torch.Tensor):
+            self.x = x
+
+        def twice(self) -> torch.Tensor:
+            return twice(self.x)
+
+    @torch.jit.script
+    def twice(x: torch.Tensor):
+        return x * 2
+
+    assert torch.equal(torch.jit.script(Pair)(X).twice(), X * 2)
+
+
+@JIT
+def test_script_bound_early_is_found(monkeypatch, said):
+    script = types.ModuleType("users_script")
+    script.script = original = torch.jit.script
+    monkeypatch.setitem(sys.modules, "users_script", script)
+    managed("O1", [], verbosity=1)
+    script.script(linear_of)
+    assert len(said()) == 1
+    ampatch.deactivate()
+    assert script.script is original
+
+
+@JIT
+@pytest.mark.parametrize("level", LEVELS)
+def test_script_of_a_managed_model(level, said):
+    """Hooks cannot be scripted; what is compiled is the model in FP32, at O1 on the same weights."""
+    model = managed(level, verbosity=1)
+    scripted = torch.jit.script(model)
+    warned = [m for m in said() if "torch.jit.script(Net)" in m]
+    assert len(warned) == (level == "O1")
+    expected = Net().eval()
+    with ampatch.disable_casts():
+        torch.testing.assert_close(scripted(X), expected(X), rtol=0.02, atol=0.02)
+    assert {p.dtype for p in scripted.parameters()} == {FP32}
+    assert model(X)[0].dtype is (H if level == "O1" else FP32)  # still managed
+    if level == "O1":
+        assert scripted.head.weight.data_ptr() == model.head.weight.data_ptr()
+    ampatch.deactivate()
+    assert "__prepare_scriptable__" not in vars(model)
+
+
+@JIT
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scripted_submodule(level, said):
+    """Compiled before `initialize`: not cast at O1, which is said; converted at O2 and O3."""
+    torch.manual_seed(0)
+    model = nn.Sequential(torch.jit.script(Net().body), nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"dtype": H, "verbosity": 1, "loss_scale": 1.0}
+    ampatch.initialize(model, optimizer, opt_level=level, **options)
+    half = level in ("O2", "O3")
+    assert model[0][0].weight.dtype is (H if half else FP32)
+    assert model[0][1].weight.dtype is (H if level == "O3" else FP32), "BatchNorm"
+    warned = [m for m in said() if "Sequential.0 is TorchScript" in m and "(linear)" in m]
+    assert len(warned) == (level == "O1")
+    saved = model.state_dict()
+    assert {value.dtype for name, value in saved.items() if "num" not in name} == {FP32}
+    if level != "O3":  # no masters there: rounded
+        assert all(torch.equal(saved[name], before[name]) for name in before)
+    with ampatch.scale_loss(model(X).float().pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["0.0.weight"], before["0.0.weight"])
+    model.load_state_dict(before)
+    ampatch.deactivate()
+    after = model.state_dict()
+    for name in before:
+        rounded = before[name].to(H).to(before[name].dtype) if level == "O3" else before[name]
+        assert torch.equal(after[name], rounded if "num" not in name else before[name])
+
+
+@JIT
+def test_a_scripted_model_is_refused_before_anything_is_done():
+    scripted, optimizer = torch.jit.script(Net()), None
+    for level in LEVELS:
+        with pytest.raises(TypeError, match=r"Net was compiled.*before.*Sequential\(model\)"):
+            ampatch.initialize(scripted, optimizer, opt_level=level)
+    assert not ampatch.session.session.registry.sessions
+    assert managed("O1", nn.Sequential(scripted))(X)[0].dtype is FP32
+
+
+@JIT
+@pytest.mark.parametrize("level", LEVELS)
+def test_jit_trace_of_a_managed_model(level, tmp_path):
+    model = managed(level)
+    traced = torch.jit.trace(model, X)
+    expected = model(X)
+    assert same(traced(X), expected)
+    traced.save(tmp_path / "traced.pt")
+    ampatch.deactivate()
+    assert same(torch.jit.load(tmp_path / "traced.pt")(X), expected), "the casts are in it"
+
+
+@JIT
+def test_a_traced_model_is_managed_and_said_to_run_uncast(said):
+    traced = torch.jit.trace(Net().eval(), X)
+    plain = traced(X)
+    managed("O1", traced, verbosity=1)
+    assert same(traced(X), plain) and "TopLevelTracedModule is TorchScript" in said()[0]
+
+
+# torch.export
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_export(level, strict):
+    """The exported program holds the casts; saved, it needs no ampatch."""
+    model = managed(level)
+    batch = torch.export.Dim("batch", min=2)
+    exported = torch.export.export(model, (X,), dynamic_shapes={"x": {0: batch}}, strict=strict)
+    more = torch.randn(7, 4)
+    expected = model(more)
+    assert same(exported.module()(more), expected)
+    assert ampatch.cache_info().entries == 0
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    ampatch.deactivate()
+    file.seek(0)
+    assert same(torch.export.load(file).module()(more), expected)
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+def test_strict_export_under_a_policy_of_its_own():
+    """torch warns that the thread's policy is set and put back."""
+    model = managed("O1", patch_scope="model")
+    exported = torch.export.export(model, (X,), strict=True)
+    assert same(exported.module()(X), model(X)) and exported.module()(X)[0].dtype is H
+
+
+def test_a_torch_without_inlined_graphs_says_nothing():
+    assert fx_jit.uncast_operators(object()) == []

@@ -1,0 +1,415 @@
+"""`ampatch run`: scripts and modules started as Python would, options, exit codes, children."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from run_command import ampatch_run, environment, write
+
+import ampatch
+from ampatch.cli import main
+from ampatch.cli import run as command
+from ampatch.config import environment as variables
+
+LEGACY = """
+    import torch
+    from apex import amp
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0)
+    with amp.scale_loss(model(torch.ones(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print(model.weight.dtype, model(torch.ones(1, 4)).dtype, amp._amp_state.loss_scalers[0].loss_scale())
+"""
+NO_AMP = "print('started')\n"
+
+
+def python(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gone.py",), "gone.py: there is no such script"),
+        (("--fast", "train.py"), "unrecognized arguments: --fast"),
+        (("--opt", "O1", "train.py"), "unrecognized arguments: --opt"),
+        (("-m", "gone"), "-m gone: there is no such module"),
+        (("-m", "train.py"), "-m train.py: this is a file. Run it without -m."),
+        (("-m", "package"), "-m package: a package without a module __main__"),
+        (("-m",), "argument -m: expected one argument"),
+        (
+            ("--opt-level", "O9", "train.py"),
+            "argument --opt-level: O9: not understood. Expected O0",
+        ),
+        (("--dtype", "float8", "train.py"), "argument --dtype: float8: not understood"),
+        (("--dtype=float32", "train.py"), "for FP32 use opt level O0"),
+        (("--loss-scale", "-1", "train.py"), "argument --loss-scale: -1: not understood"),
+        (("--loss-scale=1e60", "train.py"), "argument --loss-scale: 1e60: not understood"),
+        (("--loss-scale",), "argument --loss-scale: expected one argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_command_line_starts_nothing(arguments, message, tmp_path, monkeypatch, capsys):
+    write(tmp_path / "train.py", NO_AMP)
+    write(tmp_path / "package/__init__.py", "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr("ampatch.launch.script.install_apex", lambda: None)
+    monkeypatch.setattr("ampatch.launch.children.start", lambda is_auto: None)
+    with pytest.raises(SystemExit) as stop:
+        main.main(["run", *arguments])
+    written = capsys.readouterr()
+    assert stop.value.code == 2
+    assert message in written.err
+    assert written.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gone.py"], "gone.py: there is no such script"),
+        (["-m", "gone"], "-m gone: there is no such module"),
+        (["--fast", "x.py"], "unrecognized arguments: --fast"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_from_a_shell(arguments, message, tmp_path):
+    done = ampatch_run(tmp_path, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: ampatch run [options] SCRIPT [SCRIPT ARGUMENTS]")
+    assert f"ampatch run: error: {message}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("AMPATCH_OPT_LEVEL", "O7", "Expected O0, O1, O2 or O3"),
+        ("AMPATCH_DTYPE", "float32", "Expected float16 or bfloat16"),
+        ("AMPATCH_LOSS_SCALE", "much", 'Expected "dynamic" or a positive number'),
+        ("AMPATCH_ENABLED", "perhaps", "expected 0 (off) or 1"),
+    ],
+)
+def test_a_wrong_variable_is_named(name, value, expected, tmp_path, monkeypatch, capsys):
+    write(tmp_path / "train.py", NO_AMP)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        main.main(["run", str(tmp_path / "train.py")])
+    assert stop.value.code == 2
+    assert f"{name}={value}" in (written := capsys.readouterr().err) and expected in written
+
+    model = torch.nn.Linear(2, 2)
+    for start in (lambda: ampatch.initialize(model), ampatch.init):
+        with pytest.raises(ValueError, match=f"^{name}={value}: ") as error:
+            start()
+        assert expected in str(error.value)
+
+
+# Exit codes and tracebacks
+
+
+@pytest.fixture
+def in_process(tmp_path, monkeypatch, capfd):
+    """`run` in this process, and what Python itself makes of the same; what a run sets is undone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr("ampatch.launch.script.install_apex", lambda: None)
+    monkeypatch.setattr("ampatch.launch.children.start", lambda is_auto: None)
+    known = set(sys.modules)
+
+    def run(*arguments):
+        theirs = python(tmp_path, *arguments)
+        code = main.main(["run", *arguments])
+        return (code, *capfd.readouterr()), (theirs.returncode, theirs.stdout, theirs.stderr)
+
+    yield run
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("how", [["train.py"], ["-m", "train"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "sys.exit()",
+        "sys.exit(3)",
+        "sys.exit('no data')",
+        "sys.exit((1, 2))",
+        "raise SystemExit(True)",
+        "raise KeyError('gone')",
+        "1 / 0",
+        "print(sys.argv)",
+    ],
+)
+def test_it_ends_as_python_would(ending, how, tmp_path, in_process):
+    write(tmp_path / "train.py", f"import sys\n\ndef f():\n    {ending}\n\nf()\n")
+    (code, out, err), (expected, *written) = in_process(*how, "--x", "1")
+    assert code == expected and out == written[0]
+    runpys = re.compile(r'  File "<frozen runpy>".*\n')  # python -m shows its own frames
+    assert err.replace(f"{tmp_path}/", "") == runpys.sub("", written[1]).replace(f"{tmp_path}/", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(:\n",
+        "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('bad') from error\n",
+        "import gone_for_good\n",
+        "import broken\n",
+    ],
+    ids=["syntax", "chain", "import", "broken"],
+)
+def test_tracebacks_are_the_scripts_own(text, tmp_path, in_process):
+    write(tmp_path / "train.py", text)
+    write(tmp_path / "broken.py", "\nraise RuntimeError('at import')\n")
+    (code, out, err), (expected, *written) = in_process("train.py")
+    assert (code, out) == (1, "") == (expected, written[0])
+    assert err.replace(f"{tmp_path}/", "") == written[1].replace(f"{tmp_path}/", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "out", "err"),
+    [
+        ("import sys\nsys.exit(3)\n", 3, "", ""),
+        ("import sys\nsys.exit('no data')\n", 1, "", "no data\n"),
+        (
+            "raise ValueError('bad')\n", 1, "",
+            'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\n'
+            "    raise ValueError('bad')\nValueError: bad\n",
+        ),
+        ("import atexit\natexit.register(lambda: print(__file__[-8:]))\n", 0, "train.py\n", ""),
+    ],
+    ids=["exit", "message", "raise", "atexit"],
+)  # fmt: skip
+def test_endings_from_a_shell(text, code, out, err, tmp_path):
+    write(tmp_path / "train.py", text)
+    done = ampatch_run(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (code, out)
+    assert done.stderr.replace(f"{tmp_path}/", "") == err
+
+
+def test_a_package_that_raises_on_the_way_to_its_module(tmp_path, in_process):
+    write(tmp_path / "carrying/__init__.py", "import gone_for_good\n")
+    write(tmp_path / "carrying/train.py", NO_AMP)
+    (code, out, err), _ = in_process("-m", "carrying.train")
+    assert (code, out) == (1, "")
+    lines = err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith('carrying/__init__.py", line 1, in <module>')
+    assert lines[-1] == "ModuleNotFoundError: No module named 'gone_for_good'"
+
+
+def test_interrupted(tmp_path):
+    write(
+        tmp_path / "train.py",
+        """
+        import os, signal
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(10**9):
+            pass
+        """,
+    )
+    done = ampatch_run(tmp_path, "train.py")
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert "ampatch" not in done.stderr
+
+
+# What the script sees
+
+
+SEEN = """
+    import sys, os
+    print(__name__, sys.argv[1:], os.path.basename(sys.argv[0]), __file__ == os.path.abspath(__file__))
+    print(__spec__ and __spec__.name, __package__, sys.path[0], sys.modules["__main__"].__dict__ is globals())
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [["train.py"], ["sub/train.py"], ["-m", "train"], ["-m", "sub.train"], ["-m", "sub"]],
+    ids=" ".join,
+)
+def test_it_sees_what_python_would_show(how, tmp_path, in_process):
+    write(tmp_path / "train.py", SEEN)
+    for name in ("train", "__main__"):
+        write(tmp_path / f"sub/{name}.py", SEEN)
+    write(tmp_path / "sub/__init__.py", "")
+    ours, theirs = in_process(*how, "-m", "--dtype", "x", "--")
+    assert ours == theirs
+    assert ours[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--opt-level", "O1", "--dtype", "bfloat16"], "torch.float32 torch.bfloat16 8.0"),
+        (["--opt-level=O3", "--loss-scale", "4"], "torch.float16 torch.float32 4.0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_override_what_the_script_gives(options, expected, tmp_path):
+    write(tmp_path / "train.py", LEGACY)
+    done = ampatch_run(tmp_path, *options, "train.py", AMPATCH_OPT_LEVEL="O2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected
+
+
+def test_variables_count_without_the_command(monkeypatch):
+    monkeypatch.setenv("AMPATCH_LOSS_SCALE", "32")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    assert ampatch.loss_scale() == 32.0
+    ampatch.deactivate()
+    ampatch.init(loss_scale="dynamic")
+    assert ampatch.loss_scale() == 32.0
+
+
+def test_an_empty_variable_counts_as_not_set():
+    assert variables.read({name: " " for name in variables.VARIABLES}) == variables.Asked()
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "rest"),
+    [
+        ("train.py --dtype x", "train.py", "--dtype x"),
+        ("--dtype x train.py -m y", "--dtype x train.py", "-m y"),
+        ("--dtype=x -m train -m y", "--dtype=x -m train", "-m y"),
+        ("-m train", "-m train", ""),
+        ("--dtype", "--dtype", ""),
+        ("", "", ""),
+    ],
+)
+def test_where_the_scripts_arguments_begin(line, own, rest):
+    assert command.split(line.split()) == (own.split(), rest.split())
+
+
+# Processes
+
+
+CHILDREN = """
+    import torch
+    from apex import amp
+
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.tensor([float(index)]), amp.__name__
+
+    def work(rank, queue):
+        queue.put((rank, amp.__name__, __name__))
+
+    if __name__ == "__main__":
+        for method in ("spawn", "forkserver"):
+            loader = torch.utils.data.DataLoader(
+                Numbers(), num_workers=2 if method == "spawn" else 1, multiprocessing_context=method
+            )
+            print(method, [(batch.item(), name[0]) for batch, name in loader])
+        context = torch.multiprocessing.get_context("spawn")
+        queue = context.SimpleQueue()
+        torch.multiprocessing.spawn(work, args=(queue,), nprocs=1)
+        print(queue.get())
+"""
+
+
+def test_processes_of_the_script_find_apex_too(tmp_path):
+    write(tmp_path / "train.py", CHILDREN)
+    done = ampatch_run(tmp_path, "train.py")
+    assert done.returncode == 0, done.stderr
+    batches = [(float(index), "apex.amp") for index in range(4)]
+    assert done.stdout.splitlines() == [
+        *(f"{method} {batches}" for method in ("spawn", "forkserver")),
+        "(0, 'apex.amp', '__mp_main__')",
+    ]
+
+
+def test_processes_of_a_module(tmp_path):
+    write(tmp_path / "train.py", CHILDREN.replace('("spawn", "forkserver")', "()"))
+    done = ampatch_run(tmp_path, "-m", "train")
+    assert (done.returncode, done.stdout) == (0, "(0, 'apex.amp', '__mp_main__')\n"), done.stderr
+
+
+DDP = """
+    import gc
+    import torch
+    from apex import amp
+    from apex.parallel import DistributedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model = DistributedDataParallel(model)
+    for step in range(3):
+        loss = model(torch.full((8, 4), float(rank + 1))).pow(2).mean()
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    weights = [torch.empty(8) for _ in range(2)]
+    torch.distributed.all_gather(weights, model.module.weight.float().flatten())
+    if rank == 0:
+        print(torch.equal(*weights), model.module.weight.dtype, loss.dtype, flush=True)
+    # What holds a gloo group at exit makes torch 2.13 abort now and then, without ampatch too.
+    del model, loss, scaled_loss, optimizer
+    gc.collect()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+"""
+
+
+def torchrun(folder, *arguments):
+    """Two ranks by `torchrun --nproc-per-node 2 -m ampatch run ARGUMENTS`."""
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            "0",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
+            "-m",
+            "ampatch",
+            "run",
+            *arguments,
+        ],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_two_ranks_under_torchrun(tmp_path):
+    write(tmp_path / "train.py", DDP)
+    done = torchrun(tmp_path, "--dtype", "bfloat16", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True torch.bfloat16 torch.float32"

@@ -1,0 +1,121 @@
+"""What a training step consists of, counted exactly: operators, casts, waits for the device.
+
+Counted by `benchmarks/counts.py` on its own models.  These counts hold what was gained;
+where less is done, lower the numbers in `MORE`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bench_modules import load
+from torch import nn
+
+import ampatch
+from ampatch.session.session import registry
+
+counts, systems = load("counts"), load("systems")
+
+MLP, LINEARS = "MLP, 8 layers", "200 Linear(8, 8)"
+CASTS = 8
+MORE = {  # operators at O1 and at O2, with dynamic loss scale, that plain FP32 does without
+    # at O2 one looks at the input, which is in host memory;
+    # at O1 two new tensors for each weight, a half copy and its gradient widened;
+    # 8 of those at O2 compare half weights with their masters
+    (MLP, "ordinary"): (36, 29),  # on top of 149, in torch 2.13
+    (MLP, "fused"): (36, 29),  # on top of 134
+    (LINEARS, "ordinary"): (828, 413),  # on top of 2809
+    (LINEARS, "fused"): (828, 413),  # on top of 2410
+}
+WEIGHTS = {MLP: 16, LINEARS: 400}
+LEVELS = ("O1", "O2")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("name", "optimizer"), MORE, ids=str)
+def test_a_step_does_no_more_than_this(name, optimizer, level, dtype):
+    found = counts.count(name, level, optimizer, dtype)
+    assert found.casts <= CASTS
+    assert found.syncs <= (0 if optimizer == "fused" else 1)
+    plain = counts.count(name, systems.FP32, optimizer).operators
+    assert found.operators - plain <= MORE[name, optimizer][LEVELS.index(level)]
+
+
+@pytest.mark.parametrize(("name", "optimizer"), MORE, ids=str)
+def test_autocast_does_more_and_the_counting_sees_it(name, optimizer):
+    """Each weight is cast for itself forward and backward, and the step waits (or is told)."""
+    found = counts.count(name, systems.AUTOCAST, optimizer)
+    assert found.casts >= 2 * WEIGHTS[name]
+    assert found.syncs == (0 if optimizer == "fused" else 1)
+    plain = counts.count(name, systems.FP32, optimizer).operators
+    assert found.operators - plain >= 2 * WEIGHTS[name]
+
+
+# Growth
+
+
+def step_of(layers, level):
+    """A training step of a chain of Linear(8, 8)."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(4, 8), torch.randint(0, 8, (4,))
+    task = counts.DISPATCH_BOUND[MLP]()._replace(
+        modules=[nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])],
+        losses=[lambda modules: F.cross_entropy(modules[0](inputs), targets)],
+    )
+    return systems.make_step(task, level, "fused", torch.bfloat16)
+
+
+def calls(step):
+    """Python functions entered, and C functions called, in one step."""
+    events = []
+    gc.collect()
+    gc.disable()  # what it calls comes when it likes
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return events.count("call"), events.count("c_call")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_grows_linearly_with_the_parameters(level):
+    found = []
+    for layers in (50, 100, 150):
+        step = step_of(layers, level)
+        operators = counts.count_step(step).operators
+        found.append((operators, *calls(step)))
+        ampatch.deactivate()
+    first, second, third = found
+    for small, middle, large in zip(first, second, third, strict=True):
+        assert large - middle == middle - small > 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_does_not_care_how_many_functions_are_patched(level, monkeypatch):
+    known = registry.user_functions
+    monkeypatch.setattr(known, "_rules", list(known._rules))
+    before = counted_with(0, level)
+    assert counted_with(100, level) == before
+
+
+def counted_with(functions, level):
+    """The calls of a step, with so many registered functions of the user's."""
+    users = types.ModuleType("users_own")
+    own = {f"function{index}": lambda x: x for index in range(functions)}
+    for name, function in own.items():
+        setattr(users, name, function)
+        ampatch.register_half_function(users, name)
+    step = step_of(4, level)
+    assert all(getattr(users, name) is not own[name] for name in own) or level == "O2"
+    operators = counts.count_step(step).operators
+    found = operators, *calls(step)
+    ampatch.deactivate()
+    return found

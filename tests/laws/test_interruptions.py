@@ -1,0 +1,258 @@
+"""Exceptions and Ctrl-C, wherever they strike: nothing is left half done."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_training import (
+    backward,
+    close,
+    data,
+    everything,
+    float_grads,
+    grads,
+    same,
+    seeded,
+    start,
+)
+from torch import nn
+
+import ampatch
+from ampatch.scaling import gradient_flow, scale_value
+
+ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
+
+
+def is_usable(model, optimizer, level):
+    """Casts as the level says, no block open, and a whole step works."""
+    out = F.linear(torch.ones(1, 4), torch.ones(2, 4))
+    assert out.dtype is (torch.float16 if level == "O1" else torch.float32)
+    optimizer.zero_grad()
+    before = everything(model, optimizer)
+    backward(model, optimizer, data(3))
+    assert close(grads(optimizer), float_grads(data(3)))
+    optimizer.step()
+    assert not same(everything(model, optimizer)[: len(before)], before)
+
+
+class Raises(torch.autograd.Function):
+    """A backward pass that fails half-way through the model."""
+
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ctx.error
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_backward_pass_that_raises_leaves_the_earlier_gradients(opt_level, error, delay):
+    model, optimizer = start(opt_level)
+    backward(model, optimizer, data())
+    before, state = [grad.clone() for grad in grads(optimizer)], ampatch.state_dict()
+    handle = model[1].register_forward_hook(lambda _, args, out: Raises.apply(out, error))
+    loss = model(data(2)[0]).float().sum()
+    handle.remove()
+    with pytest.raises(error):
+        with ampatch.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+    assert same(grads(optimizer), before) and ampatch.state_dict() == state
+    backward(model, optimizer, data(2))
+    assert close(grads(optimizer), float_grads(data(), data(2)))
+    is_usable(seeded_again(model), optimizer, opt_level)
+
+
+def seeded_again(model):
+    """The weights have not moved: the FP32 run's gradients are still those of `seeded`."""
+    expected = [parameter.detach() for parameter in seeded().parameters()]
+    found = [parameter.detach().float() for parameter in model.parameters()]
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(expected, found, strict=True))
+    return model
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("strikes", ["alike", "check_and_unscale_", "update"])
+@pytest.mark.usefixtures("scale_lives_on")
+def test_ctrl_c_while_unscaling_leaves_no_gradient(level, error, strikes, monkeypatch):
+    """Of some unscaled and some scaled gradients nobody could make a step."""
+    model, optimizer = start(level)
+    backward(model, optimizer, data())
+
+    def strike(*args):
+        raise error
+
+    loss = F.mse_loss(model(data()[0]).float(), data()[1])
+    with monkeypatch.context() as patch, pytest.raises(error):
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            if strikes == "update":
+                patch.setattr(scale_value.HostNumbers, strikes, strike)
+                patch.setattr(scale_value.DeviceNumbers, strikes, strike)
+            else:
+                patch.setattr(scale_value, strikes, strike)
+    assert grads(optimizer) == [None] * 4 == [param.grad for param in model.parameters()]
+    before = everything(model, optimizer)
+    optimizer.step()
+    assert same(everything(model, optimizer), before)
+    is_usable(model, optimizer, level)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("strikes_second", [False, True])
+def test_ctrl_c_on_the_way_in_takes_nothing_away(error, strikes_second, monkeypatch):
+    models = [seeded(0), seeded(1)]
+    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    ampatch.initialize(models, pair, opt_level="O1", verbosity=0, init_scale=1024.0)
+    for model, optimizer in zip(models, pair, strict=True):
+        backward(model, optimizer, data())
+    before = [[grad.clone() for grad in grads(optimizer)] for optimizer in pair]
+    original = gradient_flow.GradientFlow.gather
+    struck = pair[1] if strikes_second else pair[0]
+
+    def strike(flow, scaler):
+        if flow.optimizer is struck:
+            raise error
+        return original(flow, scaler)
+
+    loss = models[0](data()[0]).sum() + models[1](data()[0]).sum()
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(gradient_flow.GradientFlow, "gather", strike)
+        with ampatch.scale_loss(loss, pair):
+            raise AssertionError("entered")
+    assert [same(grads(one), then) for one, then in zip(pair, before, strict=True)] == [True, True]
+    for number, (model, optimizer) in enumerate(zip(models, pair, strict=True)):
+        backward(model, optimizer, data(2))
+        assert close(grads(optimizer), float_grads(data(), data(2), seed=number))
+
+
+class Interrupted(torch.optim.SGD):
+    """An optimizer whose step is struck after its first parameter, once."""
+
+    struck: type[BaseException] | None = None
+
+    def step(self, closure=None):
+        if self.struck is not None:
+            error, self.struck = self.struck, None
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].sub_(1.0)
+            raise error
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_ctrl_c_in_the_step_leaves_model_and_masters_agreeing(error):
+    """What the optimizer has done it has done, as in plain torch; the half weights follow."""
+    model, optimizer = start("O2", Interrupted)
+    backward(model, optimizer, data())
+    optimizer.struck = error
+    with pytest.raises(error):
+        optimizer.step()
+    masters = list(ampatch.master_params(optimizer))
+    for half, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(half, master.to(half.dtype))
+    assert torch.equal(model.state_dict()["0.weight"], masters[0])
+    assert masters[0].mean() < -0.5
+
+
+@pytest.mark.parametrize("scale_lives_on", ["device"], indirect=True)
+@pytest.mark.usefixtures("scale_lives_on")
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_that_raised_may_be_tried_again_and_still_skips(level, error, monkeypatch):
+    """A fused step that fails before its kernel must not forget the overflow it was told of."""
+    model, optimizer = start(level, torch.optim.Adam, options={"lr": 0.1, "fused": True})
+    backward(model, optimizer, data(), math.inf)
+
+    def strike(*args, **kwargs):
+        raise error
+
+    before = [param.detach().clone() for param in ampatch.master_params(optimizer)]
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(torch.optim.Adam, "_init_group", strike)
+        optimizer.step()
+    assert not hasattr(optimizer, "found_inf") and ampatch.step_counts(optimizer) == (0, 0, 0)
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    assert same(before, list(ampatch.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("how", ["break", "continue", "return", "pass"])
+def test_a_block_left_without_a_backward_pass_teaches_the_scale_nothing(how):
+    """`if not loss.isfinite(): continue` is no clean step."""
+    model, optimizer = start("O1", growth_interval=2)
+
+    def left_early():
+        for _ in range(3):
+            with ampatch.scale_loss(model(data()[0]).sum(), optimizer):
+                if how == "break":
+                    break
+                if how == "continue":
+                    continue
+                if how == "return":
+                    return
+
+    left_early()
+    assert ampatch.state_dict() == {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}}
+    before = everything(model, optimizer)
+    optimizer.step()
+    assert same(everything(model, optimizer), before) and not ampatch.step_was_skipped(optimizer)
+
+
+def test_scale_loss_that_is_never_entered_changes_nothing():
+    model, optimizer = start("O2")
+    backward(model, optimizer, data())
+    before = [grad.clone() for grad in grads(optimizer)]
+    ampatch.scale_loss(model(data()[0]).sum(), optimizer)
+    assert same(grads(optimizer), before)
+    backward(model, optimizer, data(2))
+    assert close(grads(optimizer), float_grads(data(), data(2)))
+
+
+@pytest.mark.parametrize(
+    "loss, error",
+    [
+        (lambda m: m(data()[0]).sum().item(), TypeError),
+        (lambda m: torch.tensor(1), TypeError),
+        (lambda m: None, TypeError),
+    ],
+)
+def test_a_wrong_loss_is_refused_before_anything_happens(loss, error):
+    model, optimizer = start("O2")
+    backward(model, optimizer, data())
+    before = [grad.clone() for grad in grads(optimizer)]
+    with pytest.raises(error, match=r"scale_loss\(loss="):
+        ampatch.scale_loss(loss(model), optimizer)
+    assert same(grads(optimizer), before)
+
+
+def test_a_loss_without_a_graph_fails_as_in_torch_and_leaves_all():
+    model, optimizer = start("O2")
+    backward(model, optimizer, data())
+    before, state = [grad.clone() for grad in grads(optimizer)], ampatch.state_dict()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        with ampatch.scale_loss(torch.ones(()), optimizer) as scaled:
+            scaled.backward()
+    assert same(grads(optimizer), before) and ampatch.state_dict() == state
+
+
+def test_a_hook_that_raises_in_the_backward_pass():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+    def raises(grad):
+        raise KeyError
+
+    handle = model[0].weight.register_hook(raises)
+    with pytest.raises(KeyError):
+        backward(model, optimizer, data())
+    handle.remove()
+    assert grads(optimizer) == [None] * 4

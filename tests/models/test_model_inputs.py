@@ -1,0 +1,285 @@
+"""O2 and O3: what goes into a model is cast, what comes out is FP32, containers stay."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    x: torch.Tensor
+    count: int
+
+
+class Output(collections.OrderedDict):
+    """As transformers' ModelOutput: a dict whose constructor is its own, with attributes."""
+
+    def __init__(self, *, x, note):
+        super().__init__(x=x, note=note)
+        self.note = note
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+CONTAINERS = {
+    "tensor": lambda x: x,
+    "dict": lambda x: {"x": x, "n": 3},
+    "ordered": lambda x: collections.OrderedDict(b=x, a=None),
+    "list": lambda x: [x, None, "text"],
+    "tuple": lambda x: (x, 2),
+    "namedtuple": lambda x: Point(x, "label"),
+    "dataclass": lambda x: Data(x, 7),
+    "model output": lambda x: Output(x=x, note="n"),
+    "read-only": lambda x: types.MappingProxyType({"x": x}),
+    "nested": lambda x: {"a": [Point(x, "l"), (Data(x, 1), None)]},
+}
+
+
+class Echo(nn.Module):
+    """Remembers what came in, and gives it back."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.seen: Any = None
+
+    def forward(self, value, *, extra=None):
+        self.seen = value, extra
+        return value
+
+
+def shape_of(value):
+    """Types, keys and all that is no tensor, with the tensors' dtypes out of it."""
+    if isinstance(value, torch.Tensor):
+        return "tensor" if value.is_floating_point() else ("other", value.tolist())
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return type(value), [(key, shape_of(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [shape_of(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return type(value), [shape_of(getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return value
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+    if isinstance(value, (dict, types.MappingProxyType)):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_inputs_and_outputs_keep_their_containers(container, level, half):
+    model = Echo()
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    given = CONTAINERS[container](torch.tensor([1.5, 2.5]))
+    extra = CONTAINERS[container](torch.tensor([3.0]))
+    output = model(given, extra=extra)
+    for found, dtype, like in (
+        (model.seen[0], half, given),
+        (model.seen[1], half, extra),
+        (output, torch.float32, given),
+    ):
+        assert shape_of(found) == shape_of(like)
+        assert tensors_in(found) and {t.dtype for t in tensors_in(found)} == {dtype}
+        assert [t.tolist() for t in tensors_in(found)] == [t.tolist() for t in tensors_in(like)]
+    assert {t.dtype for t in tensors_in(given)} == {torch.float32}  # the caller's own is left alone
+    if isinstance(output, Output):
+        assert output.x is output["x"] and output.note == "n"
+
+
+def test_integers_masks_and_complex_numbers_pass():
+    model = Echo()
+    ampatch.initialize(model, opt_level="O3", verbosity=0)
+    given = [torch.arange(3), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64)]
+    assert model(given) is given and model.seen[0] is given
+
+
+def linear(level, **settings):
+    return ampatch.initialize(nn.Linear(3, 2), opt_level=level, verbosity=0, **settings)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_cast_model_outputs(level):
+    for asked in (torch.float16, torch.float32, "bfloat16"):
+        model = linear(level, cast_model_outputs=asked)
+        expected = torch.bfloat16 if asked == "bfloat16" else asked
+        assert model(torch.randn(4, 3)).dtype is expected
+        ampatch.deactivate()
+
+
+@pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O1", torch.float16)])
+def test_outputs_without_being_asked(level, dtype):
+    assert linear(level)(torch.randn(4, 3)).dtype is dtype
+
+
+# Values that half cannot hold
+
+BIG = {
+    "million": torch.tensor([[1e6, 2e6, 0.5]]),
+    "time": torch.tensor([[1.7e9, 1.7e9 + 256, 1.7e9]]),
+    "mask": torch.tensor([[0.0, -1e9, 0.0]]),
+    "counter": torch.tensor([[4097.0, 3.0, 8193.0]]),
+}
+
+
+class Normalized(nn.Module):
+    """Does with large inputs what models do with them before a layer sees them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x, big, scale=1.0):
+        h = self.first(x) @ self.second.weight.t()
+        weights = torch.softmax(h + big.clamp(max=0), -1)
+        return self.second(self.first(big / scale)) + weights @ self.first.weight.t()[:, :3]
+
+
+@pytest.mark.parametrize("kind", BIG)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("by", ["position", "keyword", "later"])
+def test_inputs_that_half_cannot_hold_count(kind, level, by, half, caplog):
+    model, plain, big = Normalized(), Normalized(), BIG[kind].expand(5, 3)
+    ampatch.initialize(model, opt_level=level, dtype=half)
+    x, scale = torch.randn(5, 3), big.abs().max().item()
+    if by == "later":
+        model(x, torch.zeros(5, 3))
+    for _ in range(2):
+        if by == "keyword":
+            found = model(x, big=big, scale=scale)
+        else:
+            found = model(x, big, scale)
+        torch.testing.assert_close(found, plain(x, big, scale), rtol=0.05, atol=0.05)
+    said = [record.getMessage() for record in caplog.records if "cannot" in record.getMessage()]
+    assert len(said) == 1 and "Normalized" in said[0] and "(5, 3)" in said[0]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_infinite_inputs_stay_infinite(level, half):
+    model = Echo()
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    given = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.5])
+    output = model(given)
+    assert model.seen[0].dtype is half and str(output.tolist()) == str(given.tolist())
+
+
+def test_without_a_look_float16_inputs_are_clamped():
+    """As in a compiled or captured forward; infinite ones are not."""
+    from ampatch.models.io_casting import ModelInputs
+
+    inputs = ModelInputs("M", torch.float16, lambda: None)
+    given = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), 2.0])
+    assert inputs._saturated(given).tolist() == [65504, -65504, float("inf"), -float("inf"), 2]
+
+
+# What the forward writes
+
+
+class Writes(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.write = write
+
+    def forward(self, given, *, extra=None):
+        self.write(given if extra is None else extra)
+        return self.weight * 1
+
+
+def _delete(given):
+    del given["n"]
+
+
+def _nested(given):
+    given["deep"][0]["new"] = 5
+    given["deep"].append(given["x"])
+
+
+def _fill(given):
+    given.update(x=given["x"] * 0 + 4.0, y=given["x"], z="text")
+
+
+WRITTEN = {"add": _fill, "delete": _delete, "nested": _nested}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_the_caller_sees_what_the_forward_writes_into_its_containers(written, level, keyword, kind):
+    def batch():
+        x = torch.tensor([1 / 3, 2.5])
+        return kind(x=x, n=3, deep=[{"a": x.clone()}, 1])
+
+    def call(model):
+        given = batch()
+        own, deep = given["x"], given["deep"]
+        model(None, extra=given) if keyword else model(given)
+        assert given["deep"] is deep
+        return given, own
+
+    model, plain = Writes(WRITTEN[written]), Writes(WRITTEN[written])
+    ampatch.initialize(model, opt_level=level, verbosity=0)
+    (found, own), (expected, _) = call(model), call(plain)
+    assert shape_of(found) == shape_of(expected)
+    assert [t.tolist() for t in tensors_in(found)] == [t.tolist() for t in tensors_in(expected)]
+    if written == "add":
+        assert found["y"] is own  # the caller's own tensor, not our cast of it
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_forward_gets_the_callers_own_container_where_nothing_is_cast(level):
+    model = Echo()
+    ampatch.initialize(model, opt_level=level, verbosity=0)
+    for given in ({}, {"n": torch.arange(3)}, [], {"d": torch.ones(1, dtype=torch.float64)}):
+        model(given)
+        assert model.seen[0] is given
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_caller_sees_what_the_forward_writes_into_tensors(level, half):
+    """Elements that it left alone keep their FP32 values."""
+
+    def write(given):
+        given["x"][0] = 7.0
+        return given["x"]
+
+    model = Writes(write)
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    x = torch.tensor([1 / 3, 1 / 7])
+    model({"x": x})
+    assert torch.equal(x, torch.tensor([7.0, 1 / 7]))
+
+
+def test_a_forward_that_raises_leaves_nothing_behind():
+    model = Writes(lambda given: given["missing"])
+    ampatch.initialize(model, opt_level="O2", verbosity=0)
+    with pytest.raises(KeyError):
+        model({"x": torch.ones(2)})
+    managed = ampatch.session.session.registry.managed_model(model)
+    assert not managed._inputs._open.given

@@ -1,0 +1,285 @@
+"""Lazy modules, distributed checkpoints, parameters given twice, averages by hand."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ampatch
+from ampatch.errors import AmpatchError
+
+X = torch.linspace(-1, 1, 24).view(6, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.encoder(x))
+
+
+def start(level, dtype=torch.bfloat16, model=None, kind=torch.optim.AdamW, **settings):
+    model = Net() if model is None else model
+    optimizer = kind(model.parameters(), lr=0.01)
+    ampatch.initialize(
+        model, optimizer, opt_level=level, dtype=dtype, **{"verbosity": 0} | settings
+    )
+    return model, optimizer
+
+
+def train(model, optimizer, steps=3):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with ampatch.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+# Lazy modules
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_lazy_modules_start_at_the_first_forward(level):
+    model, optimizer = start(level, model=nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()))
+    train(model, optimizer)
+    assert type(model[0]) is nn.Linear and model[0].weight.dtype is torch.float32
+    assert torch.isfinite(model[0].weight).all()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_lazy_modules_are_refused_until_they_have_weights(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(AmpatchError, match=r"1\.weight of Sequential.*one forward.*before"):
+        start(level, model=model)
+    assert model[0].weight.dtype is torch.float32 and not ampatch.session.session.registry.sessions
+    model(X)
+    train(*start(level, model=model))
+
+
+# torch.distributed.checkpoint.state_dict
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_state_of_a_pair(opt_level, flat):
+    """As the same functions give it for the FP32 copy of the pair; and back."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = start(opt_level)
+    train(model, optimizer)
+    counts = ampatch.step_counts(optimizer)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    expected, expected_state = get_state_dict(*copy.deepcopy((model, optimizer)), options=options)
+    assert_same(weights, expected)
+    assert_same(state, expected_state)
+    assert_same(get_optimizer_state_dict(model, optimizer, options=options), state)
+    assert_same(get_model_state_dict(model), weights)
+    saved = copy.deepcopy((weights, state))
+    train(model, optimizer)
+    before = {name: param.dtype for name, param in model.named_parameters()}
+    set_state_dict(
+        model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=options
+    )
+    assert_same(model.state_dict(), saved[0])
+    assert_same(get_optimizer_state_dict(model, optimizer, options=options), saved[1])
+    assert {name: param.dtype for name, param in model.named_parameters()} == before
+    masters = dict(zip(before, ampatch.master_params(optimizer), strict=True))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, masters[name].to(parameter.dtype))
+    train(model, optimizer)
+    assert ampatch.step_counts(optimizer).taken == counts.taken + 6
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_distributed_state_of_a_fresh_pair(level, caplog):
+    """Its functions make a step of their own to create state; that is no training."""
+    model, optimizer = start(level, verbosity=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, state = get_state_dict(model, optimizer)
+    assert set(state["state"]) == set(dict(model.named_parameters()))
+    assert_same(model.state_dict(), before)
+    assert ampatch.step_counts(optimizer).taken == 0
+    assert "scale_loss" not in caplog.text
+    set_model_state_dict(model, {**before, "encoder.0.bias": torch.full((8,), 1 / 3)})
+    third = torch.full((8,), 1 / 3)
+    assert torch.equal(
+        model.state_dict()["encoder.0.bias"], third if level == "O2" else third.bfloat16().float()
+    )
+
+
+def assert_same(found, expected):
+    if isinstance(expected, dict):
+        assert set(found) == set(expected)
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, check_dtype=False)
+    else:
+        assert found == expected
+
+
+def test_the_functions_are_given_back():
+    import torch.distributed.checkpoint.state_dict as module
+
+    found = module.get_state_dict, get_state_dict
+    start("O2")
+    assert module.get_state_dict is not found[0] and get_state_dict is module.get_state_dict
+    ampatch.deactivate()
+    assert (module.get_state_dict, get_state_dict) == found
+
+
+# Parameters given twice
+
+
+@pytest.mark.parametrize("given", ["half", "master", "named", "list", "generator"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_parameter_that_the_optimizer_has_is_refused(given, level):
+    model, optimizer = start(level, kind=torch.optim.SGD)
+    half, master = model.encoder[0].weight, next(iter(ampatch.master_params(optimizer)))
+    params = {
+        "half": half,
+        "master": master,
+        "named": [("name", half)],
+        "list": [torch.nn.Parameter(torch.ones(1)), half],
+        "generator": (param for param in [half]),
+    }[given]
+    groups = len(optimizer.param_groups)
+    with pytest.raises(ValueError):
+        optimizer.add_param_group({"params": params})
+    assert len(optimizer.param_groups) == groups
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1.0})
+    assert len(optimizer.param_groups) == groups + 1
+
+
+# Averages
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}])
+def test_the_average_of_a_part(level, kind):
+    """In FP32, as the average of the whole model is."""
+    model, optimizer = start(level)
+    part, whole = AveragedModel(model.encoder, **kind), AveragedModel(model, **kind)
+    for _ in range(5):
+        train(model, optimizer, 1)
+        part.update_parameters(model.encoder)
+        whole.update_parameters(model)
+    for ours, expected in zip(part.parameters(), whole.module.encoder.parameters(), strict=True):
+        assert ours.dtype is torch.float32 and torch.equal(ours, expected)
+    with ampatch.disable_casts():
+        assert torch.equal(part(X), whole.module.encoder(X))
+
+
+UPDATES = {
+    "add_": lambda ema, p: ema.mul_(0.999).add_(p, alpha=1 - 0.999),
+    "add_ of data": lambda ema, p: ema.mul_(0.999).add_(p.data, alpha=1 - 0.999),
+    "lerp_": lambda ema, p: ema.lerp_(p.detach(), 0.001),
+    "_foreach_lerp_": lambda ema, p: torch._foreach_lerp_([ema], [p.detach()], 0.001),
+    "_foreach_add_": lambda ema, p: torch._foreach_add_([ema], [p.detach()], alpha=0.001),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_average_by_hand_in_half_is_warned_of_once(update, level, caplog):
+    model, optimizer = start(level, verbosity=1)
+    caplog.set_level(logging.WARNING, logger="ampatch")
+    average = [param.detach().clone() for param in model.parameters()]
+    for _ in range(3):
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            for ours, param in zip(average, model.parameters(), strict=True):
+                UPDATES[update](ours, param)
+    said = [r.getMessage() for r in caplog.records if "average" in r.getMessage()]
+    assert len(said) == 1 and "Net.encoder.0.weight" in said[0] and "deepcopy" in said[0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_averages_in_float_are_right_and_silent(level, caplog):
+    model, optimizer = start(level, verbosity=1)
+    average, exact = copy.deepcopy(model), copy.deepcopy(model)
+    for _ in range(20):
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            for ours, param in zip(average.parameters(), model.parameters(), strict=True):
+                ours.mul_(0.9).add_(param, alpha=1 - 0.9)
+            for ours, param in zip(
+                exact.parameters(), ampatch.master_params(optimizer), strict=True
+            ):
+                ours.mul_(0.9).add_(param.float(), alpha=1 - 0.9)
+    for ours, theirs in zip(average.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.002)
+    assert "average" not in caplog.text
+
+
+def with_target(level, target=None, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    target = copy.deepcopy(model) if target is None else target
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize([model, target], optimizer, opt_level=level, **settings)
+    return model, target, optimizer
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_average_in_a_managed_model_without_masters_is_warned_of_once(update, level, caplog):
+    model, target, _ = with_target(level, dtype=torch.bfloat16)
+    caplog.clear()
+    with torch.no_grad():
+        for _ in range(3):
+            for ours, param in zip(target.parameters(), model.parameters(), strict=True):
+                UPDATES[update](ours, param)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and "An average of Linear.weight" in said[0]
+
+
+def test_an_average_in_a_managed_model_with_masters_is_not_warned_of(caplog):
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    ampatch.initialize(models, optimizer, opt_level="O2")
+    with torch.no_grad():
+        models[1].weight.mul_(0.995).add_(models[0].weight, alpha=0.005)
+    assert "average" not in caplog.text
+
+
+class Target(nn.Linear):
+    """A network that no optimizer trains."""
+
+
+def test_a_model_at_o2_that_no_optimizer_trains_is_said_at_initialize(caplog):
+    with_target("O2", Target(4, 4))
+    said = [r.getMessage() for r in caplog.records if "without master weights" in r.getMessage()]
+    assert len(said) == 1 and "Target." in said[0] and "deepcopy" in said[0]
+
+
+@pytest.mark.parametrize("how", ["O1", "O3", "frozen", "no optimizer", "part trained", "quiet"])
+def test_that_is_not_said_where_nothing_is_lost_or_nothing_trains(how, caplog):
+    if how == "no optimizer":
+        ampatch.initialize(Target(4, 4), opt_level="O2")
+    elif how == "part trained":
+        model = Target(4, 4)
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        ampatch.initialize(model, optimizer, opt_level="O2")
+    else:
+        target = Target(4, 4).requires_grad_(how != "frozen")
+        with_target(how if how in ("O1", "O3") else "O2", target, verbosity=int(how != "quiet"))
+    assert "without master weights" not in caplog.text

@@ -1,0 +1,301 @@
+"""`initialize` again: idempotent, re-levelling, failing; and `set_opt_level` beside others."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+from ampatch.session.session import registry
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def pair(seed=0):
+    model = build(seed)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def backward(model, optimizer, step, **options):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(6, 4, generator=generator)
+    loss = F.mse_loss(model(inputs).float(), torch.randn(6, 2, generator=generator))
+    with ampatch.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
+
+
+def one_step(model, optimizer, step):
+    optimizer.zero_grad()
+    backward(model, optimizer, step)
+    optimizer.step()
+
+
+def values(model, optimizer):
+    """FP32 weights, buffers, momentum and gradients of the masters."""
+    found = list(model.state_dict().values())
+    for param in ampatch.master_params(optimizer):
+        found += optimizer.state[param].values()
+        found += [] if param.grad is None else [param.grad]
+    return [value.clone() for value in found]
+
+
+def depth(function):
+    count = 0
+    while hasattr(function, "__wrapped__"):
+        function, count = function.__wrapped__, count + 1
+    return count
+
+
+def hook_count(model):
+    return sum(
+        len(table)
+        for module in model.modules()
+        for name, table in vars(module).items()
+        if name.endswith("hooks") and hasattr(table, "__len__")
+    )
+
+
+# Idempotent or another level
+
+
+@pytest.mark.parametrize("first", LEVELS)
+def test_every_level_after_every_level(first, opt_level, half):
+    """FP32 masters are the truth; O3 rounds when it comes, and has nothing finer when it goes."""
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, opt_level=first, dtype=half, verbosity=0)
+    for step in range(3):
+        one_step(model, optimizer, step)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    momentum = [optimizer.state[p]["momentum_buffer"] for p in ampatch.master_params(optimizer)]
+    momentum = [buffer.float().clone() for buffer in momentum]
+    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=half, verbosity=0)
+    assert len(registry.sessions) == 1
+    parameters = dict(model.named_parameters())
+    for name, value in model.state_dict().items():
+        rounded = opt_level == "O3" and name in parameters
+        assert torch.equal(value, weights[name].to(half).float() if rounded else weights[name])
+    for master, before in zip(ampatch.master_params(optimizer), momentum, strict=True):
+        found = optimizer.state[master]["momentum_buffer"]
+        assert found.dtype is master.dtype and torch.equal(found, before.to(master.dtype))
+    before = values(model, optimizer)
+    one_step(model, optimizer, 3)
+    assert not all(map(torch.equal, before, values(model, optimizer)))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_hundred_times_over_nothing_nests(opt_level, scheduled):
+    """Schedulers wrap our step, and stay when it goes: the next step of ours must not wrap them."""
+    model, optimizer = pair()
+    depths, hooks = [], []
+    for number in range(100):
+        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
+        if scheduled and number == 0:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        depths.append(depth(optimizer.step))
+        hooks.append(hook_count(model))
+    assert len(set(depths[1:])) == 1 and len(set(hooks)) == 1
+    before = values(model, optimizer)
+    one_step(model, optimizer, 0)
+    assert not all(map(torch.equal, before, values(model, optimizer)))
+    if scheduled:
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        backward(model, optimizer, 1)
+        next(ampatch.master_params(optimizer)).grad.fill_(torch.nan)
+    ampatch.deactivate()
+    assert depth(optimizer.step) == (depths[-1] if scheduled else depths[-1] - 1)
+
+
+def test_enabled_false_gives_the_objects_back(opt_level):
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    one_step(model, optimizer, 0)
+    weights = [value.clone() for value in model.state_dict().values()]
+    for _ in range(3):
+        ampatch.initialize(model, optimizer, enabled=False, verbosity=0)
+    assert len(registry.sessions) == 1
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert all(map(torch.equal, model.state_dict().values(), weights))
+    assert "step" not in vars(optimizer) and hook_count(model) == hook_count(build())
+    one_step(model, optimizer, 1)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    assert len(registry.sessions) == 1
+    one_step(model, optimizer, 2)
+
+
+# Failing
+
+
+class Slotted:
+    """Only looks like an optimizer, and has no room for a step of ours."""
+
+    __slots__ = ("param_groups", "state")
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params)}]
+        self.state = {}
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_failing_second_time_leaves_the_first_in_force(opt_level, second, scheduled):
+    """Not plain FP32: managed as before, between a backward pass and its step."""
+    runs = []
+    for fails in (False, True):
+        model, optimizer = pair()
+        ampatch.initialize(
+            model, optimizer, opt_level=opt_level, init_scale=2.0**10, num_losses=2, verbosity=0
+        )
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(2):
+            one_step(model, optimizer, step)
+        ampatch.set_loss_scale(2.0**9, loss_id=1)
+        backward(model, optimizer, 2, loss_id=1)
+        if fails:
+            before = values(model, optimizer), hook_count(model), depth(optimizer.step)
+            masters = list(ampatch.master_params(optimizer))
+            other = build(1)
+            with pytest.raises(TypeError):
+                ampatch.initialize(
+                    [model, other],
+                    [optimizer, Slotted(other.parameters())],
+                    opt_level=second,
+                    dtype=torch.bfloat16,
+                    verbosity=0,
+                )
+            after = values(model, optimizer), hook_count(model), depth(optimizer.step)
+            assert len(before[0]) == len(after[0]) and before[1:] == after[1:]
+            assert all(map(torch.equal, before[0], after[0]))
+            found = ampatch.master_params(optimizer)
+            assert all(a is b for a, b in zip(masters, found, strict=True))
+            assert hook_count(other) == hook_count(build())
+            assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
+            assert len(registry.sessions) == 1
+        optimizer.step()
+        for step in range(3, 5):
+            one_step(model, optimizer, step)
+        runs.append((values(model, optimizer), ampatch.state_dict()))
+        ampatch.deactivate()
+    assert runs[0][1] == runs[1][1]
+    assert all(map(torch.equal, runs[0][0], runs[1][0]))
+
+
+def test_an_overflow_seen_before_a_failing_second_time_still_skips():
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    loss = model(torch.ones(3, 4)).sum() * torch.inf
+    with ampatch.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    other = build(1)
+    with pytest.raises(TypeError):
+        ampatch.initialize([model, other], [optimizer, Slotted(other.parameters())], verbosity=0)
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+
+
+def test_a_failing_second_time_keeps_disabled_objects_disabled():
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, enabled=False, verbosity=0)
+    other = build(1)
+    with pytest.raises(TypeError):
+        ampatch.initialize([model, other], [optimizer, Slotted(other.parameters())], verbosity=0)
+    one_step(model, optimizer, 0)  # without a session, scale_loss would refuse
+    assert len(registry.sessions) == 1
+
+
+# One of several models
+
+
+@pytest.mark.parametrize("first", ["O1", "O2"])
+@pytest.mark.parametrize("second", LEVELS)
+def test_set_opt_level_of_one_leaves_the_others_scalers(first, second):
+    """The other model goes on bit for bit as if nothing had happened."""
+    runs = []
+    for change in (False, True):
+        (one, one_optimizer), (two, two_optimizer) = pair(0), pair(1)
+        ampatch.initialize(
+            [one, two], [one_optimizer, two_optimizer], opt_level=first, num_losses=2, verbosity=0
+        )
+        ampatch.set_loss_scale(256.0, loss_id=0)
+        ampatch.set_loss_scale(32.0, loss_id=1)
+        if change:
+            ampatch.set_opt_level(two, second)
+            state = {"loss_scale": 256.0, "unskipped": 0}, {"loss_scale": 32.0, "unskipped": 0}
+            assert tuple(ampatch.state_dict().values()) == state
+            assert two[0].weight.dtype is (torch.float16 if second > "O1" else torch.float32)
+            one_step(two, two_optimizer, 9)
+        for step in range(3):
+            one_step(one, one_optimizer, step)
+        runs.append(values(one, one_optimizer))
+        ampatch.deactivate()
+    assert all(map(torch.equal, *runs))
+
+
+def test_set_opt_level_brings_a_dynamic_scale_where_it_is_needed_and_takes_it_when_not():
+    (one, first), (two, second) = pair(0), pair(1)
+    ampatch.initialize([one, two], [first, second], opt_level="O0", verbosity=0)
+    assert ampatch.loss_scale() == 1.0
+    ampatch.set_opt_level(two, "O2")
+    assert ampatch.loss_scale() == 2.0**16
+    backward(two, second, 0)
+    assert ampatch.state_dict()["loss_scaler0"]["unskipped"] == 1
+    ampatch.set_opt_level(two, "O0")
+    assert ampatch.loss_scale() == 1.0
+
+
+def test_set_opt_level_to_another_half_type_is_refused_beside_others():
+    (one, first), (two, second) = pair(0), pair(1)
+    ampatch.initialize([one, two], [first, second], opt_level="O1", verbosity=0)
+    with pytest.raises(ValueError, match="set_opt_level.*'O5'.*bfloat16.*share torch.float16"):
+        ampatch.set_opt_level(two, "O5")
+    assert two(torch.ones(3, 4)).dtype is torch.float16
+    ampatch.deactivate()
+    ampatch.initialize(one, first, opt_level="O1", verbosity=0)
+    ampatch.set_opt_level(one, "O4")
+    assert one(torch.ones(3, 4)).dtype is torch.bfloat16
+
+
+# Built, used, forgotten
+
+
+def tensor_bytes():
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return len(found), sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+
+def test_a_hundred_rounds_leave_memory_flat(opt_level):
+    def round_trip(number=0):
+        model, optimizer = pair()
+        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
+        one_step(model, optimizer, 0)
+        masters = list(ampatch.master_params(optimizer))
+        managed = [*registry.sessions[-1].models(), *registry.sessions[-1].optimizers()]
+        if number % 10 == 9:
+            ampatch.deactivate()
+        things = (model, optimizer, *model.parameters(), *masters, *managed)
+        return [weakref.ref(thing) for thing in things]
+
+    for _ in range(3):
+        round_trip()
+    before = tensor_bytes()
+    references = [reference for number in range(100) for reference in round_trip(number)]
+    after = tensor_bytes()
+    assert after == before
+    assert all(reference() is None for reference in references)
+    ampatch.initialize(nn.Linear(2, 2), verbosity=0)
+    assert len(registry.sessions) == 1

@@ -1,0 +1,202 @@
+"""Managed models copied, saved and sent to other processes; workers beside them."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import DataLoader, Dataset
+
+import ampatch
+from ampatch.errors import AmpatchError
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+H, FP32 = torch.bfloat16, torch.float32
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+class Net(nn.Module):
+    """A layer and a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.softmax(self.layer(x), -1)
+
+
+def start(level, model=None):
+    model = Net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ampatch.initialize(model, optimizer, opt_level=level, dtype=H, verbosity=0)
+
+
+# copy.copy
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_shallow_copy_shares_weights_and_casts(level):
+    """As in plain torch: attributes are the copy's own, what they refer to is shared."""
+    model, _ = start(level)
+    twin = copy.copy(model)
+    twin.title = "twin"
+    assert twin.layer is model.layer and not hasattr(model, "title")
+    assert torch.equal(twin(X), model(X)) and twin(X).dtype is model(X).dtype
+    assert not {"__deepcopy__", "__reduce_ex__"} & set(vars(twin))
+    with torch.no_grad():
+        model.layer.weight.zero_()
+    assert torch.equal(twin(X), model(X))
+    ampatch.deactivate()
+    assert not twin._forward_hooks and not twin._forward_pre_hooks
+    assert torch.equal(twin(X), model(X))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_pickle_protocol_holds_a_plain_model(level, protocol):
+    model, _ = start(level)
+    loaded = pickle.loads(pickle.dumps(model, protocol))
+    assert set(vars(loaded)) == set(vars(Net())) and type(loaded.__dict__) is dict
+    expected = Net().state_dict()
+    if level == "O3":  # no masters: rounded
+        expected = {name: value.to(H).float() for name, value in expected.items()}
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    assert not loaded._forward_hooks and not loaded._forward_pre_hooks
+
+
+class PicklesItself(Net):
+    """A class with its own idea of its state."""
+
+    def __getstate__(self):
+        return [self.layer]
+
+    def __setstate__(self, state):
+        nn.Module.__init__(self)
+        self.layer = state[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_with_its_own_state(level):
+    model, _ = start(level, PicklesItself())
+    for loaded in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert loaded.layer.weight.dtype is FP32 and not loaded._forward_hooks
+        assert loaded(X).dtype is FP32 or level == "O1"
+
+
+# Other processes
+
+
+def test_saved_models_load_where_ampatch_is_not(tmp_path):
+    plain = {}
+    for level in LEVELS:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Softmax(-1))
+        start(level, model.eval())
+        torch.save(model, tmp_path / f"{level}.pt")
+        ampatch.deactivate()
+        plain[level] = model(X)
+    torch.save(plain, tmp_path / "outputs.pt")
+    code = """
+import sys
+sys.modules["ampatch"] = None  # not to be had
+import torch
+x = torch.linspace(-1, 1, 12).view(3, 4)
+for level, output in torch.load("outputs.pt").items():
+    model = torch.load(level + ".pt", weights_only=False)
+    assert torch.equal(model(x), output), level
+    assert {value.dtype for value in model.parameters()} == {torch.float32}
+    assert not model._forward_hooks and not model._forward_pre_hooks
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def forward_elsewhere(models, inputs, outputs):
+    """In a spawned process: what came in is plain, and ampatch does nothing there."""
+    for model in models:
+        assert not model._forward_hooks and model.layer.weight.dtype is FP32
+    assert torch.mm(inputs, inputs.t()).dtype is FP32
+    outputs.put([model(inputs).tolist() for model in models])
+    with torch.no_grad():
+        for model in models:
+            model.layer.bias.fill_(3.0)
+
+
+def test_managed_models_go_to_a_spawned_process():
+    """As with plain models, the memory of FP32 weights is shared with it (O0 and O1)."""
+    started = [start(level) for level in LEVELS]
+    models = [model for model, _ in started]
+    context = torch.multiprocessing.get_context("spawn")
+    outputs = context.Queue()
+    plain = [Net() for _ in models]
+    process = context.Process(target=forward_elsewhere, args=(models, X, outputs))
+    process.start()
+    found = outputs.get(timeout=120)
+    process.join()
+    assert process.exitcode == 0
+    ampatch.deactivate()
+    for output, model, level in zip(found, plain, LEVELS, strict=True):
+        tolerance = {"rtol": 0.02, "atol": 0.02} if level == "O3" else {}
+        torch.testing.assert_close(torch.tensor(output), model(X), **tolerance)
+    assert all(bool(model.layer.bias.eq(3).all()) for model in models[:2])
+
+
+class Products(Dataset):
+    """Items made with a function that O1 casts."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.mm(X.t(), X) + index
+
+
+@pytest.mark.parametrize(("method", "dtype"), [("fork", H), ("spawn", FP32)])
+def test_data_loader_workers(method, dtype):
+    """A forked worker casts as its parent does; a spawned one knows of no session."""
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip("no fork here")
+    start("O1")
+    loader = DataLoader(Products(), num_workers=2, batch_size=2, multiprocessing_context=method)
+    with ampatch.disable_casts():
+        expected = (X.t() @ X).to(dtype)
+    batches = list(loader)
+    assert [batch.dtype for batch in batches] == [dtype] * 2
+    torch.testing.assert_close(batches[0][0], expected, rtol=0.02, atol=0.02)
+
+
+# Weights that are no plain tensors
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_wrapper_subclasses_as_weights(level):
+    """O2 and O3 could change the wrapper's dtype but not what it wraps: refused."""
+    model = Net()
+    weight = model.layer.weight.detach()
+    model.layer.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    if level in ("O2", "O3"):
+        with pytest.raises(AmpatchError, match=r"layer.weight of Net is a TwoTensor.*O1"):
+            start(level, model)
+        assert model.layer.weight.dtype is model.layer.weight.a.dtype is FP32
+        assert not ampatch.session.session.registry.sessions and not model._forward_hooks
+        return
+    start(level, model)
+    output = model.layer(X)
+    assert type(output) is TwoTensor and output.dtype is (H if level == "O1" else FP32)
+    output.float().sum().backward()
+    assert type(model.layer.weight.grad) is TwoTensor and model.layer.weight.grad.dtype is FP32

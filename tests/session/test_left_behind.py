@@ -1,0 +1,413 @@
+"""After `deactivate` nothing of ours is left: in modules imported meanwhile, with mocks, on failures."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+from ampatch.errors import TakingOut
+
+H = torch.float16
+FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")
+ORIGINALS = {name: getattr(F, name) for name in FUNCTIONS}
+
+
+def start(**options):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, **{"opt_level": "O1", "verbosity": 0, **options})
+    return model, optimizer
+
+
+def replacements():
+    return [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+
+
+TABLES = """
+    import collections
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.functional import conv1d
+
+    by_name = {"conv1d": F.conv1d, "nested": [{"deep": (1, F.linear)}]}
+    by_function = {"before": 0, F.conv1d: "conv1d", F.linear: nn_linear, "after": 1}
+    listed = [F.conv2d, (F.linear, [F.conv1d])]
+    as_set, frozen = {F.linear, F.conv1d}, frozenset({F.conv1d})
+    queue = collections.deque([F.conv1d])
+    pair = collections.namedtuple("pair", "function name")(F.conv1d, "conv1d")
+    ordered = collections.OrderedDict(act=F.conv1d)
+
+    class Layer:
+        act = staticmethod(F.conv1d)
+        acts = {"conv1d": F.conv1d}
+
+        def __init__(self):
+            self.own = F.conv1d
+
+        def forward(self, x, act=F.conv1d, *, last=F.linear):
+            return act(x)
+
+    layer = Layer()
+
+    def closed(function=None):
+        inside = F.conv1d
+        return lambda x: inside(x)
+
+    over = closed()
+    numbers = list(range(1000))
+""".replace("nn_linear", "torch.nn.Linear")
+
+
+def test_modules_imported_meanwhile_hold_the_originals(tmp_path, monkeypatch):
+    (tmp_path / "users_tables.py").write_text(textwrap.dedent(TABLES))
+    monkeypatch.syspath_prepend(tmp_path)
+    start()
+    ours = replacements()
+    import users_tables
+
+    monkeypatch.setitem(sys.modules, "users_tables", users_tables)  # forgotten afterwards
+    assert users_tables.by_name["conv1d"] in ours and F.conv1d in users_tables.by_function
+    ampatch.deactivate()
+    conv1d, linear = ORIGINALS["conv1d"], ORIGINALS["linear"]
+    module = users_tables
+    assert module.by_name == {"conv1d": conv1d, "nested": [{"deep": (1, linear)}]}
+    assert list(module.by_function.items()) == [
+        ("before", 0),
+        (conv1d, "conv1d"),
+        (linear, nn.Linear),
+        ("after", 1),
+    ]
+    assert module.listed == [ORIGINALS["conv2d"], (linear, [conv1d])]
+    assert module.as_set == {linear, conv1d} and module.frozen == {conv1d}
+    assert list(module.queue) == [conv1d] and module.pair == (conv1d, "conv1d")
+    assert type(module.pair).__name__ == "pair" and module.pair.name == "conv1d"
+    assert module.ordered == {"act": conv1d} and module.conv1d is conv1d
+    assert module.Layer.act is conv1d and module.Layer.acts == {"conv1d": conv1d}
+    assert module.layer.own is conv1d and module.Layer.forward.__defaults__ == (conv1d,)
+    assert module.Layer.forward.__kwdefaults__ == {"last": linear}
+    assert module.over.__closure__[0].cell_contents is conv1d
+    assert held_by_others(ours) == []
+
+
+def held_by_others(replacements):
+    """Containers outside this test that still have one of the replacements in them."""
+    found = []
+    gc.collect()
+    for one in replacements:
+        for holder in gc.get_referrers(one):
+            if holder is not replacements and isinstance(holder, (dict, list, tuple, set)):
+                found.append((one.__name__, type(holder).__name__, str(holder)[:80]))
+    return found
+
+
+def test_tables_of_torch_imported_meanwhile(tmp_path):
+    """`torch.ao` has tables keyed by torch's functions; in a process that has not got them yet."""
+    script = """
+        import gc, sys, torch, ampatch
+        import torch.nn.functional as F
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = {F.linear, F.relu, F.conv2d, F.layer_norm}
+        ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        assert "torch.ao.quantization.quantize_fx" not in sys.modules
+        ours = [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+        import torch.ao.quantization.quantize_fx
+        import torch.ao.ns._numeric_suite_fx
+        from torch.ao.quantization.backend_config import get_native_backend_config
+        ampatch.deactivate()
+        gc.collect()
+        left = [
+            (one.__name__, str(holder)[:100])
+            for one in ours
+            for holder in gc.get_referrers(one)
+            if holder is not ours and isinstance(holder, (dict, list, tuple, set))
+            and holder is not globals()
+        ]
+        assert not left, left
+        patterns = [c.pattern for c in get_native_backend_config().configs]
+        assert F.linear in patterns, patterns
+        print("nothing left")
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert "nothing left" in done.stdout, done.stderr
+
+
+# Mocks
+
+
+def is_plain():
+    return {name: getattr(F, name) for name in FUNCTIONS} == ORIGINALS
+
+
+def test_a_mock_stopped_after_deactivate_leaves_the_original():
+    start()
+    patcher = mock.patch.object(F, "linear", lambda *args: "mocked")
+    patcher.start()
+    ampatch.deactivate()
+    assert F.linear() == "mocked"
+    patcher.stop()
+    assert is_plain()
+
+
+def test_with_statements_and_monkeypatch_too(monkeypatch):
+    start()
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "conv1d", "mocked")
+        with mock.patch("torch.nn.functional.linear") as mocked:
+            ampatch.deactivate()
+            assert F.linear is mocked
+    assert is_plain()
+
+
+def test_a_mock_from_before_the_session():
+    with mock.patch.object(F, "linear", wraps=F.linear) as mocked:
+        start()
+        F.linear(torch.ones(1, 2), torch.ones(2, 2))
+        assert mocked.call_args.args[0].dtype is H
+        ampatch.deactivate()
+        assert F.linear is mocked
+    assert is_plain()
+
+
+def test_a_replacement_put_back_by_hand_goes_at_the_next_session():
+    """Nobody can know where a function's local variable will go."""
+    start()
+    kept = F.linear
+    ampatch.deactivate()
+    try:
+        F.linear = kept
+        x = torch.ones(1, 2)
+        assert F.linear(x, x).dtype is torch.float32
+        start()
+        assert F.linear(x, x).dtype is H
+        ampatch.deactivate()
+        assert is_plain()
+    finally:
+        F.linear = ORIGINALS["linear"]
+
+
+def test_an_inherited_method_put_back_by_a_mock():
+    start()
+    patcher = mock.patch.object(torch.Tensor, "mm", lambda *args: "mocked")
+    patcher.start()
+    ampatch.deactivate()
+    patcher.stop()
+    try:
+        assert torch.ones(1, 1).mm(torch.ones(1, 1)).item() == 1.0
+        start()
+        ampatch.deactivate()
+        assert torch.Tensor.mm.__class__ is torch.Tensor.matmul.__class__
+    finally:
+        if "mm" in vars(torch.Tensor):
+            del torch.Tensor.mm
+
+
+def test_module_methods_of_ours_under_a_mock():
+    """`nn.Module.zero_grad` and torch's clipping are replaced beside the tables."""
+    original = nn.Module.zero_grad
+    start(opt_level="O2")
+    patcher = mock.patch.object(nn.Module, "zero_grad")
+    patcher.start()
+    ampatch.deactivate()
+    patcher.stop()
+    assert nn.Module.zero_grad is original
+
+
+# Functions for modules that are not imported yet
+
+
+@pytest.fixture
+def late_module(tmp_path, monkeypatch):
+    registry = ampatch.session.session.registry
+    monkeypatch.setattr(registry.user_functions, "_rules", [])
+    (tmp_path / "late_library.py").write_text("def dtype_of(x):\n    return x.dtype\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "late_library"
+    sys.modules.pop("late_library", None)
+
+
+def test_wrapped_once_however_many_sessions_waited(late_module):
+    ampatch.register_half_function("late_library.dtype_of")
+    for _ in range(5):
+        start()
+        ampatch.deactivate()
+    start()
+    import late_library
+
+    assert late_library.dtype_of(torch.ones(1)) is H
+    cells = [cell.cell_contents for cell in late_library.dtype_of.__closure__]
+    inside = [
+        cell
+        for cell in cells
+        if getattr(cell, "__name__", "") == "dtype_of" and cell is not late_library.dtype_of
+    ]
+    assert [function.__closure__ for function in inside] == [None]
+    ampatch.deactivate()
+    assert late_library.dtype_of(torch.ones(1)) is torch.float32
+    assert late_library.dtype_of.__code__.co_name == "dtype_of"
+
+
+def test_not_wrapped_when_imported_after_deactivate(late_module):
+    ampatch.register_half_function("late_library.dtype_of")
+    start()
+    ampatch.deactivate()
+    import late_library
+
+    assert late_library.dtype_of.__closure__ is None
+    start()
+    assert late_library.dtype_of(torch.ones(1)) is H
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("how", ["string", "module"])
+def test_unregister(late_module, how, when):
+    import late_library
+
+    original = late_library.dtype_of
+    place = ("late_library.dtype_of",) if how == "string" else (late_library, "dtype_of")
+    ampatch.register_half_function("late_library.dtype_of")
+    if when == "during":
+        start()
+        assert late_library.dtype_of(torch.ones(1)) is H
+    ampatch.unregister_function(*place)
+    assert late_library.dtype_of is original
+    if when == "before":
+        start()
+    assert late_library.dtype_of is original and F.linear is not ORIGINALS["linear"]
+    with pytest.raises(ValueError, match="late_library.dtype_of is not registered.*nothing"):
+        ampatch.unregister_function(*place)
+
+
+def test_unregistered_while_awaited(late_module):
+    ampatch.register_half_function("late_library.dtype_of")
+    start()
+    ampatch.unregister_function("late_library.dtype_of")
+    import late_library
+
+    assert late_library.dtype_of.__closure__ is None
+
+
+def test_registered_again_follows_the_new_rule(late_module):
+    import late_library
+
+    start()
+    ampatch.register_half_function("late_library.dtype_of")
+    ampatch.register_half_function(late_library, "dtype_of")
+    assert late_library.dtype_of(torch.ones(1)) is H
+    ampatch.register_float_function(late_library, "dtype_of")
+    assert late_library.dtype_of(torch.ones(1, dtype=H)) is torch.float32
+    ampatch.unregister_function("late_library.dtype_of")
+    assert late_library.dtype_of.__closure__ is None
+
+
+# A `deactivate` that fails
+
+
+def failing(name):
+    def fail(*args, **kwargs):
+        raise ValueError(name)
+
+    return fail
+
+
+def fails_in(managed, part, monkeypatch):
+    monkeypatch.setattr(managed, part, failing(part))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("part", ["settle", "finish_pending", "release_parameters", "fit_state"])
+def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
+    models, optimizers = zip(*[start(opt_level=level) for _ in range(3)], strict=True)
+    registry = ampatch.session.session.registry
+    fails_in(registry.managed(optimizers[1]), part, monkeypatch)
+    with pytest.raises(ValueError, match=part):
+        ampatch.deactivate()
+    assert is_plain() and not registry.sessions and registry.state.process is None
+    for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        assert "step" not in vars(optimizer) and not model._forward_hooks
+        if index != 1 or part not in ("settle", "finish_pending", "release_parameters"):
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+    ampatch.deactivate()
+
+
+def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
+    model, optimizer = start(opt_level="O2")
+    managed = ampatch.session.session.registry.managed_model(model)
+    found = managed._master_of
+    monkeypatch.setattr(
+        managed, "_master_of", lambda t: failing("weight")() if t is model.weight else found(t)
+    )
+    bias = list(ampatch.master_params(optimizer))[1].detach().clone()
+    with pytest.raises(ValueError, match="weight"):
+        ampatch.deactivate()
+    assert torch.equal(model.bias, bias) and "step" not in vars(optimizer) and is_plain()
+
+
+def test_several_errors_come_together(monkeypatch):
+    models, optimizers = zip(*[start() for _ in range(3)], strict=True)
+    registry = ampatch.session.session.registry
+    for number, model in enumerate(models[:2]):
+        monkeypatch.setattr(registry.managed_model(model), "uninstall", failing(f"model {number}"))
+    kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
+    with pytest.raises(kind, match="2 parts could not be taken out"):
+        ampatch.deactivate()
+    assert is_plain() and not registry.sessions
+    assert not models[2]._forward_hooks and "step" not in vars(optimizers[0])
+
+
+def test_errors_of_a_python_without_groups(monkeypatch):
+    monkeypatch.delattr(builtins, "ExceptionGroup", raising=False)
+    taking_out = TakingOut("deactivate()")
+    for name in ("one", "two", "two"):
+        assert taking_out.do(failing(name)) is None
+    with pytest.raises(ampatch.AmpatchError, match="2 parts.*ValueError: one; ValueError: two"):
+        taking_out.end()
+
+
+def test_ctrl_c_wins(monkeypatch):
+    models, _ = zip(*[start() for _ in range(2)], strict=True)
+    registry = ampatch.session.session.registry
+    fails_in(registry.managed_model(models[1]), "uninstall", monkeypatch)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry.managed_model(models[0]), "uninstall", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ampatch.deactivate()
+    assert is_plain() and not registry.sessions
+
+
+def test_lazy_modules_do_not_keep_the_rest():
+    """One that was never run has parameters without values."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    other, optimizer = start(opt_level="O2")
+    try:
+        ampatch.initialize(model, opt_level="O2", verbosity=0)
+    except ampatch.AmpatchError:
+        pass  # refused: nothing was changed
+    try:
+        ampatch.deactivate()
+    except Exception as error:
+        assert "Uninitialized" in str(error) or "lazy" in str(error).lower()
+    assert is_plain() and not ampatch.session.session.registry.sessions
+    assert "step" not in vars(optimizer) and not other._forward_hooks
+    assert {p.dtype for p in other.parameters()} == {torch.float32}
+    assert not model._forward_hooks

@@ -1,0 +1,268 @@
+"""Which session has which optimizer and model: found at once, and right whatever happened."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.session.index import Whereabouts
+from ampatch.session.session import registry
+
+SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}
+
+
+def pair():
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def frames(function, *args) -> int:
+    """Python functions entered by and below `function(*args)`, but for what the collector runs."""
+    entered = 0
+    gc.collect()  # replacements of earlier sessions: the patches' weak table hears of each
+    gc.disable()
+
+    def profile(frame, event, argument):
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return entered
+
+
+def entries() -> tuple[int, int]:
+    """How many optimizers and models are in somebody's care."""
+    return len(registry.cared_for), len(registry.modelled)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_looking_one_up_is_one_call_however_many_there_are(level):
+    pairs = [pair() for _ in range(30)]
+    for model, optimizer in pairs:
+        ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
+    for model, optimizer in pairs:
+        session, managed = registry.care_of(optimizer)
+        assert session is registry.session_of_model(model) and managed.optimizer is optimizer
+        assert registry.managed_model(model).model is model
+    assert len({id(registry.session_of(optimizer)) for _, optimizer in pairs}) == 30
+    assert [frames(registry.care_of, optimizer) for _, optimizer in pairs] == [1] * 30
+    assert frames(registry.care_of, object()) == 1
+
+
+def test_nobody_has_a_stranger():
+    model, optimizer = pair()
+    ampatch.initialize(*pair(), **SETTINGS)
+    assert registry.care_of(optimizer) is None
+    assert registry.session_of(optimizer) is registry.managed(optimizer) is None
+    assert registry.session_of_model(model) is registry.managed_model(model) is None
+
+
+def test_a_disabled_session_has_it_without_a_side_of_ours():
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
+    assert registry.care_of(optimizer) == (registry.sessions[0], None)
+    ampatch.deactivate()
+    assert registry.care_of(optimizer) is None and entries() == (0, 0)
+
+
+def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
+    model, optimizer = pair()
+    for enabled, level in [(True, "O1"), (False, "O1"), (True, "O2"), (True, "O0")]:
+        ampatch.initialize(model, optimizer, enabled=enabled, opt_level=level, **SETTINGS)
+        session, managed = registry.care_of(optimizer)
+        assert session is registry.sessions[-1] and (managed is not None) is enabled
+        assert (registry.session_of_model(model) is session) is enabled
+        assert entries() == (1, int(enabled)) and len(registry.sessions) == 1
+    ampatch.set_opt_level(model, "O1")
+    assert registry.session_of_model(model) is registry.session_of(optimizer) is session
+
+
+def test_part_of_a_session_leaves_it():
+    (first, one), (second, other) = pair(), pair()
+    ampatch.initialize([first, second], [one, other], **SETTINGS)
+    old = registry.session_of(one)
+    ampatch.initialize(second, other, opt_level="O2", **SETTINGS)
+    assert registry.session_of(one) is registry.session_of_model(first) is old
+    assert registry.session_of(other) is registry.session_of_model(second) is not old
+    assert old.managed(other) is old.managed_model(second) is None
+    assert [model.model for model in old.models()] == [first]
+
+
+def test_what_is_released_is_with_nobody():
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, **SETTINGS)
+    session = registry.session_of(optimizer)
+    session.release_model(model)
+    session.release_optimizer(optimizer)
+    assert entries() == (0, 0) and session.is_empty()
+
+
+def test_a_failed_initialize_gives_all_back(monkeypatch):
+    (first, one), (second, other), (third, new) = pair(), pair(), pair()
+    ampatch.initialize([first, second], [one, other], opt_level="O2", **SETTINGS)
+    ampatch.initialize(nn.Linear(2, 2), enabled=False, **SETTINGS)
+    session, managed = registry.care_of(one)
+
+    def fail(added):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "add", fail)
+    with pytest.raises(KeyboardInterrupt):
+        ampatch.initialize([third, second, first], [new, other], opt_level="O2", **SETTINGS)
+    assert registry.care_of(one) == (session, managed)
+    assert registry.session_of(other) is session
+    assert [registry.session_of_model(model) for model in (first, second)] == [session] * 2
+    assert registry.care_of(new) is registry.session_of_model(third) is None
+    assert entries() == (2, 2)
+
+
+def test_bystanders_come_back_too(monkeypatch):
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
+    found = registry.care_of(optimizer)
+    monkeypatch.setattr(registry, "add", lambda added: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ampatch.initialize(model, optimizer, **SETTINGS)
+    assert registry.care_of(optimizer) == found and entries() == (1, 0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_dead_are_forgotten(enabled):
+    for _ in range(3):
+        ampatch.initialize(*pair(), enabled=enabled, **SETTINGS)
+    kept, optimizer = pair()
+    ampatch.initialize(kept, optimizer, enabled=enabled, **SETTINGS)
+    gc.collect()
+    assert entries() == (1, int(enabled))
+    assert registry.session_of(optimizer) is registry.sessions[-1]
+
+
+class Thing:
+    """Something with a side of ours: `Side.thing`."""
+
+
+class Side:
+    def __init__(self, thing):
+        self.thing = thing
+
+
+def test_an_id_used_again_finds_nobody():
+    """As an object that dies in a cycle may leave its entry for a while."""
+    where = Whereabouts(lambda side: side.thing)
+    thing, session = Thing(), object()
+    side = Side(thing)
+    where.put(thing, session, side)
+    side.thing = Thing()  # the same id as far as the look-up can see, and another object
+    assert where.find(thing) is None
+    side.thing = thing
+    assert where.find(thing) == (session, side)
+
+
+def test_the_entry_of_a_new_side_outlives_the_old_side():
+    where = Whereabouts(lambda side: side.thing)
+    thing, first, second = Thing(), object(), object()
+    old, new = Side(thing), Side(thing)
+    where.put(thing, first, old)
+    where.put(thing, second, new)
+    where.remove(thing, first)  # it has passed it on
+    assert where.find(thing) == (second, new)
+
+
+def test_an_old_side_that_dies_late_takes_nothing_along():
+    """Another thread may be looking at the old entry while the new one is put."""
+    where = Whereabouts(lambda side: side.thing)
+    thing, second = Thing(), object()
+    old, new = Side(thing), Side(thing)
+    where.put(thing, object(), old)
+    looked_at = where._of[id(thing)]
+    where.put(thing, second, new)
+    del old
+    gc.collect()
+    assert looked_at[1]() is None
+    assert where.find(thing) == (second, new)
+    where.remove(thing, second)
+    assert where.find(thing) is None and len(where) == 0
+
+
+# What opening and closing many cost
+
+
+def opening(count: int, level: str, together: bool) -> int:
+    """Python functions entered by the last of `count` calls of `initialize`, or by one for all."""
+    pairs = [pair() for _ in range(count)]
+    models, optimizers = (list(some) for some in zip(*pairs, strict=True))
+    if together:
+        return frames(lambda: ampatch.initialize(models, optimizers, opt_level=level, **SETTINGS))
+    for model, optimizer in pairs[:-1]:
+        ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
+    return frames(lambda: ampatch.initialize(*pairs[-1], opt_level=level, **SETTINGS))
+
+
+def is_linear(found: list[int]) -> bool:
+    """Whether equal steps cost as much, but for little."""
+    first, second = found[1] - found[0], found[2] - found[1]
+    return abs(second - first) <= 10 + first / 50  # one call for each pair of 20 would be 800
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_initialize_of_many_models_costs_as_much_for_each(level):
+    found = []
+    for count in (1, 20, 40, 60):  # the first brings what is done once per process
+        found.append(opening(count, level, together=True))
+        ampatch.deactivate()
+    assert is_linear(found[1:])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_an_open_session_adds_to_the_next_initialize_is_little(level):
+    """Is it alive, does it cast, is it empty: no walk over its weights."""
+    found = []
+    for count in (1, 20, 40, 60):
+        found.append(opening(count, level, together=False))
+        ampatch.deactivate()
+    assert is_linear(found[1:]) and found[2] - found[1] <= 20 * 12 + 10
+
+
+def test_deactivate_looks_once_at_what_is_needed(monkeypatch):
+    looks = []
+    refresh = registry.refresh
+    pairs = [pair() for _ in range(20)]
+    for model, optimizer in pairs:
+        ampatch.initialize(model, optimizer, **SETTINGS)
+    monkeypatch.setattr(registry, "refresh", lambda: looks.append(refresh()))
+    ampatch.deactivate()
+    assert len(looks) == 1 and entries() == (0, 0)
+
+
+def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch):
+    first, second = pair(), pair()
+    for model, optimizer in (first, second):
+        ampatch.initialize(model, optimizer, **SETTINGS)
+    older, newer = registry.sessions
+    monkeypatch.setattr(type(older), "close", interrupted(type(older).close, older))
+    with pytest.raises(KeyboardInterrupt):
+        ampatch.deactivate()
+    monkeypatch.undo()
+    assert registry.sessions == [older] and registry.state.process is older.policy
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+def interrupted(close, at):
+    """`Session.close` that Ctrl-C ends for one session."""
+
+    def closing(session):
+        if session is at:
+            raise KeyboardInterrupt
+        close(session)
+
+    return closing

@@ -1,0 +1,174 @@
+"""A sweep's directory: what is kept, gone on with, replaced and refused.  Runs are made by hand."""
+
+import errno
+import json
+import shutil
+
+import pytest
+
+from ampatch.sweep import Sweep, read_results, read_runs
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.json_files import write_json
+from ampatch.sweep.measure.record import Measured, Run, Series
+
+SCRIPT = "print('never run here')\n"
+
+
+class Machine:
+    """Stands for the processes: notes what is run, and fails on demand."""
+
+    def __init__(self):
+        self.ran = []
+        self.fails = {}  # by number of the run
+
+    def run(self, runner, trial, progress):
+        failure = self.fails.get(len(self.ran))
+        self.ran.append(trial.label)
+        if isinstance(failure, BaseException):
+            raise failure
+        measured = Measured(
+            opt_level=trial.case.opt_level,
+            skipped=[False] * 4,
+            losses={"0": Series([0], [1.0 + trial.seed])},
+        )
+        run = Run(trial, 0, 1.0, measured, ended_by=failure or "", timeout=runner.timeout)
+        write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
+        return run
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(Runner, "run", lambda self, *rest: machine.run(self, *rest))
+    return machine
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return "train.py"
+
+
+def make(script, out="out", **options):
+    return Sweep(script, levels=["O0", "O1"], autocast=False, seeds=2, out=out, **options)
+
+
+ALL = ["O0 seed 0", "O1-float16 seed 0", "O1-float16 seed 1", "O0 seed 1"]
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(script, machine):
+    machine.fails[2] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        make(script).run()
+    kept = read_results("out")
+    assert (kept.done, kept.planned, kept.complete) == (2, 4, False)
+    assert [row.label for row in kept.rows] == ["O0", "O1-float16"]
+
+    machine.ran.clear()
+    plan = make(script, resume=True).run()
+
+    assert machine.ran == ALL[2:]
+    results = read_results("out")
+    assert results.complete and results == plan.results and results.started == kept.started
+    assert [row.runs for row in results.rows] == [2, 2]
+    machine.ran.clear()
+    make(script, resume=True).run()
+    assert machine.ran == []
+
+
+def test_a_longer_timeout_gives_another_chance(script, machine):
+    machine.fails[1] = "timed out: after 5 s"
+    make(script, timeout=5.0).run()
+    for timeout, again in ((5.0, []), (9.0, [ALL[1]])):
+        machine.ran.clear()
+        make(script, timeout=timeout, resume=True).run()
+        assert machine.ran == again
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 3}, "steps was None, now 3"),
+        ({"arguments": ["--lr", "1"]}, "arguments was [], now ['--lr', '1']"),
+        ({"overrides": ["O2 loss_scale=2"]}, "rows was"),
+        ({"metrics": {"acc": "(x)"}}, "metrics was"),
+        ("the script", "script_sha256 was"),
+    ],
+)
+def test_another_sweep_cannot_go_on_in_its_place(change, said, script, machine):
+    make(script).run()
+    before = read_results("out")
+    if change == "the script":
+        with open(script, "a") as file:
+            file.write("# edited\n")
+        change = {}
+    with pytest.raises(ValueError, match="it is another sweep") as refused:
+        make(script, resume=True, **change)
+    assert said in str(refused.value)
+    assert read_results("out") == before
+
+
+def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
+    make(script).run()
+    (tmp_path / "out/mine.txt").write_text("not the sweep's")
+    (tmp_path / "out/runs/mine.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds a sweep of train.py .*, 4 of 4 runs.*--overwrite"):
+        make(script)
+    assert len([one for one in (tmp_path / "out/runs").iterdir()]) == 5
+
+    plan = Sweep(script, levels=["O0"], out="out", overwrite=True)
+
+    left = {str(path.relative_to("out")) for path in plan.directory.rglob("*") if path.is_file()}
+    left -= {"summary.json", "summary.csv", "summary.md", ".lock"}
+    assert left == {"mine.txt", "runs/mine.json"}
+    assert read_results("out").done == 0
+
+
+def test_without_a_directory_each_sweep_gets_its_own(script, machine):
+    plans = [make(script, out=None).run() for _ in range(3)]
+    assert [str(plan.directory) for plan in plans] == [
+        "ampatch-sweep/train",
+        "ampatch-sweep/train-2",
+        "ampatch-sweep/train-3",
+    ]
+    assert make(script, out=None, resume=True).directory == plans[2].directory
+
+
+def test_two_sweeps_do_not_share_a_directory(script, machine):
+    first = make(script)
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(ValueError, match="another sweep is running in this directory"):
+            make(script, **options)
+    first.run()
+    make(script, resume=True).close()
+
+
+def test_a_directory_without_room_is_refused_before_the_first_run(script, machine, monkeypatch):
+    usage = type(shutil.disk_usage("."))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 3 * 2**20))
+        with pytest.raises(OSError, match="3 MiB are free, a sweep wants 32.*--out") as refused:
+            make(script)
+    assert refused.value.errno == errno.ENOSPC
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="cannot be written: No space left"):
+            make(script)
+    assert machine.ran == []
+
+
+def test_a_disk_that_fills_up_ends_the_sweep_and_keeps_what_there_is(script, machine):
+    machine.fails[1] = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        make(script).run()
+    assert len(list(read_runs("out"))) == read_results("out").done == 1
+    make(script, resume=True).close()  # the lock was let go
+
+
+def test_results_of_another_format_are_refused(script, machine, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/summary.json").write_text(json.dumps({"format": 1}))
+    with pytest.raises(ValueError, match="in format 1, expected 2"):
+        make(script, resume=True)

@@ -1,0 +1,225 @@
+"""What a sweep runs, and the figures and the table it makes of records made by hand."""
+
+import io
+import math
+
+import pytest
+import torch
+
+from ampatch.sweep import Sweep, cases
+from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.measure.probes import BATCH, Readings, Timeline
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.figures import first_and_last, status, step_ms
+from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.table import plain_table, write_table
+from ampatch.sweep.trial import Case, Trial
+
+# What to run
+
+
+def test_o0_runs_once():
+    assert cases(["O0", "O1", "O0"], ["float16", "bfloat16"]) == [
+        Case("O0"),
+        Case("O1", "float16"),
+        Case("O1", "bfloat16"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"levels": ["O0", "O7"]}, "unknown level 'O7'.\nExpected some of O0, O1, O2, O3."),
+        ({"dtypes": ["bfloat"]}, "unknown dtype 'bfloat'.*Did you mean \"bfloat16\"?"),
+        ({"levels": []}, "nothing to run"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_runs(wrong, message):
+    with pytest.raises(ValueError, match="(?s)" + message.replace("?", r"\?")):
+        Sweep(__file__, **wrong)
+
+
+# Figures
+
+
+def run_of(level="O1", exit_code=0, **fields):
+    case = Case(level, None if level == "O0" else "float16")
+    return Run(Trial(case), exit_code, 1.0, Measured(opt_level=level, **fields))
+
+
+def losses(*values):
+    return {"0": Series(list(range(len(values))), list(values))}
+
+
+def test_an_overflow_that_was_skipped_is_no_divergence():
+    inf = math.inf
+    assert status(run_of(skipped=[False, True, False], losses=losses(1.0, inf, 0.5))) == "ok"
+    taken = run_of(skipped=[False, False, False], losses=losses(1.0, inf, 0.5))
+    assert status(taken) == "diverged at step 2: loss inf"
+    to_the_end = run_of(skipped=[False, True], losses=losses(1.0, math.nan))
+    assert status(to_the_end) == "diverged at step 2: loss nan"
+
+
+def test_a_script_that_overrules_the_sweep_is_found_out():
+    run = run_of(skipped=[False], losses=losses(1.0))
+    run.trial = Trial(Case("O2", "float16"))
+    assert status(run) == "other level: ran at O1, not at O2"
+
+
+def test_first_and_last_loss_are_means_of_a_twentieth():
+    values = [float(i) for i in range(100)]
+    assert first_and_last(Measured(losses=losses(*values))) == (2.0, 97.0)
+    assert first_and_last(Measured(losses=losses(3.0))) == (3.0, 3.0)
+
+
+def test_warm_up_and_pauses_do_not_count():
+    slow_start = [None, *[9.0] * 10, *[1.0, 2.0, None, 3.0] * 10]
+    assert step_ms(Measured(step_seconds=slow_start)) == 2000.0
+    assert step_ms(Measured(step_seconds=[None])) is None
+
+
+def test_speed_needs_o0():
+    timed = {"skipped": [False] * 3, "step_seconds": [None, 0.5, 0.5]}
+    fast = {"skipped": [False] * 3, "step_seconds": [None, 0.25, 0.25]}
+    with_base = summarize([run_of("O1", **fast), run_of("O0", **timed)])
+    assert [row.speed for row in with_base] == [2.0, 1.0]
+    assert summarize([run_of("O1", **fast)])[0].speed is None
+
+
+def test_json_keeps_every_value(tmp_path):
+    """Also those that JSON has no word for."""
+    measured = Measured(
+        opt_level="O1",
+        properties={"dtype": "torch.float16"},
+        skipped=[True, False],
+        step_seconds=[None, 0.25],
+        losses=losses(math.inf, -math.inf, 0.1),
+        metrics={"accuracy": Series([2], [0.75])},
+        loss_scale=32768.0,
+        device="cpu",
+        memory_bytes=123,
+        memory_kind="device",
+        error="ValueError: no",
+        loss_scales={"0": Series([0, 3], [65536.0, math.inf], [0.5, 1.5])},
+        stopped_at=2,
+        samples=Series([1, 2], [64.0, 32.0], [0.25, 0.75]),
+        output_marks=[(1, 10), (2, 30)],
+        matmul_precision="high",
+    )
+    case = Case("O2", "float16", tf32=True, settings=(("overrides", "x"), ("loss_scale", 2.0)))
+    trial = Trial(case, seed=3, repeat=1)
+    run = Run(trial, 1, 2.5, measured, ended_by="timed out: after 2 s", timeout=2.0)
+    write_json(tmp_path / "run.json", run.to_json())
+    assert Run.from_json(read_json(tmp_path / "run.json")) == run
+
+
+# The table
+
+
+def test_the_plain_table_is_aligned_and_has_the_metrics():
+    ok = run_of(
+        "O0",
+        skipped=[False, False],
+        losses=losses(1.0, 0.5),
+        metrics={"test_accuracy": Series([2], [0.975])},
+        loss_scale=65536.0,
+    )
+    crashed = run_of("O3", exit_code=1, error="RuntimeError: no")
+    text = plain_table(summarize([ok, crashed]))
+    head, line, first, second = text.splitlines()
+    assert "test accuracy" in head
+    end = head.index("test accuracy") + len("test accuracy")
+    assert first[:end].endswith(" 0.9750") and second[:end].endswith("  -")
+    assert (first.split()[-2:], second[head.index("status") :]) == (
+        ["65536", "ok"],
+        "crashed: RuntimeError: no",
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_on_a_terminal_of_any_width_nothing_is_cut_off(width, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")
+    ok = run_of(
+        "O0",
+        skipped=[False] * 300,
+        losses=losses(1.0, 0.5),
+        loss_scale=65536.0,
+        metrics={"test_accuracy": Series([2], [0.975])},
+        memory_bytes=400 * 2**20,
+    )
+    lost = run_of("O3", skipped=[False], losses=losses(math.nan), step_seconds=[None, 0.01234])
+    terminal = Terminal()
+    write_table(summarize([ok, lost]), terminal)
+    text = terminal.getvalue()
+    words = ("float16", "0/300", "65536", "0.9750", "400", "12.34", "diverged at step 1: loss nan")
+    for word in words:
+        assert word in text
+    table = text.partition("Step time")[0].splitlines()
+    assert width == 60 or max(map(len, table)) <= width
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    terminal = Terminal()
+    write_table(summarize([run_of(skipped=[False])]), terminal)
+    assert terminal.getvalue().startswith("level  dtype")
+
+
+# Reading a device
+
+
+class FakeEvent:
+    """A CUDA event whose stream is at `clock` milliseconds."""
+
+    clock = 0.0
+    waits = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        assert stream == "the stream"
+        self.time = FakeEvent.clock
+
+    def synchronize(self):
+        FakeEvent.waits += 1
+
+    def elapsed_time(self, later):
+        return later.time - self.time
+
+
+def test_on_cuda_steps_are_timed_by_events_and_read_in_batches(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    timeline = Timeline(torch.device("cuda", 0))
+    for step in range(2 * BATCH):
+        FakeEvent.clock += 2.0 if step % 2 else 4.0
+        timeline.mark(pauses=step // 100)
+    assert FakeEvent.waits == 1
+
+    seconds = timeline.seconds()
+
+    assert len(seconds) == 2 * BATCH
+    paused = [step for step, value in enumerate(seconds) if value is None]
+    assert paused == list(range(0, 2 * BATCH, 100))
+    assert seconds[1:100] == [0.002, *[0.004, 0.002] * 49]
+
+
+def test_readings_keep_order_and_survive_changes_in_place():
+    readings = Readings()
+    loss = torch.tensor(1.5, requires_grad=True)
+    readings.add(loss * 1)
+    readings.add(torch.tensor([1.0, 2.0]))
+    flag = torch.zeros((), dtype=torch.bool)
+    readings.add(flag)
+    flag.fill_(True)
+    readings.add(True)
+    assert readings.all() == [1.5, 1.5, 0.0, 1.0]
+    assert readings.latest == 1.0

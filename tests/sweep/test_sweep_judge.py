@@ -1,0 +1,269 @@
+"""Verdicts and plans of sweeps, of records made by hand: statistics against formulas."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from ampatch.sweep.measure.output_metrics import read_metrics
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.plan import cases, trials
+from ampatch.sweep.report.figures import samples_per_second
+from ampatch.sweep.report.judge import direction, recommendation
+from ampatch.sweep.report.results import Results
+from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.summary_files import as_csv, as_markdown
+from ampatch.sweep.report.welch import MISSING, welch
+from ampatch.sweep.trial import Case, Trial
+
+# Welch's test
+
+
+def test_welch_is_students_integral():
+    """p and interval from Welch's formulas, with Student's density integrated by Simpson's rule."""
+    chance = random.Random(0)
+    for _ in range(30):
+        ours = [chance.gauss(0, chance.choice([0.01, 1, 5])) for _ in range(chance.randint(2, 9))]
+        base = [chance.gauss(0.5, 1) for _ in range(chance.randint(2, 9))]
+        first, second = (statistics.variance(values) / len(values) for values in (ours, base))
+        error = math.sqrt(first + second)
+        freedom = (first + second) ** 2 / (first**2 / (len(ours) - 1) + second**2 / (len(base) - 1))
+        found = welch(ours, base)
+        assert found.difference == pytest.approx(statistics.mean(ours) - statistics.mean(base))
+        assert found.p == pytest.approx(1 - within(abs(found.difference) / error, freedom))
+        assert within((found.high - found.difference) / error, freedom) == pytest.approx(0.95)
+        assert found.high - found.difference == pytest.approx(found.difference - found.low)
+
+
+def within(t, freedom, parts=4000):
+    """The probability of a Student-distributed value between -t and t."""
+
+    def density(x):
+        return (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+
+    front = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+    front /= math.sqrt(freedom * math.pi)
+    width = t / parts
+    inner = sum((4 if n % 2 else 2) * density(n * width) for n in range(1, parts))
+    return 2 * front * width / 3 * (density(0) + inner + density(t))
+
+
+def test_welch_by_hand():
+    """Means 2 and 5, variances 1 and 1, n = 3: t = -3 / sqrt(2/3) with 4 degrees of freedom.
+
+    p and the quantile 2.776 are those of the tables; four degrees have a closed form.
+    """
+    found = welch([1, 2, 3], [4, 5, 6])
+    t = 3 / (2 / 3) ** 0.5
+    x = t / (4 + t * t) ** 0.5
+    assert found.p == pytest.approx(1 - x * (3 - x * x) / 2)
+    assert found.high - found.low == pytest.approx(2 * 2.7764451 * (2 / 3) ** 0.5)
+    assert found.pooled_sds == -3
+
+
+@pytest.mark.parametrize(("ours", "p"), [([0.5, 0.5], 1.0), ([0.25, 0.25], 0.0)])
+def test_samples_without_scatter_differ_or_do_not(ours, p):
+    assert welch(ours, [0.5, 0.5]).p == p
+
+
+def test_without_scipy_accuracy_is_not_tested(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    row = rows_of([0.90, 0.91, 0.92], [0.80, 0.81, 0.82])[1]
+    assert (row.outcome, row.comparisons[0].p) == ("untested", None)
+    assert "pip install scipy" in MISSING
+
+
+# Verdicts
+
+
+def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error=""):
+    """A run whose steps take `ms` milliseconds."""
+    case = Case(level) if level == "O0" else Case(level, "bfloat16")
+    measured = Measured(
+        opt_level=level,
+        skipped=[False] * 40,
+        step_seconds=[None] + [ms / 1000] * 39,
+        losses={"0": Series(list(range(40)), [loss] * 40)},
+        error=error,
+        memory_bytes=2**20,
+    )
+    if accuracy is not None:
+        measured.metrics = {"accuracy": Series([40], [accuracy])}
+    return Run(Trial(case, seed, repeat), int(bool(error)), 1.0, measured)
+
+
+def rows_of(base, ours, **options):
+    runs = [run_of("O0", seed, value, loss=1 + seed) for seed, value in enumerate(base)]
+    runs += [run_of("O1", seed, value, ms=0.5) for seed, value in enumerate(ours)]
+    return summarize(runs, **options)
+
+
+def test_accuracy_is_within_noise_worse_or_better():
+    base = [0.90, 0.91, 0.92]
+    for ours, outcome in (
+        ([0.91, 0.90, 0.92], "within"),
+        ([0.80, 0.81, 0.82], "worse"),
+        ([0.98, 0.99, 0.985], "better"),
+    ):
+        first, row = rows_of(base, ours)
+        assert (first.outcome, row.outcome) == ("baseline", outcome)
+        one = row.comparisons[0]
+        assert (one.name, one.n, one.base_n, one.better) == ("accuracy", 3, 3, "higher")
+        assert one.difference == pytest.approx(statistics.mean(ours) - statistics.mean(base))
+        assert one.low < one.difference < one.high
+        assert "n=3 and 3" in row.verdict and "2.00x the speed of O0" in row.verdict
+    assert rows_of(base, [0.8, 0.81, 0.82], better={"accuracy": "lower"})[1].outcome == "better"
+
+
+def test_a_lower_loss_is_no_worse():
+    assert [direction(name) for name in ("accuracy", "val_loss", "top5 error", "f1", "flossy")] == [
+        "higher",
+        "lower",
+        "lower",
+        "higher",
+        "higher",
+    ]
+    row = rows_of([0.9, 0.91, 0.92], [0.9, 0.91, 0.92], judged="last loss")[1]
+    assert (row.comparisons[0].name, row.comparisons[0].mean) == ("last loss", 1.0)
+    assert row.comparisons[0].base_mean == 2.0 and row.comparisons[1].name == "accuracy"
+
+
+def test_repeats_of_a_seed_are_one_value():
+    """Else the same run ten times over would look like evidence."""
+    runs = [
+        run_of(level, seed, 0.9 + seed / 100 + repeat / 1000, loss=seed, repeat=repeat)
+        for level in ("O0", "O1")
+        for seed in range(2)
+        for repeat in range(5)
+    ]
+    one = summarize(runs)[1].comparisons[0]
+    assert (one.n, one.mean, one.p) == (2, pytest.approx(0.907), pytest.approx(1.0))
+
+
+def test_nothing_is_tested_with_one_seed_or_seeds_without_effect():
+    for base, ours in (([0.9], [0.1]), ([0.9, 0.9], [0.1, 0.1])):
+        runs = [run_of("O0", seed, value) for seed, value in enumerate(base)]
+        runs += [run_of("O1", seed, value) for seed, value in enumerate(ours)]
+        row = summarize(runs)[1]
+        assert (row.outcome, row.comparisons[0].p) == ("untested", None)
+        assert "not tested" in row.verdict
+
+
+def test_a_row_with_a_bad_run_has_failed():
+    runs = [run_of("O0", 0, 0.9), run_of("O0", 1, 0.91, loss=2.0), run_of("O1", 0, 0.9, ms=0.1)]
+    runs.append(run_of("O1", 1, error="RuntimeError: no"))
+    base, row = summarize(runs)
+    assert (row.outcome, row.status) == ("failed", "crashed: RuntimeError: no")
+    assert row.verdict == "crashed: RuntimeError: no (1 of 2 runs)"
+    assert recommendation([base, row]).startswith("Stay with O0")
+
+
+def test_speed_is_of_the_round_so_that_drift_does_not_decide():
+    """A machine that is twice as slow in each round; O1 is faster by a quarter in all."""
+    runs = [
+        run_of(level, seed, ms=ms * 2.0**seed)
+        for seed in range(3)
+        for level, ms in (("O0", 1.0), ("O1", 0.8))
+    ]
+    row = summarize(runs)[1]
+    assert (row.speeds.low, row.speed, row.speeds.high) == pytest.approx((1.25,) * 3)
+    assert row.speeds.n == 3
+
+
+def test_the_fastest_that_is_as_good_is_recommended():
+    base = [run_of("O0", seed, 0.9 + seed / 100, ms=1.0, loss=seed) for seed in range(3)]
+    good = [run_of("O1", seed, 0.9 + seed / 100, ms=0.5) for seed in range(3)]
+    bad = [run_of("O2", seed, 0.5 + seed / 100, ms=0.1) for seed in range(3)]
+    advice = recommendation(summarize([*base, *good, *bad]))
+    assert advice.startswith("O1 in bfloat16: 2.00x the speed of O0 (2.00 to 2.00 in 3 rounds); ")
+    assert "Memory: 1.00 of O0's." in advice
+    assert "there is no O0" in recommendation(summarize(good))
+
+
+# The plan
+
+
+def test_rows_beside_the_levels():
+    found = cases(
+        ["O0", "O2"],
+        ["float16", "bfloat16"],
+        ["O2 keep_batchnorm_fp32=False loss_scale=dynamic"],
+        autocast=True,
+        tf32=True,
+    )
+    own = "keep_batchnorm_fp32=False-loss_scale=dynamic"
+    assert [case.label for case in found] == [
+        "O0",
+        "O0+tf32",
+        "O2-float16",
+        "O2-bfloat16",
+        "autocast-float16",
+        "autocast-bfloat16",
+        f"O2-float16-{own}",
+        f"O2-bfloat16-{own}",
+    ]
+    assert dict(found[-1].settings) == {"keep_batchnorm_fp32": False, "loss_scale": "dynamic"}
+    assert "autocast" not in [case.opt_level for case in cases(["O0"], ["float16"], autocast=True)]
+
+
+def test_rounds_take_turns_and_go_both_ways():
+    rows = cases(["O0", "O1", "O2"], ["float16"])
+    plan = trials(rows, seeds=2, repeats=2)
+    rounds = [plan[start : start + 3] for start in range(0, 12, 3)]
+    assert [[one.case for one in each] for each in rounds] == [rows, rows[::-1], rows, rows[::-1]]
+    assert [{(one.repeat, one.seed) for one in each} for each in rounds] == [
+        {(0, 0)},
+        {(0, 1)},
+        {(1, 0)},
+        {(1, 1)},
+    ]
+    assert len({one.file_stem for one in plan}) == 12
+
+
+def test_file_names_are_plain_and_differ():
+    stems = [Trial(Case("O1", settings=(("overrides", text),))).file_stem for text in "/:"]
+    assert stems[0] != stems[1] and not any(set(stem) & set("/: '") for stem in stems)
+
+
+# What a script prints and reports
+
+
+def test_metrics_are_found_in_the_output_at_their_step(tmp_path):
+    log = tmp_path / "log"
+    lines = ["accuracy 0.1 \u00e4\n", "between\n", "accuracy 0.5\n", "accuracy 1e-1\n"]
+    log.write_text("".join(lines), encoding="utf-8")
+    sizes = [len("".join(lines[: count + 1]).encode()) for count in range(4)]
+    # The first line is printed before step 1 ends, the third between steps 3 and 7.
+    measured = Measured(
+        skipped=[False] * 9, output_marks=[(1, sizes[0]), (3, sizes[1]), (7, sizes[2])]
+    )
+    found = read_metrics(log, {"acc": r"^accuracy (\S+)", "other": r"x(\d)"}, measured)
+    assert found == {"acc": Series([0, 6, 9], [0.1, 0.5, 0.1])}
+    with pytest.raises(ValueError, match="found 'between' .* expected a number"):
+        read_metrics(log, {"acc": "^(b.*)"}, measured)
+
+
+def test_samples_per_second_are_samples_per_step_over_step_time():
+    measured = run_of("O0", 0, ms=20.0).measured
+    assert samples_per_second(measured) is None
+    measured.samples = Series([10, 20], [320.0, 320.0])  # 32 per step of 20 ms
+    assert samples_per_second(measured) == pytest.approx(1600)
+
+
+# Files
+
+
+def test_csv_and_markdown_have_every_row_and_verdict():
+    rows = rows_of([0.90, 0.91, 0.92], [0.80, 0.81, 0.82])
+    head, *lines = as_csv(rows).splitlines()
+    assert [line.split(",")[0] for line in lines] == ["O0", "O1-bfloat16"]
+    assert "metric:accuracy" in head and "worse by 0.1: " in lines[1]
+    results = Results(
+        "a|b.py", ["<x>"], "now", 6, {}, {"torch": "2"}, rows, 6, "Use O1.", ["Note."]
+    )
+    text = as_markdown(results)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 4 and len({line.count("|") for line in table}) == 1
+    assert rows[1].verdict in text and "Use O1." in text and "Welch" in text
+    assert Results.from_json(results.to_json()) == results

@@ -1,0 +1,272 @@
+"""The report of a sweep: its page, its pictures, and what can be read back from its files."""
+
+import base64
+import csv
+import html.parser
+import io
+import json
+import math
+import re
+import sys
+
+import pytest
+from PIL import Image
+from sweep_made import CASES, made_run, made_sweep
+
+from ampatch.cli.main import main
+from ampatch.sweep import Case, Sweep, read_results, read_runs, write_report
+from ampatch.sweep.measure.record import Series
+from ampatch.sweep.report.curves import POINTS, loss_curves, scale_curves
+from ampatch.sweep.report.plots import COLOURS, pictures
+from ampatch.sweep.report.summary import summarize
+
+NAMES = ["loss-by-step", "loss-by-time", "speed", "memory", "loss-scale"]
+VOID = {"meta", "link", "img", "br"}
+
+
+class Page(html.parser.HTMLParser):
+    """Notes tags and text, and that every tag is closed in its order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words, self.open = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sweep")
+    results = made_sweep(directory, notes=["Few seeds."])
+    assert write_report(directory) == ""
+    return directory, results
+
+
+@pytest.fixture(scope="module")
+def page(made):
+    return Page((made[0] / "report.html").read_text(encoding="utf-8"))
+
+
+# The page
+
+
+def test_the_page_holds_everything(made, page):
+    results = made[1]
+    assert page.text.count("train & <test>.py at several opt levels") == 2  # title and headline
+    assert "'a <b> c'" in page.text
+    assert results.recommendation in page.text and "Few seeds." in page.text
+    for row in results.rows:
+        assert row.verdict in page.text
+    for fact in ("ampatch 1.2.3", "torch 2.9", "cpu Some CPU, 2 cores", "seeds 2", "ran on cpu"):
+        assert fact in page.text
+    for run in read_runs(made[0]):
+        assert f"runs/{run.trial.file_stem}.log" in page.text
+    assert page.text.count("O2-loss_scale=<b>$1$</b>") > 3  # a setting is text, never markup
+    assert not page.all("b")
+
+
+def test_the_page_needs_nothing_else(made, page):
+    """No script, no other file, and a browser is told to load none."""
+    source = (made[0] / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"(src|href|action|data|srcset)\s*=\s*[\"']?\s*(https?:)?//", source)
+    assert "url(" not in source and "@import" not in source
+    assert not page.all("script") and not page.all("iframe")
+    addresses = [tag.get("src") or tag.get("href") for tag in page.all("img") + page.all("link")]
+    assert all(address.startswith("data:") for address in addresses)
+    policies = [meta["content"] for meta in page.all("meta") if "http-equiv" in meta]
+    assert policies == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
+
+
+def test_the_page_suits_a_phone_and_a_reader(page):
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all(
+        "meta"
+    )
+    assert page.all("html") == [{"lang": "en"}]
+    around = [attrs for attrs in page.all("div") if attrs.get("class") == "scroll"]
+    assert len(around) == len(page.all("table")) == 3
+    assert all(attrs["aria-label"] and attrs["tabindex"] == "0" for attrs in around)
+    assert len(page.all("h1")) == 1
+
+
+def test_every_picture_says_what_it_shows(made, page):
+    images = page.all("img")
+    assert len(images) == len(NAMES)
+    for name, image in zip(NAMES, images):
+        data = base64.b64decode(image["src"].partition("base64,")[2])
+        assert data == (made[0] / "plots" / f"{name}.png").read_bytes()
+    by_name = dict(zip(NAMES, (image["alt"] for image in images)))
+    assert "O0 float32: 1.931 to" in by_name["loss-by-step"]  # 3 steps' mean of 2 seeds
+    assert re.search(r"O1 bfloat16: 1\.\d+ to 0\.\d+ in 0\.59 seconds", by_name["loss-by-time"])
+    assert "O1 float16: 2.00 times O0's, 2.00 to 2.00 over 2 rounds" in by_name["speed"]
+    assert "O0 float32: 400 MiB; O1 float16: 300 MiB" in by_name["memory"]
+    assert "O1 float16: 65536 to 32768 in 120 steps, 2 skipped" in by_name["loss-scale"]
+    assert "bfloat16" not in by_name["loss-scale"]  # always 1
+
+
+def test_a_failed_row_is_called_so(tmp_path):
+    runs = [made_run(CASES[0]), made_run(CASES[1], error="RuntimeError: <boom>")]
+    made_sweep(tmp_path, runs)
+    write_report(tmp_path)
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert [item.get("class") for item in page.all("li")] == ["baseline", "failed"]
+    assert "crashed: RuntimeError: <boom>" in page.text
+
+
+@pytest.mark.parametrize("runs", [[], [made_run(CASES[1], steps=0, memory_bytes=None)]])
+def test_there_may_be_next_to_nothing_to_show(tmp_path, runs):
+    made_sweep(tmp_path, runs)
+    assert write_report(tmp_path) == ""
+    Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+# The pictures
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_are_not_blank(made, name):
+    with Image.open(made[0] / "plots" / f"{name}.png") as image:
+        assert image.width == 1120 and image.height > 400
+        seen = {rgb for _, rgb in image.convert("RGB").getcolors(maxcolors=2**24)}
+    by_level = {"O1": COLOURS[1], "O2": COLOURS[2], "autocast": COLOURS[3]}
+    for colour in by_level.values():
+        assert tuple(bytes.fromhex(colour[1:])) in seen
+
+
+def test_long_curves_are_means_of_blocks_and_seeds():
+    runs = [made_run(CASES[0], seed, steps=1000) for seed in (0, 1)]
+    losses = [run.measured.losses["0"].values for run in runs]
+    (curve,) = loss_curves(summarize(runs), runs, by_time=False)
+    size = 1000 // POINTS
+    assert len(curve.y) == POINTS and curve.x[0] == (size - 1) / 2
+    first, second = (sum(values[:size]) / size for values in losses)
+    assert curve.y[0] == pytest.approx((first + second) / 2)
+    assert (curve.low[0], curve.high[0]) == (pytest.approx(first), pytest.approx(second))
+
+
+def test_time_begins_at_the_first_loss():
+    runs = [made_run(CASES[0], steps=11)]
+    (curve,) = loss_curves(summarize(runs), runs, by_time=True)
+    assert curve.x[0] == 0 and curve.x[-1] == pytest.approx(0.1)
+
+
+def test_divergence_is_marked_where_it_happens():
+    runs = [made_run(CASES[0]), made_run(CASES[0], seed=1, diverges=True)]
+    (curve,) = loss_curves(summarize(runs), runs, by_time=False)
+    ((x, y),) = curve.breaks
+    assert 55 < x < 60 and 0 < y < 1
+    assert not math.isnan(curve.y[-1])  # of the other seed
+
+
+def test_a_loss_scale_that_is_always_1_is_not_drawn():
+    runs = [made_run(case) for case in CASES]
+    names = [curve.name for curve in scale_curves(summarize(runs), runs)]
+    assert names == ["O1 float16", "O2-loss_scale=<b>$1$</b> float16", "autocast float16"]
+
+
+def test_other_runs_may_leave_out_losses(tmp_path):
+    runs = [made_run(CASES[0]), made_run(CASES[1], losses={}, loss_scales={"0": Series()})]
+    results = made_sweep(tmp_path, runs)
+    assert [one.name for one in pictures(results, runs)] == NAMES[:4]
+
+
+def test_many_rows_keep_apart(tmp_path):
+    """Colours go round, and long names of rows stay on the picture."""
+    cases = [Case("O0"), *(Case("O2", "float16", settings=(("number", n),)) for n in range(12))]
+    runs = [made_run(case) for case in cases]
+    results = made_sweep(tmp_path, runs)
+    drawn = {one.name: one for one in pictures(results, runs)}
+    with Image.open(io.BytesIO(drawn["loss-by-step"].png)) as image:
+        assert image.width == 1120 and image.height > 900
+
+
+def test_without_matplotlib_the_page_says_so(made, tmp_path, monkeypatch, capsys):
+    made_sweep(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "pip install matplotlib" in capsys.readouterr().err
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "No plots: matplotlib is not installed" in page.text and not page.all("img")
+
+
+# The command, and what can be read back
+
+
+def test_report_makes_again_what_was_lost(made, capsys):
+    directory, results = made
+    paths = [directory / name for name in ("report.html", "summary.md", "summary.csv")]
+    paths += [directory / "plots" / f"{name}.png" for name in NAMES]
+    before = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+    (directory / "plots" / "of-an-earlier-sweep.png").write_bytes(b"")
+    assert main(["report", str(directory)]) == 0
+    assert [path.read_bytes() for path in paths] == before
+    assert sorted(path.stem for path in (directory / "plots").iterdir()) == sorted(NAMES)
+    assert f"Recommendation: {results.recommendation}" in capsys.readouterr().out
+
+
+def test_another_sweep_takes_pictures_and_page_away(tmp_path):
+    made_sweep(tmp_path, [made_run(CASES[0])])
+    write_report(tmp_path)
+    events = tmp_path / "tensorboard" / "O0.seed0.repeat0" / "events.out.tfevents.1"
+    foreign = tmp_path / "plots" / "mine.txt"
+    events.parent.mkdir(parents=True)
+    for path in (events, foreign):
+        path.write_text("")
+    Sweep(__file__, out=tmp_path, overwrite=True).close()
+    assert not (tmp_path / "report.html").exists() and not events.exists()
+    assert list((tmp_path / "plots").iterdir()) == [foreign]
+
+
+def test_report_wants_a_sweep(tmp_path, capsys):
+    for wrong, message in [
+        (None, "there are no results of a sweep in this directory"),
+        ('{"format": 1}', "in format 1, expected"),
+        ("{", "Expecting property name"),
+    ]:
+        if wrong is not None:
+            (tmp_path / "summary.json").write_text(wrong)
+        with pytest.raises(SystemExit, match="2"):
+            main(["report", str(tmp_path)])
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "report.html").exists()
+
+
+def test_json_and_csv_say_the_same(made):
+    directory, results = made
+    assert read_results(directory) == results
+    with (directory / "summary.csv").open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    data = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    assert len(lines) == len(data["rows"]) == len(CASES)
+    for line, row in zip(lines, data["rows"]):
+        for name in ("label", "status", "verdict"):
+            assert line[name] == row[name]
+        for name in ("step_ms", "speed", "memory_bytes", "last_loss", "skipped", "loss_scale"):
+            assert float(line[name]) == row[name]
+        assert float(line["metric:accuracy"]) == row["metrics"]["accuracy"]
+        assert (float(line["speed_low"]), float(line["speed_high"])) == (
+            row["speeds"]["low"], row["speeds"]["high"],
+        )  # fmt: skip
