@@ -37,6 +37,7 @@ from .api.training import (
 )
 from .diagnose import debug, gradient_range, report
 from .errors import AmpatchError, BannedFunctionError
+from .moved import keep_old_paths
 
 __all__ = [
     "AmpatchError",
@@ -74,3 +75,5 @@ __all__ = [
     "unregister_function",
     "unwrap",
 ]
+
+keep_old_paths()

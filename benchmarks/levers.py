@@ -2,9 +2,10 @@
 
     python benchmarks/levers.py [--rounds 31] [--out FILE.md]
 
-Taken away are the nodes that cast many weights (each weight is then cast by itself)
-and batches (lists of tensors are then dealt with tensor by tensor).  A column without
-Python's garbage collector says what that costs each system.
+Taken away are the nodes that cast many weights (each weight is then cast by itself), batches
+(lists of tensors are then dealt with tensor by tensor), the short way of `F.linear` and
+convolutions (they then go the general way), and bare calls (torch's own frames around `step` and
+`zero_grad` are then called).  A column without Python's garbage collector says what that costs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,16 +23,19 @@ from models import DISPATCH_BOUND
 from systems import AUTOCAST, HALF, make_step
 from workers import machine, measure, ratios, table
 
-from ampatch.casting import batched_casts
+from ampatch.casting import batched_casts, linear_fast_path
+from ampatch.scaling import optimizer
 from ampatch.torch_private import foreach
 
 AGAIN = "autocast again"
 BATCHES = ("copy_", "add_", "mul_")
 SYSTEMS = [
     *(AUTOCAST, AGAIN, f"{AUTOCAST} without gc", HALF),
-    *("O1", "O1 without nodes", "O1 without batches", "O1 without gc"),
-    *("O2", "O2 without batches"),
+    *("O1", "O1 without nodes", "O1 without batches", "O1 without short way"),
+    *("O1 without bare calls", "O1 without gc"),
+    *("O2", "O2 without batches", "O2 without bare calls"),
 ]
+STEPS = {"MLP, 8 layers": 40, "200 Linear(8, 8)": 4}
 
 
 def make(name: str, system: str) -> Callable[[], None]:
@@ -42,6 +47,11 @@ def make(name: str, system: str) -> Callable[[], None]:
     elif lever == "batches":
         for batch in BATCHES:
             setattr(foreach, batch, functools.partial(foreach.one_by_one, batch))
+    elif lever == "short way":
+        linear_fast_path.NAMES = frozenset()
+    elif lever == "bare calls":
+        optimizer.bare_step = lambda original, managed: None
+        optimizer.is_bare_zero_grad = lambda original, managed: False
     elif lever == "gc":
         gc.disable()
     return make_step(DISPATCH_BOUND[name](), level, "ordinary", torch.bfloat16)
@@ -53,8 +63,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = []
-    for name, steps in (("MLP, 8 layers", 40), ("200 Linear(8, 8)", 4)):
+    columns: dict[str, dict[str, tuple]] = {}
+    for name in DISPATCH_BOUND:
+        steps = STEPS.get(name, 10)
         times = measure(
             functools.partial(make, name),
             SYSTEMS,
@@ -64,16 +75,16 @@ def main() -> None:
             threads=1,
             clock=time.process_time,
         )
-        found = ratios(times, AUTOCAST)
-        rows.append(
-            [
-                name,
-                *[
-                    f"{middle:.2f} ({low:.2f} to {high:.2f})"
-                    for low, middle, high in found.values()
-                ],
-            ]
-        )
+        columns[name] = ratios(times, AUTOCAST)
+    rows = [
+        [name, *[f"{middle:.2f} ({low:.2f} to {high:.2f})" for low, middle, high in found.values()]]
+        for name, found in columns.items()
+    ]
+    means = [
+        statistics.geometric_mean(found[system][1] for found in columns.values())
+        for system in SYSTEMS
+    ]
+    rows.append(["geometric mean", *[f"**{mean:.3f}**" for mean in means]])
     text = (
         f"# A training step without one of the levers, relative to {AUTOCAST} + GradScaler\n\n"
         f"bfloat16, CPU, one thread, CPU time, SGD, dynamic loss scale: median and quartiles of "
