@@ -15,16 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import environment, foreach
-from ..casting.install import has, raw_attribute, resolve as resolve_place
+from ..casting.install import has, raw_attribute
+from ..casting.install import resolve as resolve_place
 from ..casting.patches import PatchSet
 from ..casting.tables import Rule
-from ..environment import Asked
-from ..opt_levels import Properties, resolve
-from ..scaling.master_weights import Pair
+from ..config import environment
+from ..config.environment import Asked
+from ..config.opt_levels import Properties, resolve
+from ..scaling.masters.comparison import Pair
 from ..scaling.optimizer import ManagedOptimizer
-from ..session import Session, registry
-from ..surroundings import current_backward_pass
+from ..session.session import Session, registry
+from ..torch_private import foreach
+from ..torch_private.probes import current_backward_pass
 
 __all__ = [
     "Asked",
@@ -35,6 +37,7 @@ __all__ = [
     "Session",
     "casts_off",
     "current_backward_pass",
+    "drop_cached_weights",
     "edit_tables",
     "environment",
     "foreach",
@@ -45,6 +48,7 @@ __all__ = [
     "master_pairs",
     "open_automatic_session",
     "open_sessions",
+    "optimizers_of",
     "resolve",
     "session_of",
     "sync_masters",
@@ -107,6 +111,11 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     return managed
 
 
+def optimizers_of(session: Session) -> list[ManagedOptimizer]:
+    """The managed optimizers of a session that still exist."""
+    return list(session.optimizers())
+
+
 def half_of(master: Tensor) -> Tensor | None:
     """The half parameter whose FP32 master weight a tensor is, or None."""
     return registry.half_of(master)
@@ -126,6 +135,11 @@ def sync_masters(optimizer: Any) -> None:
 
 
 # Casting
+
+
+def drop_cached_weights(session: Session) -> None:
+    """Forget the half copies of weights that a session has cached."""
+    session._drop_cache()
 
 
 def casts_off() -> AbstractContextManager[None]:

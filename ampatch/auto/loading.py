@@ -1,4 +1,4 @@
-"""A DataLoader prepares data as it would without us, in this process or in its workers."""
+"""A DataLoader prepares data without casts, in this process or in its workers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.utils.data._utils import fetch
 
-from ..casting.patches import PatchSet
-from ..session.session import registry
+from ..api.internals import PatchSet, casts_off
 
 
 def put(patches: PatchSet) -> None:
@@ -21,7 +20,7 @@ def put(patches: PatchSet) -> None:
 def _uncast(original: Callable) -> Callable:
     @functools.wraps(original)
     def fetch(*args: Any, **kwargs: Any) -> Any:
-        with registry.state.under(lambda: None):
+        with casts_off():
             return original(*args, **kwargs)
 
     return fetch

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.api.internals import session_of
 
 from .gradient_text import as_text
 from .histogram import SMALLEST, Counts, Histogram, Suggestion
@@ -114,7 +114,7 @@ class GradientRange:
             for weight in group["params"]
             if weight.grad is not None
         ]
-        session = registry.session_of(optimizer)
+        session = session_of(optimizer)
         scale = 1.0 if session is None else session.scalers[0].get()
         mine = [(name, grad) for name, grad in found if name is not None]
         for name, grad in mine:

@@ -29,6 +29,13 @@ class Ending:
     error: str = ""
 
 
+class EnoughSteps(SystemExit):
+    """Raised in the script after the number of steps that was asked for; its exit code is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 def check_script(script: str) -> None:
     """Raise `FileNotFoundError` or `ValueError` unless `script` is a file to run."""
     path = Path(script)

@@ -13,14 +13,11 @@ import torch
 
 import ampatch
 from ampatch.errors import AmpatchError
+from ampatch.launch.script import EnoughSteps
 from ampatch.sweep.measure.probes import Readings, Timeline, Track, peak_memory
 from ampatch.sweep.measure.record import Measured
 
 REPORT_EVERY = 0.5  # seconds
-
-
-class Enough(SystemExit):
-    """Ends the script after the number of steps given by `--steps`."""
 
 
 class Recorder:
@@ -87,7 +84,7 @@ class Recorder:
         self._show_progress()
         if len(timeline) == self._steps:
             self._stopped_at = self._steps
-            raise Enough(0)
+            raise EnoughSteps
 
     def on_metrics(self, values: dict[str, float]) -> None:
         """Metrics mean that the script has just evaluated: a pause in its training.
