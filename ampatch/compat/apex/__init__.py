@@ -14,7 +14,7 @@ from typing import Any
 
 from ampatch import AmpatchError, observe
 
-from ...session.session import registry
+from ...api import internals as engine
 from . import (
     amp,
     fp16_utils,
@@ -90,7 +90,7 @@ def install(force: bool = False) -> None:
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
     stop_observing = observe(cleaner)
-    finder.stop = lambda: (cleaner.clean_all(), stop_observing(), registry.edit_tables([]))
+    finder.stop = lambda: (cleaner.clean_all(), stop_observing(), engine.edit_tables([]))
 
 
 class _CallableLARC(ModuleType):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...session.session import registry
+from ...api import internals as engine
 from .state import _amp_state
 
 __all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "to_type"]
@@ -20,7 +20,7 @@ class AmpModule(ModuleType):
 
     @property
     def _DECORATOR_HANDLE(self) -> Any:  # apex's name
-        return _amp_state.handle if registry.sessions else None
+        return _amp_state.handle if engine.open_sessions() else None
 
     @_DECORATOR_HANDLE.setter
     def _DECORATOR_HANDLE(self, value: Any) -> None:

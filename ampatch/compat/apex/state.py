@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...session.session import Session, registry
+from ...api import internals as engine
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 
@@ -39,10 +39,11 @@ class AmpState:
         session = self._session("handle")
         return session.handle or SessionHandle(session)
 
-    def _session(self, name: str) -> Session:
-        if not registry.sessions:
+    def _session(self, name: str) -> engine.Session:
+        sessions = engine.open_sessions()
+        if not sessions:
             raise AttributeError(f"_amp_state has no {name!r} before amp.initialize.", name=name)
-        return registry.sessions[-1]
+        return sessions[-1]
 
 
 class LossScaler:
@@ -130,7 +131,7 @@ class OptProperties:
 class SessionHandle:
     """The handle of a session that `initialize` opened."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: engine.Session) -> None:
         self._session = session
 
     @property
@@ -147,7 +148,7 @@ class SessionHandle:
         self._session.stop_casting()
 
     def _clear_cache(self) -> None:
-        self._session._drop_cache()
+        engine.drop_cached_weights(self._session)
 
 
 class Stash:
@@ -160,23 +161,19 @@ class Stash:
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """The model's half parameters."""
-        return [pair.half for pair in self._pairs()]
+        return [pair.half for pair in engine.master_pairs(self._optimizer)]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
         """Their FP32 masters, in the same order."""
-        return [pair.master for pair in self._pairs()]
+        return [pair.master for pair in engine.master_pairs(self._optimizer)]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """The parameters that are FP32 in the model too."""
-        masters = {id(pair.master) for pair in self._pairs()}
+        masters = {id(pair.master) for pair in engine.master_pairs(self._optimizer)}
         groups = self._optimizer.param_groups
         return [param for group in groups for param in group["params"] if id(param) not in masters]
-
-    def _pairs(self) -> list[Any]:
-        managed = registry.managed(self._optimizer)
-        return [] if managed is None else list(managed.masters)
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:

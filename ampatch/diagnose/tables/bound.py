@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import ampatch
-from ampatch.casting.install import has, raw_attribute, resolve
+from ampatch.api.internals import listed_function
 from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
 
 _DEEPEST = 8  # attribute of an item of an attribute of ...
@@ -107,8 +107,9 @@ def listed_functions() -> dict[int, str]:
     found: dict[int, str] = {}
     for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND):
         for name in row.names:
-            if not row.native and has(row.where, name):
-                found.setdefault(id(raw_attribute(resolve(row.where), name)), f"{row.where}.{name}")
+            function = None if row.native else listed_function(row.where, name)
+            if function is not None:
+                found.setdefault(id(function), f"{row.where}.{name}")
     return found
 
 

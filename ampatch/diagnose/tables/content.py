@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterator
 
 from ampatch.casting import tables
-from ampatch.casting.install import has
+from ampatch.api.internals import listed_function
 from ampatch.casting.tables import Row, Rule
 
 from . import differences
@@ -97,7 +97,7 @@ def _is_like(where: str, name: str, pattern: str | None) -> bool:
 
 def is_missing(where: str, name: str) -> bool:
     """Whether the running torch lacks it."""
-    return not has(where, name)
+    return listed_function(where, name) is None
 
 
 def missing() -> list[str]:

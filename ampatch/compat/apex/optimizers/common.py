@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ampatch.torch_private import foreach
+from ampatch.api.internals import foreach
 
 
 class Fused:

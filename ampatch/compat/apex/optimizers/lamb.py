@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.torch_private import foreach
+from ampatch.api.internals import foreach
 
 from .common import Fused, listed, refuse, with_grads
 
