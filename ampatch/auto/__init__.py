@@ -6,6 +6,6 @@ gradients that the script sees are always unscaled.  A `step()` after an overflo
 is skipped.
 """
 
-from .control import start, why_not
+from .control import check, start
 
-__all__ = ["start", "why_not"]
+__all__ = ["check", "start"]

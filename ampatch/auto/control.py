@@ -20,11 +20,11 @@ from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
 
 
-def why_not(asked: Asked) -> str | None:
-    """The reason why `--auto` cannot do this, or None."""
+def check(asked: Asked) -> None:
+    """Raise `ValueError` for an opt level that `--auto` cannot have."""
     if asked.opt_level in (None, "O0", "O1", "O4"):
-        return None
-    return (
+        return
+    raise ValueError(
         f"--auto with opt level {asked.opt_level}: it converts a model's weights and hooks its "
         "inputs and outputs, and a script without AMP code never says which module is the model, "
         "nor when it is complete. Expected --opt-level O1 (or O0); for "

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import ampatch
-from ampatch.cli import diagnose, main
+from ampatch.cli import main, script_options
+from ampatch.cli import run as run_module
 from ampatch.diagnose import doctor, running
 
 ROOT = str(Path(ampatch.__file__).parents[1])
@@ -182,7 +183,7 @@ def test_run_under_debug(tmp_path):
 
 
 def test_debug_of_a_healthy_run(capsys):
-    assert diagnose.run_debugged(lambda: 3) == 3
+    assert run_module.run_debugged(lambda: 3) == 3
     assert capsys.readouterr().err == "ampatch: no inf or NaN in 0 optimizer steps.\n"
 
 
@@ -273,4 +274,4 @@ def test_every_new_command_is_listed(capsys):
         main.main(["--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("gradients", "explain", "doctor"))
-    assert diagnose.DEFAULT_STEPS == 20
+    assert script_options.DEFAULT_STEPS == 20
