@@ -19,9 +19,7 @@ from ..casting.install import has, raw_attribute
 from ..casting.install import resolve as resolve_place
 from ..casting.patches import PatchSet
 from ..casting.tables import Rule
-from ..config import environment
-from ..config.environment import Asked
-from ..config.opt_levels import Properties, resolve
+from ..config.opt_levels import Properties
 from ..scaling.masters.comparison import Pair
 from ..scaling.optimizer import ManagedOptimizer
 from ..session.session import Session, registry
@@ -29,7 +27,6 @@ from ..torch_private import foreach
 from ..torch_private.probes import current_backward_pass
 
 __all__ = [
-    "Asked",
     "ManagedOptimizer",
     "Pair",
     "PatchSet",
@@ -39,7 +36,6 @@ __all__ = [
     "current_backward_pass",
     "drop_cached_weights",
     "edit_tables",
-    "environment",
     "foreach",
     "half_of",
     "listed_function",
@@ -49,7 +45,6 @@ __all__ = [
     "open_automatic_session",
     "open_sessions",
     "optimizers_of",
-    "resolve",
     "session_of",
     "sync_masters",
     "with_apex_tables",

@@ -14,7 +14,7 @@ import ampatch
 from ..api import internals
 from ..api.internals import PatchSet, Session
 from ..config.environment import Asked
-from ..config.opt_levels import resolve
+from ..config.opt_levels import properties_for
 from ..log import logger, set_verbosity
 from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
@@ -42,7 +42,7 @@ def start(asked: Asked) -> Session | None:
     if not asked.enabled or asked.opt_level == "O0":
         return None
     set_verbosity(1)
-    properties = resolve(
+    properties = properties_for(
         asked.opt_level or "O1", asked.dtype or torch.float16, loss_scale=asked.loss_scale
     )
     session = internals.open_automatic_session(properties)
