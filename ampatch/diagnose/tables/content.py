@@ -6,8 +6,8 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterator
 
-from ampatch.casting import tables
 from ampatch.api.internals import listed_function
+from ampatch.casting import tables
 from ampatch.casting.tables import Row, Rule
 
 from . import differences
