@@ -45,7 +45,7 @@ def _refusing(what: str, original: Callable) -> Callable:
     return refuse
 
 
-_INSTEAD_OF_TORCH = "Run it with Python as it is, switch its AMP off, or take these lines out of it."
+_INSTEAD_OF_TORCH = "Run it with plain Python, switch its AMP off, or remove these lines."
 
 
 def _refusing_scaler(original: Callable) -> Callable:

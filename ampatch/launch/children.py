@@ -37,7 +37,7 @@ class _SetUp:
 
 
 def check(is_auto: bool) -> None:
-    """Raise `AmpatchError` or `ValueError` for variables that are wrong or impossible with --auto."""
+    """Raise `ValueError` for variables that are wrong, or impossible with --auto."""
     asked = environment.read()
     if is_auto:
         auto.check(asked)

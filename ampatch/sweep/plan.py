@@ -72,7 +72,7 @@ def trials(rows: Sequence[Case], seeds: int, repeats: int) -> list[Trial]:
 
 
 def override(text: str) -> tuple[str, dict[str, Any]]:
-    """Level and settings of `"O2 keep_batchnorm_fp32=False loss_scale=128"`.  Raises `ValueError`."""
+    """Level and settings of `"O2 loss_scale=128 verbosity=0"`.  Raises `ValueError`."""
     level, *pairs = shlex.split(text) or [""]
     if level not in LEVELS or not pairs or not all("=" in pair for pair in pairs):
         raise ValueError(

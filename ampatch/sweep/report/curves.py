@@ -33,7 +33,7 @@ class Curve:
 
     @property
     def name(self) -> str:
-        return f"{self.row.opt_level} {self.row.dtype}"
+        return self.row.name
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,10 @@ def recommendation(rows: Sequence[Row]) -> str:
     faster = [row for row in fit if row.speeds.low > 1 and row.speeds.median >= WORTHWHILE]
     base = next(row for row in rows if row.outcome == "baseline")
     if not faster:
-        return f"Stay with O0: no row with its accuracy is at least {WORTHWHILE:g}x as fast, and faster in each round.{_smaller(fit, base)}"
+        return (
+            f"Stay with O0: no row with its accuracy is at least {WORTHWHILE:g}x as fast, and "
+            f"faster in each round.{_smaller(fit, base)}"
+        )
     best = max(faster, key=lambda row: row.speeds.median)
     return f"{_name(best)}: {best.verdict}.{_memory(best, base)}{_caveats(best)}"
 

@@ -91,7 +91,7 @@ def as_html(
 
 def _verdicts(rows: Sequence[Row]) -> str:
     items = (
-        f'<li class="{escape(row.outcome)}"><strong>{escape(_name(row))}</strong>: '
+        f'<li class="{escape(row.outcome)}"><strong>{escape(row.name)}</strong>: '
         f"{escape(row.verdict)}</li>"
         for row in rows
     )
@@ -119,7 +119,7 @@ def _comparisons(rows: Sequence[Row]) -> str:
         _table(
             "Each quantity of each row beside O0's",
             [(head, 2 <= index < 8) for index, head in enumerate(heads)],
-            ([_name(row), *_comparison(one)] for row, one in compared),
+            ([row.name, *_comparison(one)] for row, one in compared),
         )
         + f'<p class="quiet">{escape(METHOD)}</p>'
     )
@@ -192,10 +192,6 @@ def _table(caption: str, heads: Sequence[tuple[str, bool]], lines: Iterable[Sequ
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
     )
-
-
-def _name(row: Row) -> str:
-    return f"{row.opt_level} {row.dtype}"
 
 
 def _mean(mean: float, sd: float | None) -> str:

@@ -148,7 +148,7 @@ def _speeds(rows: Sequence[Row], style: Style) -> Picture | None:
         axes.set_xlabel("speed relative to O0\n(beside the bars: time per step)")
 
     alt = "Bars of the speed relative to O0. " + "; ".join(
-        f"{row.opt_level} {row.dtype}: {row.speeds.median:.2f} times O0's, "
+        f"{row.name}: {row.speeds.median:.2f} times O0's, "
         f"{row.speeds.low:.2f} to {row.speeds.high:.2f} over {_plural(row.speeds.n, 'round')}"
         for row in timed
     )
@@ -168,7 +168,7 @@ def _memory(rows: Sequence[Row], style: Style) -> Picture | None:
         axes.set_xlabel(f"peak memory, MiB\n({kind})")
 
     alt = f"Bars of the peak memory ({kind}). " + "; ".join(
-        f"{row.opt_level} {row.dtype}: {value:.0f} MiB" for row, value in zip(known, values)
+        f"{row.name}: {value:.0f} MiB" for row, value in zip(known, values)
     )
     return Picture("memory", "Peak memory", alt + ".", _barred(draw, known))
 
@@ -199,7 +199,7 @@ def _bars(
 
 
 def _wrapped(row: Row) -> str:
-    return _text(textwrap.fill(f"{row.opt_level} {row.dtype}", 28, break_long_words=False))
+    return _text(textwrap.fill(row.name, 28, break_long_words=False))
 
 
 def _barred(draw: Callable[[Any], None], rows: Sequence[Row]) -> bytes:

@@ -117,6 +117,11 @@ class Row:
     outcome: str = "untested"  # or baseline, within, worse, better, failed
     verdict: str = ""
 
+    @property
+    def name(self) -> str:
+        """Level and dtype: `O1 float16`."""
+        return f"{self.opt_level} {self.dtype}"
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Row:
         row = {name: _number(value) for name, value in data.items()}
@@ -167,8 +172,8 @@ def read_results(directory: str | Path) -> Results | None:
         return None
     if data.get("format") != FORMAT:
         raise ValueError(
-            f"{Path(directory) / SUMMARY}: in format {data.get('format')}, expected {FORMAT}; it is "
-            "another version's, or not a sweep's."
+            f"{Path(directory) / SUMMARY}: in format {data.get('format')}, expected {FORMAT}; "
+            "another version wrote it, or no sweep."
         )
     return Results.from_json(data)
 

@@ -62,7 +62,7 @@ def as_markdown(results: Results) -> str:
         "|" + "|".join("---:" if column.right else "---" for column in shown) + "|",
         *(_line(column.text(row) for column in shown) for row in rows),
         "",
-        *(f"- {row.opt_level} {row.dtype}: {_escaped(row.verdict)}" for row in rows),
+        *(f"- {row.name}: {_escaped(row.verdict)}" for row in rows),
         "",
         f"Recommendation: {_escaped(results.recommendation)}",
         "",

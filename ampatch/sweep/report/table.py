@@ -56,7 +56,7 @@ def write_results(results: Results, stream: TextIO) -> None:
     write_table(results.rows, stream)
     stream.write("\n")
     for row in results.rows:
-        stream.write(f"{row.opt_level} {row.dtype}: {row.verdict}\n")
+        stream.write(f"{row.name}: {row.verdict}\n")
     for note in results.notes:
         stream.write(f"Note: {note}\n")
     stream.write(f"Recommendation: {results.recommendation}\n")
@@ -105,7 +105,7 @@ def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
             console.print(table)
             for row in rows:
                 if not whole and row.status != OK:
-                    console.print(f"{row.opt_level} {row.dtype} {row.status}", markup=False)
+                    console.print(f"{row.name} {row.status}", markup=False)
             return True
     return False
 

@@ -63,7 +63,7 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
         return self._step(closure)
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
-        """apex keeps the running norms in the group: those of its half tensors, of its FP32 ones."""
+        """apex keeps the running norms in the group: a tensor for half, one for FP32 parameters."""
         parts = [part for part in group.pop("exp_avg_sq", []) if part.numel()]
         if not parts:
             return
