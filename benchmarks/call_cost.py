@@ -139,7 +139,8 @@ def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
     print(
-        f"Nanoseconds of processor time per call, {ROUNDS} interleaved rounds of {CALLS}: median and quartiles."
+        f"Nanoseconds of processor time per call, {ROUNDS} interleaved rounds of {CALLS}: "
+        "median and quartiles."
     )
     print(f"{machine()}.")
     print(DESIGN, end="\n\n")

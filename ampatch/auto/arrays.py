@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.internals import PatchSet
+from ..session.facade import PatchSet
 
 
 def put(patches: PatchSet, half: torch.dtype) -> None:

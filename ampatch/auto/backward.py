@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..api.internals import ManagedOptimizer, Session, current_backward_pass, optimizers_of
 from ..log import logger
+from ..session.facade import ManagedOptimizer, Session, current_backward_pass
 from .graph import OtherGradients, leaves
 
 
@@ -85,7 +85,7 @@ class Passes:
         ids = {id(tensor) for tensor in reached}
         optimizers = [
             optimizer
-            for optimizer in optimizers_of(self._session)
+            for optimizer in self._session.optimizers.alive()
             if hidden or any(id(param) in ids for param in optimizer.parameters())
         ]
         if optimizers:
@@ -103,7 +103,7 @@ class Passes:
             )
 
     def _held(self) -> set[int]:
-        return {id(param) for one in optimizers_of(self._session) for param in one.parameters()}
+        return {id(param) for one in self._session.optimizers.alive() for param in one.parameters()}
 
     def _run(self, original: Callable, bound: inspect.BoundArguments, plan: _Plan) -> None:
         roots = _listed(bound.arguments["tensors"])

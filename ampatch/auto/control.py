@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 import ampatch
 
-from ..api import internals
-from ..api.internals import PatchSet, Session
 from ..config.environment import Asked
 from ..config.opt_levels import properties_for
 from ..log import logger, set_verbosity
+from ..session import facade
+from ..session.facade import PatchSet, Session
 from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
 
@@ -45,7 +45,7 @@ def start(asked: Asked) -> Session | None:
     properties = properties_for(
         asked.opt_level or "O1", asked.dtype or torch.float16, loss_scale=asked.loss_scale
     )
-    session = internals.open_automatic_session(properties)
+    session = facade.open_automatic_session(properties)
     patches = PatchSet()
     passes = Passes(session)
     refusals.put(patches)
@@ -79,15 +79,15 @@ def _managing(original: Callable, session: Session) -> Callable:
     @functools.wraps(original)
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        if session.is_open and internals.managed_optimizer(optimizer) is None:
+        if session.is_open and facade.managed_optimizer(optimizer) is None:
             _manage(session, optimizer)
 
     return method
 
 
 def _manage(session: Session, optimizer: Any) -> None:
-    is_first = not internals.optimizers_of(session)
-    managed = internals.manage_optimizer(session, optimizer)
+    is_first = not session.optimizers.alive()
+    managed = facade.manage_optimizer(session, optimizer)
     devices = {parameter.device.type for parameter in managed.parameters()}
     if is_first and "cpu" in devices and session.properties.dtype is torch.float16:
         logger.warning(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api.internals import PatchSet
+from ..session.facade import PatchSet
 from .backward import Passes
 
 _WRAPPED = "_ampatch_gets_unscaled_gradients"

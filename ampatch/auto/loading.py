@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data._utils import fetch
 
-from ..api.internals import PatchSet, casts_off
+from ..session.facade import PatchSet, casts_off
 
 
 def put(patches: PatchSet) -> None:

@@ -15,8 +15,8 @@ from torch.amp.autocast_mode import autocast
 
 import ampatch
 
-from ..api.internals import PatchSet
 from ..errors import AmpatchError
+from ..session.facade import PatchSet
 
 
 def put(patches: PatchSet) -> None:

@@ -142,6 +142,10 @@ class Installation:
         self._warned.clear()
         self.has_tables = self._has_apex_rows = False
 
+    def has_patches(self) -> bool:
+        """Whether anything is patched now, be it by the tables or for an override."""
+        return self.has_tables or len(self._patches) > 0
+
     def original(self, function: Any) -> Any:
         """What `function` replaced, if it is one of our replacements; else itself."""
         while id(function) in self._originals:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 import ampatch
-from ampatch.api.internals import session_of
+from ampatch.session.facade import session_of
 
 from .gradient_text import as_text
 from .histogram import SMALLEST, Counts, Histogram, Suggestion

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampatch.api.internals import half_of
+from ampatch.session.facade import half_of
 
 
 def check_model(model: Any, what: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
-from ampatch.api.internals import session_of
 from ampatch.launch.script import Ending, EnoughSteps, check_script, run_script
+from ampatch.session.facade import session_of
 
 __all__ = ["check_script", "run_watched"]
 

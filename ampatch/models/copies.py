@@ -24,18 +24,18 @@ _OWN_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
 class ModelCopies:
     """Copies one model.  `float_value(tensor)` gives the FP32 values of one of its tensors, up
     to date: its master, the tensor itself where there is nothing to widen, or a widened copy.
-    `stand_ins` gives what stands in pickles for parameters that have only a widened copy.
+    `plain_parameters` gives what stands in pickles for parameters that have only a widened copy.
     """
 
     def __init__(
         self,
         model: nn.Module,
         float_value: Callable[[Tensor], Tensor],
-        stand_ins: PlainParameters,
+        plain_parameters: PlainParameters,
     ) -> None:
         self._model = model
         self._float_value = float_value
-        self._stand_ins = stand_ins
+        self._plain_parameters = plain_parameters
 
     def install(self) -> None:
         """Have the model copied and pickled so."""
@@ -79,7 +79,7 @@ class ModelCopies:
     def _viewed(self, tensor: Tensor, value: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             return value.detach()
-        return value if isinstance(value, nn.Parameter) else self._stand_ins.of(tensor)
+        return value if isinstance(value, nn.Parameter) else self._plain_parameters.of(tensor)
 
     def _float_values(self) -> Iterator[tuple[Tensor, Tensor]]:
         for tensor in (*self._model.parameters(), *self._model.buffers()):

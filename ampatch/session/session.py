@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..casting.policy import CastState
+from ..casting.policy import CastState, Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
 from ..errors import TakingOut
-from ..interop import dynamo_skip, fx_jit
-from ..models import float_copies, module_overrides
+from ..interop import ddp, dynamo_skip, fx_jit
+from ..models import float_copies, float_values, module_overrides
+from ..models.float_values import FloatValues
 from ..models.managed_model import ManagedModel
+from ..models.plain_parameters import PlainParameters
 from ..scaling import gradient_state, master_weights
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.masters import comparison, pairs, writes
@@ -30,17 +32,21 @@ from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
 from ..scaling.skip_report import SkipReports
 from ..torch_private import half_grads
-from . import members
+from . import half_weights, masters, members, policies
+from .masters import Masters, ModelWeights
+from .members import Members
 from .optimizer_copies import OptimizerCopies
-from .policies import CastingMembers
+from .policies import Policies
 from .registry import Registry
-from .transfer import Handover
+from .transfer import Transfer
 
 
-class Session(CastingMembers):
+class Session:
     """Models and optimizers under one set of `Properties`.
 
-    Complete when constructed, in force after `open`.
+    Complete when constructed, in force after `open`.  `models` and `optimizers` are its members,
+    `policies` what it casts, `masters` finds FP32 masters in the optimizers, `weights` knows the
+    models' weights, `values` gives the FP32 values of models for copies and checkpoints.
     """
 
     def __init__(
@@ -52,15 +58,22 @@ class Session(CastingMembers):
         apex_flavour: bool = False,
     ) -> None:
         self._module_rules, function_rules = rules
-        super().__init__(
-            properties, function_rules, apex_flavour, registry.cared_for, registry.modelled
-        )
-        self._process_group = process_group
+        self.properties = properties
+        self.models: Members[ManagedModel] = Members(self, registry.models)
+        self.optimizers: Members[ManagedOptimizer] = Members(self, registry.optimizers)
+        self.policies = Policies(properties, function_rules, apex_flavour)
+        self.masters = Masters(self.optimizers)
+        self.weights = ModelWeights(self.models, apex_flavour)
+        self.values = FloatValues(self.masters)
+        self.plain_parameters = PlainParameters()
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
-        self.is_open = False
-        self.scales_by_itself = False  # each pass, for all it reaches: nobody writes `scale_loss`
         self.skips = SkipReports(properties.growth_interval)
+        self.is_open = False
+        self.may_cast = True  # until `stop_casting`
+        self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
+        self._process_group = process_group
+        self._was_given = False
 
     # Put in, take out
 
@@ -68,23 +81,23 @@ class Session(CastingMembers):
         """Change models, optimizers and torch; all of it or, on an exception, nothing."""
         self._was_given = bool(models or optimizers)
         if not models:
-            self._policy.devices = None  # no model says where it is at home: cast everywhere
+            self.policies.cast_everywhere()
         if not self.properties.enabled:
-            self.add_bystanders(optimizers)
+            self.optimizers.add_unmanaged(optimizers)
             self.is_open = True
             registry.add(self)
             return
         try:
             for model in models:
                 self._manage_model(model, self.properties)
-            weights = self._weights()
+            weights = self.weights.originals(), self.weights.halves()
             for optimizer in optimizers:
                 self.manage_optimizer(optimizer, weights)
-            self._forget_originals()
-            for managed in self.optimizers():
+            self.weights.forget_originals()
+            for managed in self.optimizers.alive():
                 managed.forget_found_state()
             if optimizers:
-                self._tell_of_lone_halves()
+                self.weights.warn_of_missing_masters(self.masters)
             self.is_open = True
             registry.add(self)
         except BaseException:
@@ -94,55 +107,68 @@ class Session(CastingMembers):
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""
         taking_out = TakingOut("ampatch: a session closes")
-        taking_out.do(registry.tell, "on_close", self)
+        taking_out.do(registry.observers.notify, "on_close", self)
         taking_out.do(registry.state.drop_interrupted)
         taking_out.do(self.skips.close)
-        for optimizer in self.optimizers():
+        for optimizer in self.optimizers.alive():
             taking_out.do(optimizer.settle)
         changed: set[int] = set()
-        for managed in self.models():
+        for managed in self.models.alive():
             taking_out.do(managed.uninstall)
             changed |= managed.converted()
-        for optimizer in self.optimizers():
+        for optimizer in self.optimizers.alive():
             taking_out.do(optimizer.uninstall)
             taking_out.do(optimizer.fit_state, changed)
             taking_out.do(optimizer.restore_found_state)
-        self.forget_members()
+        self.models.clear()
+        self.optimizers.clear()
         self.is_open = False
         taking_out.do(registry.remove, self)
         taking_out.end()
+
+    def is_alive(self) -> bool:
+        """Whether a model or optimizer is still in use, or none was given."""
+        if self.models.are_alive() or self.optimizers.are_alive():
+            return True
+        return not self._was_given or (self.models.is_empty() and self.optimizers.is_empty())
+
+    def is_empty(self) -> bool:
+        """Whether all models and optimizers that were given have left."""
+        return self._was_given and self.models.is_empty() and self.optimizers.is_empty()
+
+    def policy(self) -> Policy | None:
+        """The rules in force for the process because of this session; None: it casts no calls."""
+        if not (self.properties.enabled and self.may_cast):
+            return None
+        return self.policies.for_process(self.properties, self.models)
+
+    # Models
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
         found = module_overrides.precisions(model, self._module_rules, properties)
         managed = ManagedModel(
             model,
             properties,
+            self,
             state=registry.state,
-            policy=self._policy_under(properties),
-            master_of=self.current_master_of,
-            show_master_of=self.show_master_of,
-            load_master=self.load_master,
-            stand_ins=self.stand_ins,
-            widened=self.widened,
-            mix=self._mix,
-            before_forward=self._before_forward,
+            policy=self.policies.at(properties),
             overrides=[
                 self._module_override(module, precision, properties)
                 for module, precision in found.items()
             ],
         )
-        self.add_model(managed)
+        self.models.add(managed)
         if properties.casts_model:
             managed.convert(module_overrides.stays_float(properties, found))
             if managed.mixes:
-                self._mix(managed)
+                self.mix(managed)
         managed.install()
         fx_jit.note_scripted_parts(model, managed.policy)
 
-    def _mix(self, managed: ManagedModel) -> None:
+    def mix(self, managed: ManagedModel) -> None:
         """FP32 meets half in a model's forward: what PyTorch refuses then follows the tables."""
         if managed.policy is None:
-            managed.policy = self.mixed_policy
+            managed.policy = self.policies.mixed
             if self.is_open:
                 registry.refresh()
 
@@ -150,17 +176,41 @@ class Session(CastingMembers):
         self, module: nn.Module, precision: str, properties: Properties
     ) -> module_overrides.ModuleOverride:
         dtype = torch.float32 if precision == "float" else properties.dtype
-        policy = self._policy.forced(dtype) if properties.patch_torch_functions else None
+        policy = self.policies.tables.forced(dtype) if properties.patch_torch_functions else None
         return module_overrides.ModuleOverride(
             module, dtype, registry.state, policy, properties.cast_model_type
         )
 
+    def release_model(self, model: nn.Module) -> None:
+        """Manage a model no longer; its parameters go back into the optimizers."""
+        managed = self.models.find(model)
+        if managed is None:
+            return
+        for optimizer in self.optimizers.alive():
+            optimizer.settle()
+        managed.uninstall()
+        ids = {id(parameter) for parameter in model.parameters()}
+        for optimizer in self.optimizers.alive():
+            optimizer.release_parameters(ids)
+            optimizer.fit_state(managed.converted())
+        self.models.remove(model)
+
+    def stop_casting(self) -> None:
+        """Leave torch's functions alone from now on; models, masters and loss scales stay."""
+        self.may_cast = False
+        for managed in self.models.alive():
+            managed.policy = None
+        registry.refresh()
+
+    # Optimizers
+
     def manage_optimizer(
         self, optimizer: Any, weights: tuple[dict, set] | None = None
     ) -> ManagedOptimizer:
-        """Take an optimizer into care: masters for its half parameters, its step and zero_grad.
+        """Manage an optimizer: masters for its half parameters, its `step` and `zero_grad`.
 
-        `weights` is what `_weights` gives, for who has many optimizers.
+        `weights` are the originals and the ids of the half parameters of all models, for a caller
+        with many optimizers.
         """
         managed = ManagedOptimizer(
             optimizer,
@@ -168,32 +218,40 @@ class Session(CastingMembers):
             resume_casts=registry.state.resume,
             casts_off=lambda: registry.state.under(lambda: None),
             casts_on=lambda: registry.state.under(
-                registry.outside_step, registry.state.covered_by_user()
+                registry.state.covered, registry.state.covered_by_user()
             ),
             after_step=self._after_step,
-            halves=self.halves_to_step_on,
-            master_of=self.share_master_of,
+            halves=self._halves_to_step_on,
+            master_of=self.masters.share,
             process_group=self._process_group,
-            name_of=lambda half: self.parameter_names().get(id(half), "a weight"),
+            name_of=lambda half: self.weights.names().get(id(half), "a weight"),
         )
-        managed.add_methods(OptimizerCopies(managed, self.has_parameter, self.stand_ins).methods())
-        self.add_optimizer(managed)
+        copies = OptimizerCopies(managed, self.weights.contain, self.plain_parameters)
+        managed.add_methods(copies.methods())
+        self.optimizers.add(managed)
         self.skips.follow(managed)
-        managed.install(*(weights or self._weights()))
+        managed.install(*(weights or (self.weights.originals(), self.weights.halves())))
         return managed
+
+    def _halves_to_step_on(self) -> set[int]:
+        """Ids of the half parameters that get masters; they are up to date, to be stepped on."""
+        if self.values.widened.copies:
+            self.values.widened.take_over()
+        return self.weights.halves()
+
+    def release_optimizer(self, optimizer: Any) -> None:
+        """Manage an optimizer no longer."""
+        managed = self.optimizers.find(optimizer)
+        if managed is not None:
+            managed.settle()
+            managed.uninstall()
+        self.optimizers.remove(optimizer)
 
     def add_scalers(self, count: int) -> range:
         """Make `count` more loss scalers; returns their numbers, for `loss_id`."""
         first = len(self.scalers)
         self.scalers.extend(_scaler(self.properties) for _ in range(count))
         return range(first, first + count)
-
-    def stop_casting(self) -> None:
-        """Leave torch's functions alone from now on; models, masters and loss scales stay."""
-        self.may_cast = False
-        for managed in self.models():
-            managed.policy = None
-        registry.refresh()
 
     # Training
 
@@ -209,50 +267,52 @@ class Session(CastingMembers):
         registry.state.drop_interrupted()
         for optimizer in managed:
             optimizer.adopt_new()
-        outsiders = []
-        if not (len(managed) == len(self._optimizers) == 1 and self._optimizers[0]() is managed[0]):
-            everyone = self.optimizers()
+        others = []
+        members = self.optimizers.references
+        if not (len(managed) == len(members) == 1 and members[0]() is managed[0]):
+            everyone = self.optimizers.alive()
             managed = with_sharers(managed, everyone)
             if not self.scales_by_itself:
-                outsiders = [other for other in everyone if other not in managed]
-        if registry.is_observed:
-            registry.tell("on_loss", loss, loss_id)
-            registry.tell("on_scale", self.scalers[loss_id].peek(), loss_id)
+                others = [other for other in everyone if other not in managed]
+        if registry.observers.are_there:
+            registry.observers.notify("on_loss", loss, loss_id)
+            registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
         return ScaledBackward(
             loss,
             managed,
             self.scalers[loss_id],
             delay_unscale,
             delay_overflow_check,
-            outsiders,
-            self._policy.cache.close,
-            together=self._policy.apex_flavour,
+            others,
+            self.policies.cache.close,
+            together=self.policies.tables.apex_flavour,
         )
 
-    def _before_forward(self, model: nn.Module) -> None:
-        if self._optimizers:
+    def before_forward(self, model: nn.Module) -> None:
+        """A forward begins of a model whose weights may have masters."""
+        if self.optimizers.references:
             unscaled = all(scaler.is_one for scaler in self.scalers)
-            reduces = registry.reduces(model)
-            for managed in self.optimizers():
+            reduces = registry.wrapped.reduces(model)
+            for managed in self.optimizers.alive():
                 managed.before_forward(reduces, unscaled)
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
-        self._policy.cache.close()
+        self.policies.cache.close()
         registry.state.drop_interrupted()
         if managed.masters.is_shared:
-            for other in self.optimizers():
+            for other in self.optimizers.alive():
                 if other is not managed and other.masters.is_shared:
                     other.masters.note_shared(managed.masters)
-        if self.widened.copies:
-            self.widened.take_over()
+        if self.values.widened.copies:
+            self.values.widened.take_over()
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
-            self.skips.report(managed, news, self.parameter_names(), self.scalers)
+            self.skips.report(managed, news, self.weights.names(), self.scalers)
         unfed = not (managed.was_fed or self.scales_by_itself)
         if unfed and any(scaler.is_dynamic for scaler in self.scalers):
             managed.report_unfed()
-        if registry.is_observed:
-            registry.tell("on_step", managed.optimizer, managed.skipped)
+        if registry.observers.are_there:
+            registry.observers.notify("on_step", managed.optimizer, managed.skipped)
 
     # Changes at run time
 
@@ -270,19 +330,19 @@ class Session(CastingMembers):
             if field.name not in ("opt_level", *NULLABLE) or field.name == "min_loss_scale"
         }
         properties = properties_for(opt_level, **kept)
-        others = [managed for managed in self.models() if managed.model is not model]
+        others = [managed for managed in self.models.alive() if managed.model is not model]
         if others and properties.dtype is not self.properties.dtype:
             raise ValueError(
                 f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and the "
                 f"models given to initialize together share {self.properties.dtype}. Choose a "
                 "level in that type, or call initialize for this model and its optimizer alone."
             )
-        with Handover(registry, [model], []):
-            self._cast_to(properties.dtype)
+        with Transfer(registry, [model], []):
+            self.policies.cast_to(properties.dtype)
             self._manage_model(model, properties)
             self._adopt_parameters({})
         self._fit_scalers(properties, others)
-        self._forget_originals()
+        self.weights.forget_originals()
         registry.refresh()
 
     def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
@@ -299,26 +359,31 @@ class Session(CastingMembers):
         if anew:
             self.scalers = [_scaler(properties) for _ in self.scalers]
 
-    def take_back(
+    def restore(
         self,
         models: list[ManagedModel],
         optimizers: list[ManagedOptimizer],
-        bystanders: list[Any],
+        unmanaged: list[Any],
         masters: dict[int, Parameter],
     ) -> None:
         """Manage again what was released; `masters` by ids of half parameters are used again."""
-        self._cast_to(self.properties.dtype)
+        self.policies.cast_to(self.properties.dtype)
         for managed in models:
-            if self.managed_model(managed.model) is None:
+            if self.models.find(managed.model) is None:
                 self._manage_model(managed.model, managed.properties)
-        self._optimizers, self.bystanders = [], []
-        self.add_bystanders(bystanders)
-        for managed in optimizers:
-            self.add_optimizer(managed)
-            managed.reinstall()
+        self.optimizers.clear()
+        self.optimizers.add_unmanaged(unmanaged)
+        for optimizer in optimizers:
+            self.optimizers.add(optimizer)
+            optimizer.reinstall()
         self._adopt_parameters(masters)
-        self._forget_originals()
+        self.weights.forget_originals()
         registry.refresh()
+
+    def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
+        originals, halves = self.weights.originals(), self.weights.halves()
+        for managed in self.optimizers.alive():
+            managed.adopt_parameters(originals, halves, masters)
 
 
 def _scaler(properties: Properties) -> Any:
@@ -333,6 +398,7 @@ def cast_state() -> CastState:
 registry = Registry(cast_state)
 atexit.register(registry.report_closing)
 dynamo_skip.run_eagerly(
-    *(sys.modules[__name__], members, float_copies, half_grads),
+    *(sys.modules[__name__], members, masters, half_weights, policies),
+    *(float_values, ddp, float_copies, half_grads),
     *(gradient_state, master_weights, pairs, writes, comparison),
 )

@@ -84,7 +84,7 @@ def model_and_input(name: str) -> tuple:
 def output_dtype(model: nn.Module, given: torch.dtype, half: torch.dtype) -> torch.dtype:
     """Autocast's: attention ends in a linear layer, a layer in a norm or in a sum with its input.
 
-    The oracle in a FakeTensorMode stops at self-attention; test_module_db asks it with three inputs.
+    The oracle in a FakeTensorMode stops at self-attention; test_module_db has three inputs for it.
     """
     if isinstance(model, nn.MultiheadAttention):
         return half

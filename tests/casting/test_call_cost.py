@@ -183,7 +183,7 @@ FORWARDS = {
         "cast_tensors",
     ],
     "O2": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
-    + ["_before_forward", "_leave", "give_back", "come_back", "cast_tensors"],
+    + ["before_forward", "_leave", "give_back", "come_back", "cast_tensors"],
     "O3": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
     + ["_leave", "give_back", "come_back", "cast_tensors"],
 }

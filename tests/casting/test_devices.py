@@ -38,7 +38,7 @@ def test_a_model_that_moves_takes_the_rules_along(accelerator):
 def test_without_an_accelerator_nothing_is_asked():
     model = nn.Linear(4, 4)
     ampatch.initialize(model, verbosity=0)
-    policy = session.registry.sessions[-1].policy
+    policy = session.registry.sessions[-1].policy()
     assert torch.cuda.is_available() or policy.devices is None
 
 

@@ -1,4 +1,4 @@
-"""The short cut of `F.linear` and the convolutions: what the general way does, and when it is left."""
+"""The short way of `F.linear` and convolutions does what the general way does, or is not taken."""
 
 from __future__ import annotations
 

@@ -61,7 +61,6 @@ ALLOWED = {
     "session": LEAVES
     | {"casting", "casting_members", "scaling", "managed_model", "opt_levels", "overrides"}
     | {"frames", "handover", "members", "widened", "optimizer_copies", "registry", "tracing"},
-    "api": LEAVES | {"casting", "environment", "opt_levels", "scaling", "session"},
     "frontend": LEAVES
     | {"checks", "environment", "handover", "opt_levels", "overrides", "session"},
     "training": LEAVES | {"checks", "scaling", "session"},

@@ -1,4 +1,4 @@
-"""After `deactivate` nothing of ours is left: in modules imported meanwhile, with mocks, on failures."""
+"""After `deactivate` no replacement is left: in modules imported later, with mocks, on failures."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         found = {F.linear, F.relu, F.conv2d, F.layer_norm}
         ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
         assert "torch.ao.quantization.quantize_fx" not in sys.modules
-        ours = [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+        installation = ampatch.session.session.registry.installation
+        ours = [made for made, _ in installation._originals.values()]
         import torch.ao.quantization.quantize_fx
         import torch.ao.ns._numeric_suite_fx
         from torch.ao.quantization.backend_config import get_native_backend_config
@@ -337,7 +338,7 @@ def fails_in(managed, part, monkeypatch):
 def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
     models, optimizers = zip(*[start(opt_level=level) for _ in range(3)], strict=True)
     registry = ampatch.session.session.registry
-    fails_in(registry.managed(optimizers[1]), part, monkeypatch)
+    fails_in(registry.optimizers.managed(optimizers[1]), part, monkeypatch)
     with pytest.raises(ValueError, match=part):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions and registry.state.process is None
@@ -350,10 +351,10 @@ def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch
 
 def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
     model, optimizer = start(opt_level="O2")
-    managed = ampatch.session.session.registry.managed_model(model)
-    found = managed._master_of
+    masters = ampatch.session.session.registry.models.session_of(model).masters
+    found = masters.current
     monkeypatch.setattr(
-        managed, "_master_of", lambda t: failing("weight")() if t is model.weight else found(t)
+        masters, "current", lambda t: failing("weight")() if t is model.weight else found(t)
     )
     bias = list(ampatch.master_params(optimizer))[1].detach().clone()
     with pytest.raises(ValueError, match="weight"):
@@ -365,9 +366,9 @@ def test_several_errors_come_together(monkeypatch):
     models, optimizers = zip(*[start() for _ in range(3)], strict=True)
     registry = ampatch.session.session.registry
     for number, model in enumerate(models[:2]):
-        monkeypatch.setattr(registry.managed_model(model), "uninstall", failing(f"model {number}"))
+        monkeypatch.setattr(registry.models.managed(model), "uninstall", failing(f"model {number}"))
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
-    with pytest.raises(kind, match="2 parts could not be taken out"):
+    with pytest.raises(kind, match="2 parts could not be undone"):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions
     assert not models[2]._forward_hooks and "step" not in vars(optimizers[0])
@@ -385,12 +386,12 @@ def test_errors_of_a_python_without_groups(monkeypatch):
 def test_ctrl_c_wins(monkeypatch):
     models, _ = zip(*[start() for _ in range(2)], strict=True)
     registry = ampatch.session.session.registry
-    fails_in(registry.managed_model(models[1]), "uninstall", monkeypatch)
+    fails_in(registry.models.managed(models[1]), "uninstall", monkeypatch)
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(registry.managed_model(models[0]), "uninstall", interrupted)
+    monkeypatch.setattr(registry.models.managed(models[0]), "uninstall", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions

@@ -295,7 +295,7 @@ def test_the_script_finds_itself_as_python_would_run_it(directory):
 
 @pytest.fixture
 def hanging(request, tmp_path):
-    """A sweep in a process of its own; yields it, and the pids of its child and the child's child."""
+    """A sweep in its own process; yields it, and the pids of its child and the child's child."""
     pid_file = tmp_path / "pid"
     script = write_script(
         tmp_path,

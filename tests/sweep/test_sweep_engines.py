@@ -1,4 +1,4 @@
-"""The rows beside the levels, in real processes: autocast's against plain PyTorch, settings, seeds."""
+"""Rows beside the levels, in real processes: autocast's against plain PyTorch, settings, seeds."""
 
 import itertools
 import json
@@ -16,7 +16,8 @@ MODEL = """
     import torch
     from apex import amp
     torch.manual_seed(5)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))
+    layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2)
+    model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     x = torch.randn(4, 32, 8)
 """

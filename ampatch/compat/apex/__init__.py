@@ -14,7 +14,7 @@ from typing import Any
 
 from ampatch import AmpatchError, observe
 
-from ...api import internals as engine
+from ...session import facade as engine
 from . import (
     amp,
     fp16_utils,

@@ -27,7 +27,7 @@ from ampatch import register_float_function as _register_float_function
 from ampatch import register_half_function as _register_half_function
 from ampatch import register_promote_function as _register_promote_function
 
-from ...api import internals as engine
+from ...session import facade as engine
 from . import lists
 from .state import Stash, _amp_state
 
@@ -92,7 +92,7 @@ def initialize(
     session = engine.open_sessions()[-1]
     _amp_state.verbosity = verbosity
     if session.properties.enabled:
-        for managed in engine.optimizers_of(session):
+        for managed in session.optimizers.alive():
             _put_stash(managed.optimizer)
     return result
 
@@ -143,7 +143,7 @@ class Cleaner:
 
     def on_close(self, session: engine.Session) -> None:
         """Called when a session closes, before its optimizers are released."""
-        for managed in engine.optimizers_of(session):
+        for managed in session.optimizers.alive():
             for name in _ON_OPTIMIZER:
                 vars(managed.optimizer).pop(name, None)
 

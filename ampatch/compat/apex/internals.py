@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...api import internals as engine
+from ...session import facade as engine
 from .state import _amp_state
 
 __all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "to_type"]

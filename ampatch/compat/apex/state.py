@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...api import internals as engine
+from ...session import facade as engine
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 

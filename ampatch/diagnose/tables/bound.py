@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 import ampatch
-from ampatch.api.internals import listed_function
 from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
+from ampatch.session.facade import listed_function
 
 _DEEPEST = 8  # attribute of an item of an attribute of ...
 

@@ -6,9 +6,9 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterator
 
-from ampatch.api.internals import listed_function
 from ampatch.casting import tables
 from ampatch.casting.tables import Row, Rule
+from ampatch.session.facade import listed_function
 
 from . import differences
 

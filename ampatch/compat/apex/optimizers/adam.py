@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.api.internals import foreach
+from ampatch.session.facade import foreach
 
 from .common import Fused, all_on_cuda, listed, refuse, steps_by_tensor, with_grads
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ampatch.api.internals import foreach
+from ampatch.session.facade import foreach
 
 
 class Fused:

@@ -20,11 +20,11 @@ from ..casting.install import resolve as resolve_place
 from ..casting.patches import PatchSet
 from ..casting.tables import Rule
 from ..config.opt_levels import Properties
-from ..scaling.masters.comparison import Pair
+from ..scaling.master_weights import Pair
 from ..scaling.optimizer import ManagedOptimizer
-from ..session.session import Session, registry
 from ..torch_private import foreach
 from ..torch_private.probes import current_backward_pass
+from .session import Session, registry
 
 __all__ = [
     "ManagedOptimizer",
@@ -44,7 +44,6 @@ __all__ = [
     "master_pairs",
     "open_automatic_session",
     "open_sessions",
-    "optimizers_of",
     "session_of",
     "sync_masters",
     "with_apex_tables",
@@ -68,7 +67,7 @@ def open_automatic_session(properties: Properties) -> Session:
     session = Session(properties)
     session.scales_by_itself = True
     session.open([], [])
-    session.cast_on_accelerators()
+    session.policies.cast_on_accelerators()
     return session
 
 
@@ -87,44 +86,39 @@ def with_apex_tables() -> Iterator[None]:
 
 def session_of(optimizer: Any) -> Session | None:
     """The open session that has an optimizer, or None."""
-    return registry.session_of(optimizer)
+    return registry.optimizers.session_of(optimizer)
 
 
 def managed_optimizer(optimizer: Any) -> ManagedOptimizer | None:
     """The managed counterpart of an optimizer; None where no enabled session has it."""
-    return registry.managed(optimizer)
+    return registry.optimizers.managed(optimizer)
 
 
 def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     """Add an optimizer to an open session, and cast on the devices of its parameters."""
-    is_first = not session.optimizers()
+    is_first = not session.optimizers.alive()
     managed = session.manage_optimizer(optimizer)
     managed.forget_found_state()
-    session.cast_on({parameter.device.type for parameter in managed.parameters()})
+    session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
     if is_first:
         registry.refresh()  # torch's gradient tools are replaced while there are optimizers
     return managed
 
 
-def optimizers_of(session: Session) -> list[ManagedOptimizer]:
-    """The managed optimizers of a session that still exist."""
-    return list(session.optimizers())
-
-
 def half_of(master: Tensor) -> Tensor | None:
     """The half parameter whose FP32 master weight a tensor is, or None."""
-    return registry.half_of(master)
+    return registry.half_weights.half_of(master)
 
 
 def master_pairs(optimizer: Any) -> list[Pair]:
     """The half parameters of an optimizer that have masters, as `(half, master)` pairs."""
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     return [] if managed is None else list(managed.masters)
 
 
 def sync_masters(optimizer: Any) -> None:
     """Have the masters of an optimizer take over what was written into their half weights."""
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     if managed is not None:
         managed.masters.settle()
 
@@ -132,14 +126,14 @@ def sync_masters(optimizer: Any) -> None:
 # Casting
 
 
-def drop_cached_weights(session: Session) -> None:
-    """Forget the half copies of weights that a session has cached."""
-    session._drop_cache()
-
-
 def casts_off() -> AbstractContextManager[None]:
     """Context manager: nothing is cast in this thread, but inside managed models."""
     return registry.state.under(lambda: None)
+
+
+def drop_cached_weights(session: Session) -> None:
+    """Forget the half copies of weights that a session has cached."""
+    session.policies.cache.close()
 
 
 def edit_tables(edits: Iterable[tuple[str, str, Rule | None]]) -> None:
