@@ -34,12 +34,13 @@ def run(options: argparse.Namespace) -> int:
 
     check_tensorboard(options)
     directory = Path(options.directory)
+    parser: argparse.ArgumentParser = options.parser
     try:
         results = read_results(directory)
     except (OSError, ValueError) as error:
-        options.parser.error(str(error))
+        parser.error(str(error))
     if results is None:
-        options.parser.error(f"{directory}: there are no results of a sweep in this directory.")
+        parser.error(f"{directory}: there are no results of a sweep in this directory.")
     write_results(results, sys.stdout)
     try:
         write_shown(directory, options.tensorboard)

@@ -117,7 +117,8 @@ def _execute(options: argparse.Namespace) -> int:
     try:
         return run_module(options.module, options.arguments).exit_code
     except ModuleMissing as error:
-        options.parser.error(str(error))
+        parser: argparse.ArgumentParser = options.parser
+        parser.error(str(error))
 
 
 def run_debugged(execute: Callable[[], int]) -> int:

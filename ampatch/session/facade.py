@@ -1,9 +1,9 @@
 """What the rooms above the public API use of the engine, besides `ampatch` itself.
 
 `auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch` and `sweep` import `ampatch`, this
-module, the leaves `errors`, `log` and `_version`, and as data `casting.tables`; nothing else.  So
-the engine can be rearranged behind these names.  They are no public API: a script that imports
-this module has no promise that they stay.
+module, the leaves `errors`, `log` and `_version`, the settings in `config`, and as data
+`casting.tables`; nothing else.  So the engine can be rearranged behind these names.  They are no
+public API: a script that imports this module has no promise that they stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """apex.amp: apex's functions with apex's signatures, over ampatch's.
 
-Sessions opened from here keep to apex's tables where they differ from
-autocast's policy: `binary_cross_entropy` and in-place functions that overflow
-are refused on half tensors, `Tensor.cpu()` gives FP32, and so on.
+Sessions opened from here follow apex's tables where these differ from autocast's
+policy: `binary_cross_entropy` and in-place functions that overflow are refused on half
+tensors, `Tensor.cpu()` returns FP32, and so on.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def initialize(
     min_loss_scale: float | str | None = None,
     max_loss_scale: float | str = 2.0**24,
 ) -> Any:
-    """`ampatch.initialize` with apex's signature, apex's tables, and apex's ways at O1 and with
-    several optimizers (`docs/from_apex.md`).
+    """`ampatch.initialize` with apex's signature and tables.
 
-    Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which
-    scripts look for, until their session closes.
+    It also behaves like apex at O1 and with several optimizers (`docs/from_apex.md`).
+    Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which scripts use,
+    until their session closes.
     """
     engine.edit_tables(lists.edits())
     with engine.with_apex_tables():
@@ -104,7 +104,7 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Any:
-    """`ampatch.init`; what `amp.lists` holds counts here too."""
+    """`ampatch.init`; edits of `amp.lists` count here too."""
     engine.edit_tables(lists.edits())
     return ampatch.init(enabled, loss_scale, enable_caching, verbose, allow_banned)
 

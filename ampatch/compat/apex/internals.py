@@ -1,4 +1,4 @@
-"""What scripts import from modules that were apex's own business."""
+"""Names that scripts import from apex's internal modules."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AmpModule(ModuleType):
 
     @_DECORATOR_HANDLE.setter
     def _DECORATOR_HANDLE(self, value: Any) -> None:
-        """Scripts set it to None to start anew, which every `initialize` does anyway."""
+        """Accepts the None that scripts set to start again; every `initialize` starts again."""
 
 
 def to_type(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """A floating tensor in `dtype`; others as they are."""
+    """A floating tensor in `dtype`; other tensors unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -46,12 +46,12 @@ def applier(value: Any, fn: Callable[[Tensor], Any]) -> Any:
 
 
 def check_params_fp32(models: Iterable[nn.Module]) -> None:
-    """apex refused models that were half already; they are welcome here."""
+    """Does nothing: apex refused half models, ampatch accepts them."""
 
 
 def check_models(models: Iterable[nn.Module]) -> None:
-    """`initialize` checks its models."""
+    """Does nothing: `initialize` checks its models."""
 
 
 def check_optimizers(optimizers: Iterable[Any]) -> None:
-    """`initialize` checks its optimizers."""
+    """Does nothing: `initialize` checks its optimizers."""

@@ -1,4 +1,4 @@
-"""How the `apex` modules are made and found, and what is said of those that are missing."""
+"""Makes and finds the `apex` modules, and the error messages for missing ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REPLACEMENTS = {
 
 
 def replacement(name: str) -> str | None:
-    """What to use in the place of `name` (dotted), or of the package it is in; None if unknown."""
+    """What to use instead of `name` (dotted) or of its package; None if unknown."""
     while name.count("."):
         if name in REPLACEMENTS:
             return REPLACEMENTS[name]
@@ -51,7 +51,7 @@ def replacement(name: str) -> str | None:
 
 
 def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
-    """A module for each name, with the public names of what it stands for."""
+    """A module for each name, with the public names of its source."""
     modules: dict[str, ModuleType] = {}
     for name, source in contents.items():
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)

@@ -1,7 +1,7 @@
-"""apex.amp._amp_state: apex's private state, as scripts read and write it, over ours.
+"""apex.amp._amp_state: apex's private state for scripts that read and write it.
 
-Everything here is a view of the session opened last.  Attributes that apex set
-in `initialize` are missing before it, so `hasattr` answers as it did there.
+Everything here is a view of the session opened last.  Attributes that apex sets in
+`initialize` are missing before it, so `hasattr` returns what it returns with apex.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_er
 
 
 class AmpState:
-    """`apex.amp._amp_state`.  What a script sets on it for itself stays on it."""
+    """`apex.amp._amp_state`.  A script may set attributes of its own on it."""
 
     def __init__(self) -> None:
         self.hard_override = False
-        self.allow_incoming_model_not_fp32 = False  # ours takes half models in any case
+        self.allow_incoming_model_not_fp32 = False  # ampatch always accepts half models
         self.verbosity = 1
 
     @property
@@ -35,7 +35,7 @@ class AmpState:
 
     @property
     def handle(self) -> SessionHandle:
-        """`_amp_state.handle._deactivate()` takes the patches of torch's functions out."""
+        """The handle; its `_deactivate()` removes the patches of torch's functions."""
         session = self._session("handle")
         return session.handle or SessionHandle(session)
 
@@ -139,12 +139,12 @@ class SessionHandle:
         return self.is_active()
 
     def is_active(self) -> bool:
-        """Whether the session is open, enabled, and was not told to `_deactivate`."""
+        """Whether the session is open and enabled, and `_deactivate` was not called."""
         session = self._session
         return session.is_open and session.properties.enabled and session.may_cast
 
     def _deactivate(self) -> None:
-        """As apex: torch's functions are its own again; models, masters and scales stay."""
+        """As in apex: torch's functions are restored; models, masters and scales stay."""
         self._session.stop_casting()
 
     def _clear_cache(self) -> None:
@@ -152,7 +152,7 @@ class SessionHandle:
 
 
 class Stash:
-    """`optimizer._amp_stash`: which parameters are half, and which FP32 ones stand for them."""
+    """`optimizer._amp_stash`: the half parameters, and their FP32 masters."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -170,7 +170,7 @@ class Stash:
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The parameters that are FP32 in the model too."""
+        """The parameters that are FP32 in the model."""
         masters = {id(pair.master) for pair in engine.master_pairs(self._optimizer)}
         groups = self._optimizer.param_groups
         return [param for group in groups for param in group["params"] if id(param) not in masters]

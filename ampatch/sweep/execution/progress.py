@@ -3,50 +3,46 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ampatch.sweep.execution.time_left import TimeLeft
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import status, step_ms
 from ampatch.sweep.trial import Trial
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 OTHER_COLUMNS = 57  # of the live line: bar, steps, loss and time at their widest
 
 
 class Progress(Protocol):
-    """What the sweep calls while it runs, inside a `with` block of this object."""
+    """What the sweep calls while it runs, inside a `with` block of this object.
 
-    def __enter__(self) -> Progress: ...
+    A display derives from it and overrides what it shows; by default nothing is shown.
+    """
 
-    def __exit__(self, *exception: object) -> None: ...
-
-    def started(self, number: int, count: int, trial: Trial) -> None: ...
-
-    def reached(self, steps: int, loss: float | None) -> None: ...
-
-    def ended(self, run: Run) -> None: ...
-
-
-class Silent:
-    """Shows nothing."""
-
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        """The sweep has ended or was interrupted."""
 
     def started(self, number: int, count: int, trial: Trial) -> None:
-        pass
+        """A trial starts, the one with this `number` (from 1) of `count`."""
 
     def reached(self, steps: int, loss: float | None) -> None:
-        pass
+        """The running trial has taken so many steps; `loss` is its latest, if known."""
 
     def ended(self, run: Run) -> None:
-        pass
+        """The trial that started last has ended."""
 
 
-class Lines(Silent):
+class Silent(Progress):
+    """Shows nothing."""
+
+
+class Lines(Progress):
     """One line when a run starts and one when it has ended, for pipes and files."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -67,7 +63,7 @@ class Lines(Silent):
         print(f"{self._name}: {text}", file=self._stream, flush=True)
 
 
-class Live:
+class Live(Progress):
     """One line with a moving bar, and a line above it for each run that has ended.
 
     The line shows level, dtype and seed, the step, the loss, and the time left.  The

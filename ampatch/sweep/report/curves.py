@@ -1,8 +1,7 @@
-"""What the pictures of a sweep draw: series of several seeds made one curve per row.
+"""The curves in the pictures of a sweep: one per row, made of the series of its seeds.
 
-A long series is averaged in up to `POINTS` blocks, and then over the seeds, of
-which `low` and `high` are the least and the greatest.  Repeats of a seed are the
-same training once more; the first one is drawn.
+A long series is averaged in up to `POINTS` blocks, then over the seeds; `low` and `high`
+are the minimum and maximum over the seeds.  Of the repeats of a seed the first is drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ POINTS = 40
 
 @dataclass(frozen=True)
 class Curve:
-    """One row's line.  `breaks` are the last points before a loss was finite no more."""
+    """The line of one row.  `breaks` are the last points before a loss became non-finite."""
 
     row: Row
     x: list[float]
@@ -54,7 +53,7 @@ def loss_curves(rows: Sequence[Row], runs: Sequence[Run], by_time: bool) -> list
 
 
 def scale_curves(rows: Sequence[Row], runs: Sequence[Run]) -> list[Curve]:
-    """The first seed's loss scale against optimizer steps, of rows where it is not always 1."""
+    """The loss scale of the first seed against optimizer steps, for rows where it is not 1."""
     curves = []
     for row in rows:
         for measured in _first_repeats(row, runs)[:1]:
@@ -67,19 +66,19 @@ def scale_curves(rows: Sequence[Row], runs: Sequence[Run]) -> list[Curve]:
 
 
 def _first_repeats(row: Row, runs: Iterable[Run]) -> list[Measured]:
-    """What was measured per seed, in their order."""
-    ours = [run for run in runs if run.case.label == row.label and run.trial.repeat == 0]
-    ours.sort(key=lambda run: run.trial.seed)
-    return [run.measured for run in ours if run.measured is not None]
+    """The first run of each seed, in the order of the seeds."""
+    firsts = [run for run in runs if run.case.label == row.label and run.trial.repeat == 0]
+    firsts.sort(key=lambda run: run.trial.seed)
+    return [run.measured for run in firsts if run.measured is not None]
 
 
 def _main(table: dict[str, Series]) -> Series:
-    """That of the lowest `loss_id`."""
+    """The series of the lowest `loss_id`."""
     return main_losses(Measured(losses=table))
 
 
 def _blocks(series: Series, by_time: bool) -> list[_Point]:
-    """The means of up to `POINTS` blocks, over what is finite."""
+    """The means of up to `POINTS` blocks, over their finite values."""
     if by_time:
         xs = [second - series.seconds[0] for second in series.seconds]
     else:
@@ -94,7 +93,7 @@ def _blocks(series: Series, by_time: bool) -> list[_Point]:
 
 
 def _curve(row: Row, lines: Sequence[list[_Point]]) -> Curve:
-    """The mean over the seeds that got as far, point by point."""
+    """The mean over the seeds that reached a point, for each point."""
     x, y, low, high = [], [], [], []
     for points in itertools.zip_longest(*lines):
         there = [point for point in points if point is not None]

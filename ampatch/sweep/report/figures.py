@@ -1,18 +1,18 @@
-"""What is computed of one run.
+"""The figures of one run.
 
-* Step time: from the end of one optimizer step to the end of the next, so
-  forward, backward, step and loading of data together.  Left out are the first
-  steps (`WARM_UP`, or a quarter of a short run) and the first step after
-  `log_metrics`, which contains an evaluation.  A script that evaluates without
-  `log_metrics` does it in few of its steps, and the median does not move.  With
-  several optimizers it is the one that steps most often.
+* Step time: from the end of one optimizer step to the end of the next; it contains
+  forward, backward, step and loading of data.  The first steps (`WARM_UP`, or a
+  quarter of a short run) and the first step after `log_metrics`, which contains an
+  evaluation, do not count.  A script that evaluates without `log_metrics` does so in
+  few steps, which do not change the median.  With several optimizers the one that
+  steps most often counts.
 * Samples per second: the samples that the script reports, per step, over the
   median step time.
 * First and last loss: means over the first and the last twentieth of all
   losses given to `scale_loss`; with several losses, those of the lowest `loss_id`.
-* A run has diverged when its last loss is not finite, or an earlier one was not
-  and the optimizer step after it was taken nevertheless.  An overflow that the
-  loss scaler skipped is not divergence.
+* A run has diverged if its last loss is not finite, or if an earlier loss was not and
+  the optimizer step after it was taken.  An overflow that the loss scaler skipped is
+  no divergence.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def main_losses(measured: Measured | None) -> Series:
 
 
 def non_finite(measured: Measured | None) -> int:
-    """How many losses, of all, were inf or NaN."""
+    """The number of losses that were inf or NaN."""
     tables = [] if measured is None else measured.losses.values()
     return sum(not math.isfinite(value) for losses in tables for value in losses.values)
 
 
 def status(run: Run) -> str:
-    """How the run went: "ok", or a word or two on what is wrong, a colon, and the details."""
+    """The status of a run: "ok", or a short reason, a colon, and details."""
     if run.ended_by:
         return run.ended_by
     measured = run.measured
@@ -107,7 +107,7 @@ def status(run: Run) -> str:
 
 
 def divergence(measured: Measured) -> str:
-    """Where the loss stopped being a number, or ""."""
+    """The step and the loss at which a run diverged, as text; "" if it did not."""
     for losses in measured.losses.values():
         harmful = _taken(measured, losses) + _trailing(losses)
         if harmful:
@@ -127,7 +127,7 @@ def _taken(measured: Measured, losses: Series) -> list[tuple[int, float]]:
 
 
 def _trailing(losses: Series) -> list[tuple[int, float]]:
-    """The non-finite losses that no finite one came after."""
+    """The non-finite losses at the end, after the last finite one."""
     every = reversed(list(zip(losses.steps, losses.values)))
     return list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), every))
 

@@ -39,7 +39,7 @@ def compare(
     better: Mapping[str, str],
     seeds_matter: bool = True,
 ) -> list[Comparison]:
-    """Every quantity that both have, the judged one first."""
+    """Comparisons of each quantity that both have, the judged one first."""
     names = [name for name in ours if name in base]
     first = judged if judged in names else next(iter(names), None)
     names.sort(key=lambda name: name != first)

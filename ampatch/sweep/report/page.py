@@ -1,4 +1,4 @@
-"""A sweep as one HTML page that needs nothing else: no script, no network, no other file."""
+"""A sweep as one HTML page without scripts, and without other files or network."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _NOTHING_ELSE = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 def as_html(
     results: Results, runs: Sequence[Run], pictures: Sequence[Picture], lacking: str = ""
 ) -> str:
-    """The page; `lacking` says why there are no pictures, where there are none."""
+    """The page; `lacking` says why there are no pictures, if there are none."""
     title = f"{Path(results.script).name} at several opt levels"
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -178,7 +178,7 @@ def _picture(picture: Picture) -> str:
 
 
 def _table(caption: str, heads: Sequence[tuple[str, bool]], lines: Iterable[Sequence[str]]) -> str:
-    """Scrolls in itself where it is wider than the page; `heads` say what goes to the right."""
+    """A table that scrolls if it is too wide; `heads` are titles and "aligned to the right"."""
     sides = [' class="right"' if right else "" for _, right in heads]
     top = "".join(
         f'<th scope="col"{side}>{escape(text)}</th>' for side, (text, _) in zip(sides, heads)

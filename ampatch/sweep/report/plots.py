@@ -1,8 +1,8 @@
 """The pictures of a sweep, drawn by matplotlib: losses, speed, memory, loss scale.
 
-A row has the same colour and dashes in every picture: colours stand for opt levels
-and are told apart by colour-blind readers (Okabe and Ito, "Color Universal Design",
-2008, without the yellow that white swallows), dashes stand for dtypes.
+A row has the same colour and dashes in every picture.  Colours are opt levels, chosen
+for colour-blind readers (Okabe and Ito, "Color Universal Design", 2008, without yellow,
+which is hard to see on white).  Dashes are dtypes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ampatch.sweep.report.results import Results, Row
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = {"float32": "-", "float16": "-", "bfloat16": (0, (4, 1.5))}
-WIDTH, DPI = 5.6, 200  # inches: as wide as a phone shows legibly
+WIDTH, DPI = 5.6, 200  # inches: legible on a phone
 MISSING = (
     "No plots: matplotlib is not installed. pip install matplotlib, or pip install "
     "ampatch[sweep]; then `ampatch report DIR` draws them."
@@ -30,7 +30,7 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG; `alt` says in words what can be seen on it."""
+    """A PNG; `alt` describes it in words."""
 
     name: str  # of the file, without ".png"
     title: str
@@ -40,7 +40,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Style:
-    """How rows look."""
+    """The colours and dashes of rows."""
 
     colours: dict[str, str]  # by opt level
 
@@ -54,7 +54,7 @@ class Style:
 
 
 def available() -> bool:
-    """Whether matplotlib is there."""
+    """Whether matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -63,11 +63,11 @@ def available() -> bool:
 
 
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
-    """All of them for which there is something to draw.  Needs matplotlib."""
+    """The pictures for which there is something to draw.  Needs matplotlib."""
     from matplotlib import style as styles
 
     rows, style = results.rows, Style.of(results.rows)
-    with styles.context("default"):  # not the user's own
+    with styles.context("default"):  # not the user's style
         drawn = [
             _losses(loss_curves(rows, runs, by_time=False), style, by_time=False),
             _losses(loss_curves(rows, runs, by_time=True), style, by_time=True),
@@ -98,7 +98,7 @@ def _losses(curves: Sequence[Curve], style: Style, by_time: bool) -> Picture | N
 
     title = f"Loss against {against}"
     seeds = " Bands: least to greatest seed." if any(c.row.seeds > 1 for c in curves) else ""
-    marks = " X: a seed's loss was finite no more." if any(c.breaks for c in curves) else ""
+    marks = " X: a seed's loss became non-finite." if any(c.breaks for c in curves) else ""
     unit = "seconds" if by_time else "steps"
     alt = (
         f"{title}, a line per row, the mean over its seeds. "
@@ -181,7 +181,7 @@ def _bars(
     style: Style,
     reach: Any = None,
 ) -> None:
-    """Horizontal, the first row on top, their figures beside them."""
+    """Horizontal bars, the first row on top, with figures beside them."""
     places = range(len(rows))
     colours = [style.colours[row.opt_level] for row in rows]
     bars = {"error_kw": {"ecolor": "#777777"}, "capsize": 3, "height": 0.6}
@@ -212,7 +212,7 @@ def _lined(draw: Callable[[Any], None], lines: int) -> bytes:
 
 
 def _png(draw: Callable[[Any], None], height: float, legend: bool) -> bytes:
-    from matplotlib.figure import Figure  # no pyplot: it has a backend and a state
+    from matplotlib.figure import Figure  # not pyplot, which has global state
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots()
@@ -228,13 +228,13 @@ def _png(draw: Callable[[Any], None], height: float, legend: bool) -> bytes:
 
 
 def _widths(curves: Sequence[Curve]) -> list[tuple[Curve, float]]:
-    """Thinner and thinner, so that of lines that coincide each is seen."""
+    """Each line thinner than the one before, so that equal lines are all visible."""
     last = max(1, len(curves) - 1)
     return [(curve, 3.4 - 2.2 * index / last) for index, curve in enumerate(curves)]
 
 
 def _magnitudes(axes: Any, base: int, subs: Sequence[float] = (1,)) -> None:
-    """A logarithmic axis with plain numbers on it."""
+    """Make the axis logarithmic, with plain numbers."""
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log", base=base)
@@ -258,5 +258,5 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _text(text: str) -> str:
-    """No formula, whatever is in it."""
+    """Text without formulas: matplotlib reads `$` as the start of one."""
     return text.replace("$", r"\$")

@@ -1,10 +1,10 @@
-"""The rows: what all runs of a case came to, beside O0's.
+"""The rows: the figures of all runs of a case, compared with O0's.
 
-* Speed is relative to O0 of the same round: rounds are what ran close together
-  in time, so that a drifting machine moves both.  The median of the rounds'
-  ratios counts, between the least and the greatest.
-* For accuracy each seed is one value (the mean, should it have run several
-  times): a metric's last value, or the last loss.  `judge.py` compares them.
+* Speed is relative to O0 of the same round.  The runs of a round are close together in
+  time, so a machine that changes its speed changes both.  The row has the median,
+  minimum and maximum over the rounds.
+* For accuracy each seed gives one value: a metric's last value, or the last loss; the
+  mean, if the seed ran several times.  `judge.py` compares these values.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def summarize(
 ) -> list[Row]:
     """A row per case, in the order in which they first ran.
 
-    `judged` is the quantity that the verdict is about, by default the first
-    metric, or the last loss; `better` says of metrics whether "higher" or "lower"
-    is, where their name does not tell.
+    `judged` is the quantity that the verdict is about, by default the first metric, or
+    the last loss.  `better` maps metrics to "higher" or "lower"; for other metrics their
+    name decides.
     """
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
@@ -45,7 +45,7 @@ def summarize(
 
 
 def samples_of(runs: Iterable[Run]) -> Samples:
-    """Per quantity, one value per seed, of the runs that went well."""
+    """For each quantity one value per seed, from the runs with status "ok"."""
     values: dict[str, dict[int, list[float]]] = {}
     for run in runs:
         if status(run) != OK:
@@ -59,7 +59,7 @@ def samples_of(runs: Iterable[Run]) -> Samples:
 
 
 def seeds_matter(runs: Iterable[Run]) -> bool:
-    """Whether runs with different seeds differ in anything they measured of the training."""
+    """Whether runs with different seeds differ in any measured loss or metric."""
     by_seed = {}
     for run in runs:
         if status(run) == OK and run.case == BASE:
@@ -118,7 +118,7 @@ def _row(
 
 
 def _finals(measured: Measured) -> dict[str, float]:
-    """Metrics and last loss, as they were in the end."""
+    """The final values of the metrics and of the loss."""
     _, last = first_and_last(measured)
     finals = {name: series.values[-1] for name, series in measured.metrics.items()}
     return finals if last is None else {**finals, LOSS: last}
@@ -142,14 +142,14 @@ def _times(measured: Sequence[Measured]) -> Spread | None:
 
 
 def _speeds(runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
-    """Against O0 of the same round."""
+    """The speed relative to O0 of the same round."""
     of_round = {(one.trial.repeat, one.trial.seed): step_times(one.measured) for one in base}
     ratios = []
     for run in runs:
-        theirs = of_round.get((run.trial.repeat, run.trial.seed))
-        ours = step_times(run.measured)
-        if theirs is not None and ours is not None and ours.median:
-            ratios.append(theirs.median / ours.median)
+        base_times = of_round.get((run.trial.repeat, run.trial.seed))
+        times = step_times(run.measured)
+        if base_times is not None and times is not None and times.median:
+            ratios.append(base_times.median / times.median)
     if not ratios:
         return None
     return Spread(statistics.median(ratios), min(ratios), max(ratios), len(ratios))

@@ -22,14 +22,14 @@ _JUDGED = ("name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "h
 
 
 def write_files(directory: Path, results: Results) -> None:
-    """`summary.json`, `summary.csv` and `summary.md`, each whole or as it was."""
+    """Write `summary.json`, `summary.csv` and `summary.md`, each completely or not at all."""
     write_json(directory / SUMMARY, results.to_json())
     write_whole(directory / "summary.csv", as_csv(results.rows))
     write_whole(directory / "summary.md", as_markdown(results))
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """A line per row; empty where there is no figure.  Metrics are `metric:NAME`."""
+    """One line for each row; a missing figure is empty.  Metrics are `metric:NAME`."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     ends = ("low", "high")
     head = [*_PLAIN, *(f"step_ms_{end}" for end in ends), *(f"speed_{end}" for end in ends)]
@@ -49,7 +49,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(results: Results) -> str:
-    """The table, the verdicts and how they were come by, for a paper's appendix."""
+    """The table, the verdicts and the method, for a paper's appendix."""
     rows = results.rows
     shown = columns(rows)
     lines = [

@@ -31,7 +31,7 @@ class Column:
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that a table of `rows` has: the fixed ones and the scripts' metrics."""
+    """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     sampled = any(row.samples_per_second for row in rows)
     samples = Column("samples/s", lambda row: _number(row.samples_per_second, "{:.0f}"))
@@ -52,7 +52,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def write_results(results: Results, stream: TextIO) -> None:
-    """Write the table, the verdicts, what to know of them, and the recommendation."""
+    """Write the table, the verdicts, the notes, and the recommendation."""
     write_table(results.rows, stream)
     stream.write("\n")
     for row in results.rows:
@@ -63,7 +63,7 @@ def write_results(results: Results, stream: TextIO) -> None:
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """Write the table to `stream`, in colour if that is a terminal and rich is there."""
+    """Write the table to `stream`, in colour on a terminal if rich is installed."""
     if not (stream.isatty() and importlib.util.find_spec("rich") and _write_rich(rows, stream)):
         stream.write(plain_table(rows))
     for note in notes(rows):
@@ -71,7 +71,7 @@ def write_table(rows: Sequence[Row], stream: TextIO) -> None:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the columns mean."""
+    """Explanations of the columns."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
     return [*NOTES, *(MEMORY_NOTES[kind] for kind in kinds)]
 
@@ -94,7 +94,7 @@ def plain_table(rows: Sequence[Row]) -> str:
 
 
 def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
-    """Write the table as wide as it fits; False when the terminal is too narrow for it."""
+    """Write the widest table that fits; False if the terminal is too narrow."""
     from rich.console import Console
 
     console = Console(file=stream, highlight=False)
@@ -111,7 +111,7 @@ def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
 
 
 def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
-    """With statuses `whole`, or only how they begin."""
+    """A rich table with whole statuses, or only the first words of each."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
