@@ -110,10 +110,10 @@ def devices() -> list[str]:
 def measure(device: str) -> dict[torch.dtype, dict[str, float]]:
     """Speed of a matmul and a convolution in each half type, relative to FP32."""
     with ampatch.disable_casts():
-        single = [_time(run, device) for run in _operators(device, torch.float32)]
+        single = [_time(run, device) for run in operators(device, torch.float32)]
         found = {}
         for dtype in (torch.float16, torch.bfloat16):
-            half = [_time(run, device) for run in _operators(device, dtype)]
+            half = [_time(run, device) for run in operators(device, dtype)]
             ratios = [base / seconds for base, seconds in zip(single, half, strict=True)]
             found[dtype] = dict(zip(("matmul", "conv2d"), ratios, strict=True))
     return found
@@ -134,7 +134,7 @@ def fast(speeds: dict[torch.dtype, dict[str, float]]) -> str:
     return ", ".join(found) or "no half type"
 
 
-def _operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
+def operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
     """A matmul and a convolution, each with its backward pass, which can be slower."""
 
     def leaf(*shape: int) -> Any:
