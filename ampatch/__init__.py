@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
@@ -91,9 +92,7 @@ _DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
 def __getattr__(name: str) -> Any:
     if name not in _DIAGNOSTICS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import diagnose
-
-    found = globals()[name] = getattr(diagnose, name)
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)
     return found
 
 

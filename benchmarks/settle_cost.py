@@ -18,7 +18,7 @@ from torch import nn
 from workers import machine
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 ROUNDS = 40
 

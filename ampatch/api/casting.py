@@ -13,7 +13,7 @@ from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
-from ..session.session import cast_state, registry
+from ..session.registry import cast_state, registry
 
 
 def half_function(function: Any) -> Any:

@@ -14,7 +14,8 @@ from ..config.overrides import Overrides, parse
 from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
 from ..session.transfer import Transfer
 from . import argument_checks
 
@@ -133,7 +134,7 @@ def initialize(
         properties,
         rules=rules,
         process_group=process_group,
-        apex_flavour=registry.opens_as_apex,
+        has_apex_tables=registry.opens_as_apex,
     )
     with Transfer(registry, listed_models, listed_optimizers):
         session.open(listed_models, listed_optimizers)
@@ -224,12 +225,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises `AmpatchError` for a model that no open session manages.
     """
     session = registry.models.session_of(model)
-    if session is None:
+    managed = None if session is None else session.models.find(model)
+    if managed is None:
         raise AmpatchError(
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
             "ampatch.initialize; copy.deepcopy does for a plain model."
         )
-    return session.models.find(model).plain_copy()
+    return managed.plain_copy()
 
 
 def cache_info() -> Any:

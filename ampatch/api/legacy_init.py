@@ -24,7 +24,8 @@ from ..config.opt_levels import properties_for
 from ..config.validation import whole_number
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
 from . import argument_checks
 
 
@@ -76,7 +77,7 @@ def init(
             return _again(session, asked)
     set_verbosity(1)
     properties = properties_for(level.replace("O0", "O1"), dtype, verbosity=1, **asked)
-    session = Session(properties, apex_flavour=True)
+    session = Session(properties, has_apex_tables=True)
     session.handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])
     (logger.info if verbose else logger.debug)("ampatch.init: %s", properties)

@@ -18,7 +18,8 @@ from ..scaling.loss_scaler import Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
 from . import argument_checks
 
 

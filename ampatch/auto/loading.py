@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data._utils import fetch
-
 from ..session.facade import PatchSet, casts_off
+from ..torch_private.data_loading import FETCHERS
 
 
 def put(patches: PatchSet) -> None:
     """Cast nothing while items are fetched from a dataset and collated."""
-    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+    for fetcher in FETCHERS:
         patches.replace(fetcher, "fetch", _uncast)
 
 

@@ -21,20 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..torch_private.autocast_callers import ASK_TO_CAST, AUTOCAST, ENTER_FOR_USER
+from ..torch_private.devices import device_types
 from .contexts import Under
+from .dynamo_tables import trace_call
 from .patches import PatchSet
 from .policy import CastState, Policy
 
 Make = Callable[[Callable], Callable]
 
-_AUTOCAST = "torch.amp.autocast_mode"
 _PASSED_ON = frozenset(
     (__name__, "contextlib", "torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode")
 )
-_MEANT = frozenset((_AUTOCAST, "torch._higher_order_ops.wrap"))
-"""Modules of torch's that enter regions on the user's behalf."""
-_TOLD = frozenset(("torch.nested._internal.sdpa",))
-"""Modules of torch's that ask about autocast in order to cast to the answer."""
 
 _KEPT = "_ampatch_forward_policy"
 """Attribute of a custom Function's context: what its backward is under."""
@@ -80,8 +78,8 @@ class AutocastRegions:
     def places(self) -> list[tuple[str, str, Make]]:
         """`(where, name, make)` for what enters and leaves regions, and for what asks."""
         return [
-            (_AUTOCAST + ".autocast", "__enter__", self._enter),
-            (_AUTOCAST + ".autocast", "__exit__", self._exit),
+            (AUTOCAST + ".autocast", "__enter__", self._enter),
+            (AUTOCAST + ".autocast", "__exit__", self._exit),
             ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),
             ("torch", "is_autocast_enabled", lambda original: self._ask(original, "cuda")),
             ("torch", "get_autocast_dtype", lambda original: self._ask_dtype(original, "cuda")),
@@ -97,7 +95,7 @@ class AutocastRegions:
         if _nesting() == 0:
             return
         policy = state.current()
-        for device in _devices():
+        for device in device_types():
             if _is_enabled(device):
                 policy = without(policy, device)
         if policy is state.current():  # disabled, and for which device is not known
@@ -192,7 +190,7 @@ class AutocastRegions:
         policy = self._state.table_policy()
         if policy is None:
             return None
-        return policy if device in (policy.devices or _devices()) else None
+        return policy if device in (policy.devices or device_types()) else None
 
     def _ask(self, original: Callable, usual: str) -> Callable:
         def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
@@ -236,10 +234,7 @@ class AutocastRegions:
             return
 
         def traced(tx: Any, method: str) -> None:
-            from torch._dynamo.variables import UserFunctionVariable  # complete by now
-
-            state = UserFunctionVariable(ask_state).call_function(tx, [], {})
-            state.call_method(tx, method, [], {})
+            trace_call(tx, ask_state).call_method(tx, method, [], {})
 
         def enter(original: Callable) -> Callable:
             def entered(region: Any, tx: Any) -> Any:
@@ -282,25 +277,15 @@ def without(policy: Policy | None, device: str) -> Policy | None:
     if policy is None:
         return None
     if policy.devices is None:
-        if len(_devices()) == 1:  # wherever the region is meant for: it can only be about these
+        if len(device_types()) == 1:  # wherever the region is meant for: it can only be about these
             return None
-        left = set(_devices())
+        left = set(device_types())
     else:
         left = set(policy.devices)
     if policy.devices is not None and device not in left:
         return policy
     left -= {device, "meta"}
     return dataclasses.replace(policy, devices=left) if left else None
-
-
-def _devices() -> tuple[str, ...]:
-    """The types of devices that there are here."""
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is None:
-        return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    if not accelerator.is_available():
-        return ("cpu",)
-    return ("cpu", accelerator.current_accelerator().type)
 
 
 def _nesting() -> int:
@@ -327,16 +312,16 @@ def _is_torch_s(frame: FrameType) -> bool:
 
 
 def _is_meant(frame: FrameType) -> bool:
-    return _home(frame) in _MEANT or not _is_torch_s(frame)
+    return _home(frame) in ENTER_FOR_USER or not _is_torch_s(frame)
 
 
 def _is_told(frame: FrameType) -> bool:
-    return _home(frame) in _TOLD or not _is_torch_s(frame)
+    return _home(frame) in ASK_TO_CAST or not _is_torch_s(frame)
 
 
 def _context(frame: FrameType, name: str) -> Any:
     """The context of a custom Function, where `custom_fwd` or `custom_bwd` (`name`) asks."""
-    if frame.f_code.co_name != name or _home(frame) != _AUTOCAST:
+    if frame.f_code.co_name != name or _home(frame) != AUTOCAST:
         return None
     args = frame.f_locals.get("args")
     return args[0] if args else None

@@ -26,27 +26,36 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.modules.module
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ..torch_private import foreach
-from ..torch_private.probes import are_ranks, is_batched, is_recording
+from ..torch_private.devices import place_of
+from ..torch_private.distributed import are_ranks, running_ddp
+from ..torch_private.modules import (
+    BACKWARD_HOOKS_CAN_BE_SEEN,
+    GLOBAL_BACKWARD_TABLES,
+    backward_tables,
+)
+from ..torch_private.probes import is_batched, is_recording
+from ..torch_private.tensors import (
+    TENSOR_HOOKS_CAN_BE_SEEN,
+    backward_hooks_of,
+    hooks_of,
+    late_hooks_of,
+)
 
 MOST_WEIGHTS = 32
 MOST_BYTES = 8 * 2**20
 """A bucket's limits; the bytes are those of its FP32 weights."""
 
+HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
+"""Without, no weights are cast together."""
+
 MOST_CHANGES = 64
 """Of a plan.  A model that makes its weights anew again and again has them cast one by one."""
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_hooks_of = operator.attrgetter(*_HOOKS)
-
-HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
-"""Without, no weights are cast together."""
 
 
 class _CastTogether(Function):
@@ -152,7 +161,7 @@ class Plan:
         for weight in new if self._changes < MOST_CHANGES else ():
             key = id(weight)
             if key not in self._order and key not in self._left_out:
-                self._order[key], self._places[key] = weight, _place(weight)
+                self._order[key], self._places[key] = weight, place_of(weight)
                 changed = True
         if changed:
             self._changes += 1
@@ -160,16 +169,16 @@ class Plan:
 
     def _divide(self) -> None:
         """Divide the weights into buckets; drop those that have left the model."""
-        modules = list(self._model.modules())
-        own = {id(p) for module in modules for p in module._parameters.values() if p is not None}
+        parts = list(self._model.modules())
+        own = {id(p) for module in parts for p in module._parameters.values() if p is not None}
         if self._changes == MOST_CHANGES:
             own = set()
         self._left_out.update(key for key in self._order if key not in own)
         self._order = {key: weight for key, weight in self._order.items() if key in own}
-        self._hook_tables = [*_GLOBAL_TABLES]
-        for module in modules:
-            self._hook_tables += [module._backward_hooks, module._backward_pre_hooks]
-        hooked = _below_hooks(modules) if any(self._hook_tables) else set()
+        self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
+        for module in parts:
+            self._hook_tables += backward_tables(module)
+        hooked = _below_hooks(parts) if any(self._hook_tables) else set()
         self._has_hooks = bool(hooked)
         bucket_of: dict[int, list[Tensor]] = {}
         open_buckets: dict[Any, list[Tensor]] = {}
@@ -195,15 +204,14 @@ def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
     wanting = map(_wants_grad, bucket)
     if (
         all(wanting if wanted else map(operator.not_, wanting))
-        and not any(map(_backward_hooks_of, bucket))
-        and not any(map(_late_hooks_of, bucket))
+        and not any(map(backward_hooks_of, bucket))
+        and not any(map(late_hooks_of, bucket))
     ):
         return bucket
     return [one for one in bucket if one.requires_grad is wanted and may_be_planned(one)]
 
 
 _wants_grad = operator.attrgetter("requires_grad")
-_backward_hooks_of, _late_hooks_of = map(operator.attrgetter, _HOOKS)
 
 
 def may_be_planned(weight: Tensor) -> bool:
@@ -213,7 +221,7 @@ def may_be_planned(weight: Tensor) -> bool:
         and weight.dtype is torch.float32
         and weight.is_leaf
         and weight.layout is torch.strided
-        and not any(_hooks_of(weight))
+        and not any(hooks_of(weight))
     )
 
 
@@ -222,29 +230,15 @@ def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
     return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= MOST_BYTES
 
 
-def _place(weight: Tensor) -> Any:
-    """Weights of one bucket share it: the device and, there, the stream of their use."""
-    if weight.is_cuda:
-        return weight.device, torch.cuda.current_stream(weight.device).cuda_stream
-    return weight.device
-
-
-_GLOBAL_TABLES = [
-    table
-    for name in ("_global_backward_hooks", "_global_backward_pre_hooks")
-    if (table := getattr(torch.nn.modules.module, name, None)) is not None
-]
-
-
-def _below_hooks(modules: list[nn.Module]) -> set[int]:
+def _below_hooks(parts: list[nn.Module]) -> set[int]:
     """Ids of the weights of modules with backward hooks, their children's among them.
 
     Such a hook runs when the gradients of its module are complete, not those of a bucket.
     """
-    if any(_GLOBAL_TABLES):
-        hooked = modules
+    if any(GLOBAL_BACKWARD_TABLES):
+        hooked = parts
     else:
-        hooked = [one for one in modules if one._backward_hooks or one._backward_pre_hooks]
+        hooked = [one for one in parts if any(backward_tables(one))]
     return {id(weight) for module in hooked for weight in module.parameters()}
 
 
@@ -255,9 +249,5 @@ def _hears_of_all(model: nn.Module) -> bool:
     """
     if not are_ranks():
         return True
-    ddp = (
-        model
-        if isinstance(model, DistributedDataParallel)
-        else getattr(DistributedDataParallel, "_active_ddp_module", None)
-    )
+    ddp = model if isinstance(model, DistributedDataParallel) else running_ddp()
     return ddp is not None and not ddp.find_unused_parameters

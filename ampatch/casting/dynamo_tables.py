@@ -82,6 +82,13 @@ def _is_ours(function: Any) -> bool:
     return home.partition(".")[0] == __name__.partition(".")[0]
 
 
+def trace_call(tx: Any, function: Callable) -> Any:
+    """Have Dynamo trace a call of `function` where the translator `tx` is; its result's variable."""
+    from torch._dynamo.variables import UserFunctionVariable  # Dynamo runs, so it is there
+
+    return UserFunctionVariable(function).call_function(tx, [], {})
+
+
 def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> None:
     if hasattr(rules, "load_object"):
         patches.replace(rules, "load_object", lambda found: lambda name: original(found(name)))
@@ -128,6 +135,9 @@ def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[
     patches.replace(owner, name, lambda raw: staticmethod(corrected) if is_static else corrected)
     patches.on_undo(found.cache_clear)  # what it remembers may be of the time between
 
+
+CONTEXT_MANAGERS = "torch._dynamo.variables.ctx_manager"
+"""Dynamo's module of the context managers that it knows by itself."""
 
 _CORRECTIONS: dict[str, Correction] = {
     "torch._dynamo.trace_rules": _correct_rules,

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..torch_private.torch_functions import NESTED_TENSORS, NN, NN_NAME
+
 _DEEP = 4
 _LARGE = 64
 
@@ -38,8 +40,8 @@ class HandlerTables:
 
         `holder` is the mode or the tensor whose handler it is.
         """
-        if type(holder).__module__ == "torch.nested._internal.nested_tensor":
-            return _names_below({"_nn", original.__name__}, original)
+        if type(holder).__module__ == NESTED_TENSORS:
+            return _names_below({NN_NAME, original.__name__}, original)
         found = _Search(original, patched)
         handler = holder.__torch_function__
         found.into_function(getattr(handler, "__func__", handler), 0)
@@ -156,7 +158,7 @@ class _Search:
 def _names_below(names: set[str], original: Callable) -> bool:
     """Whether these names in a handler are of the module that F has some functions from."""
     name = getattr(original, "__name__", "")
-    return "_nn" in names and name in names and getattr(torch._C._nn, name, None) is original
+    return NN_NAME in names and name in names and getattr(NN, name, None) is original
 
 
 def _names(code: CodeType) -> Iterator[str]:

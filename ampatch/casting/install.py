@@ -18,25 +18,17 @@ import torch.nn.functional
 import wrapt
 
 from ..log import logger
+from ..torch_private.scripting import builtin_table
 from . import backward_policy, linear_fast_path, rebind, special_ops, user_functions
 from .autocast_regions import AutocastRegions
-from .dynamo_tables import CompilerTables
+from .dynamo_tables import CONTEXT_MANAGERS, CompilerTables
 from .handlers import fresh_tables, overridable
 from .left_behind import Arrivals
 from .library_ops import LibraryOps
 from .patches import PatchSet
 from .policy import CastState
 from .rules import APEX_CHOOSERS, BEYOND_CHOOSERS, CHOOSERS, banned, refuse, replacement
-from .tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
-
-try:
-    from torch.jit._builtins import _get_builtin_table
-except ImportError:
-
-    def _get_builtin_table() -> dict:
-        """Without torch.jit's table, scripting a patched function fails as for any closure."""
-        return {}
-
+from .tables import APEX, BANNED, BEYOND, BLACKLIST, BUILTINS, PROMOTE, WHITELIST, Row, Rule
 
 _NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.Tensor")
 
@@ -70,8 +62,8 @@ class Installation:
             self._patches,
             self.original,
             {
-                "torch._dynamo.variables.ctx_manager": lambda module, patches, original: (
-                    self.regions.correct_dynamo(module, patches, ask_state)
+                CONTEXT_MANAGERS: lambda module, patches, original: self.regions.correct_dynamo(
+                    module, patches, ask_state
                 )
             },
         )
@@ -249,7 +241,7 @@ class Installation:
         self._patches.replace(owner, name, make_and_dress)
 
     def _register_for_script(self, made: Any, original: Any) -> None:
-        table = _get_builtin_table()
+        table = builtin_table()
         if id(original) in table:
             table[id(made)] = table[id(original)]
             self._patches.on_undo(lambda: table.pop(id(made), None))
@@ -284,7 +276,8 @@ def _dress(made: Any, original: Any, owner: Any, name: str) -> None:
 
 
 def _public_name(where: str) -> str:
-    return where.replace("torch._C._nn.", "torch.nn.functional.")
+    functional = "torch.nn.functional"
+    return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
 
 
 def parse_place(place: Any, name: str | None) -> tuple[Any, str]:

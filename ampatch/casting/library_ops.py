@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.library
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.compiler import is_dynamo_compiling
 
+from ..torch_private.custom_ops import OPERATOR_CLASSES, qualified_name, registered_kernels
 from .autocast_regions import AutocastRegions, autocast_on
 from .patches import PatchSet
 from .policy import CastState
@@ -47,9 +47,9 @@ class LibraryOps:
         self._is_watching = False
 
     def _watch_if_needed(self) -> None:
-        if not self._is_watching and any("/Autocast" in place for place in _registered()):
+        if not self._is_watching and any("/Autocast" in place for place in registered_kernels()):
             self._is_watching = True
-            for owner in (OpOverload, OpOverloadPacket):
+            for owner in OPERATOR_CLASSES:
                 self._patches.replace(owner, "__call__", self._calling)
 
     def _registering(self, original: Callable) -> Callable:
@@ -69,7 +69,7 @@ class LibraryOps:
                 return original(self_, *args, **kwargs)
             devices = [
                 device
-                for device in _devices_of(_name(self_))
+                for device in _devices_of(qualified_name(self_))
                 if self._regions.counts_as_autocast(device) is not None
             ]
             if not devices:
@@ -80,18 +80,7 @@ class LibraryOps:
         return __call__
 
 
-def _registered() -> set[str]:
-    """`namespace/name/key` of every kernel registered from Python."""
-    return getattr(torch.library, "_impls", set())
-
-
-def _name(operator: OpOverload | OpOverloadPacket) -> str:
-    if isinstance(operator, OpOverload):
-        return operator._schema.name
-    return operator._qualified_op_name
-
-
 def _devices_of(name: str) -> list[str]:
     place = name.replace("::", "/")
-    registered = _registered()
+    registered = registered_kernels()
     return [device for key, device in _DEVICES.items() if f"{place}/{key}" in registered]

@@ -29,6 +29,9 @@ import wrapt
 from ..log import logger
 from .left_behind import hand_over
 
+Replacement = tuple[Any, str, Callable[[Any], Any]]
+"""`(owner, name, make)`: what `PatchSet.replace` takes."""
+
 _INHERITED = object()
 _retired: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # what they covered
 

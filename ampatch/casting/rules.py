@@ -22,11 +22,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
+from ..torch_private.torch_functions import is_mode_on, unhandled
+from ..torch_private.tracing_tensors import is_internal
 from .cast_observers import ObservedCall, observers
 from .dtype_errors import note_call
-from .handlers import Handled, hand_over, is_asked, is_mode_on, wants_to_see
+from .handlers import Handled, hand_over, is_asked, wants_to_see
 from .policy import FOLLOW, CastState, Policy
-from .recording import Recorded, by_itself, is_internal, proxy_of
+from .recording import Recorded, by_itself, proxy_of
 from .tables import Rule
 
 _CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -110,8 +112,9 @@ def call_in(
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
     if type(value) not in _TENSORS and wants_to_see(value):
-        with torch._C.DisableTorchFunctionSubclass():  # our look at it is not the user's call
-            return castable(value, policy)
+        with unhandled():  # our look at it is not the user's call
+            dtype, device = value.dtype, value.device
+        return dtype in _CASTABLE and (policy.devices is None or device.type in policy.devices)
     return value.dtype in _CASTABLE and (
         policy.devices is None or value.device.type in policy.devices
     )
@@ -120,7 +123,7 @@ def castable(value: Tensor, policy: Policy) -> bool:
 def dtype_of(value: Tensor) -> torch.dtype:
     """A tensor's dtype, which no handler is asked for."""
     if type(value) not in _TENSORS and wants_to_see(value):
-        with torch._C.DisableTorchFunctionSubclass():
+        with unhandled():
             return value.dtype
     return value.dtype
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
+from ..torch_private import attention
+from ..torch_private.modules import FLAT_WEIGHTS
 from .cast_observers import ObservedCall, observers
 from .handlers import unseen_where_modes_are
 from .policy import CastState, Policy
@@ -73,7 +75,8 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
         policy = state.table_policy()
         if policy is not None:
             with unseen_where_modes_are(state):
-                input = _like_weights(input, self._flat_weights[0], policy)
+                weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())
+                input = _like_weights(input, weights[0], policy)
         return original(self, input, batch_sizes)
 
     return check_input
@@ -97,7 +100,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
     def get_fastpath_enabled() -> bool:
         policy = state.table_policy()
         if is_dynamo_compiling():
-            return policy is None and getattr(torch.backends.mha, "_is_fastpath_enabled", True)
+            return policy is None and attention.is_fast_path_enabled()
         if policy is None or not original():
             return original()
         with unseen_where_modes_are(state):

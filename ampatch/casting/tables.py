@@ -51,6 +51,9 @@ class Row(NamedTuple):
     native: bool = False
 
 
+BUILTINS = {"torch.nn.functional": "torch._C._nn", "torch": "torch._VF"}
+"""Where rows name the builtins below a public namespace."""
+
 # Reasons that several namespaces share.
 
 _MATRIX = "Matrix products are what tensor cores are built for: many times faster in half."

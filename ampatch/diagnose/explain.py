@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 import ampatch
+from ampatch.torch_private.modules import CONVOLUTIONS
 
 from .advice import advice
 from .casts_seen import HALVES, CastWatch
@@ -139,7 +139,7 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     """The sizes of a layer that decide whether Tensor Cores are used."""
     if isinstance(module, nn.Linear):
         return {"in_features": module.in_features, "out_features": module.out_features}
-    if isinstance(module, _ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         groups = module.groups
         return {
             "in_channels": module.in_channels // groups,

@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ampatch.torch_private.tensors import memory_of
+
 T = TypeVar("T")
 
 MOST = 512  # notes held before those of freed memory are looked for
@@ -32,14 +34,14 @@ class StorageNotes(Generic[T]):
             self._notes = {k: v for k, v in self._notes.items() if not v[0].expired()}
             self._prune_at = max(MOST, 2 * len(self._notes))
         storage = values(tensor).untyped_storage()
-        self._notes[storage._cdata] = (StorageWeakRef(storage), note)
+        self._notes[memory_of(storage)] = (StorageWeakRef(storage), note)
 
     def drop(self, tensor: Tensor) -> None:
         self._notes.pop(storage_key(tensor), None)
 
 
 def storage_key(tensor: Tensor) -> int:
-    return values(tensor).untyped_storage()._cdata
+    return memory_of(values(tensor).untyped_storage())
 
 
 def values(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's first broadcast, taught about master weights.
+"""DistributedDataParallel's first broadcast, which sends master weights too.
 
 It makes the half weights of all ranks rank 0's, but knows nothing of the FP32
 values behind them.  With this replacement the masters follow: all ranks have
@@ -18,11 +18,13 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..casting.patches import Replacement
+
 Broadcast = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
 
 
 class WrappedModels:
-    """The DistributedDataParallel wrappers that were made while this was told of them."""
+    """The DistributedDataParallel wrappers that were noted here, held weakly."""
 
     def __init__(self) -> None:
         self._wrappers: list[tuple[weakref.ref, set[int]]] = []  # with ids of modules inside
@@ -44,8 +46,8 @@ class WrappedModels:
 
 def replacements(
     broadcast: Broadcast, note: Callable[[DistributedDataParallel], None]
-) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)` of what to replace.
+) -> list[Replacement]:
+    """What to replace.
 
     `broadcast(parameters, send)` calls `send` on the master of each parameter that has one;
     `note` is called with each wrapper that is made.

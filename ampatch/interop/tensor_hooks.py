@@ -13,9 +13,11 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..casting.patches import Replacement
 
-def replacements(note: Callable[[], None]) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)`: `note` is called before each hook that is put on a tensor."""
+
+def replacements(note: Callable[[], None]) -> list[Replacement]:
+    """What to replace: `note()` is called before each hook that is put on a tensor."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)

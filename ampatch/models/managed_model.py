@@ -19,12 +19,13 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting import dtype_errors
 from ..casting.batched_casts import Plan
-from ..casting.handlers import is_mode_on, unseen
+from ..casting.handlers import unseen
 from ..casting.policy import CastState, Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import TakingOut
 from ..log import logger
 from ..torch_private.half_grads import undress
+from ..torch_private.torch_functions import is_mode_on
 from .conversion import (
     Converted,
     cast_tensors,
@@ -86,10 +87,12 @@ class ManagedModel:
             self.in_dtype, self.out_dtype = properties.cast_model_type, torch.float32
         if properties.cast_model_outputs is not None:
             self.out_dtype = properties.cast_model_outputs
-        self._inputs = None
+        self._inputs: ModelInputs | None = None
+        self._parts: Parts | None = None
         if self.in_dtype is not None:
-            self._inputs = self._make_inputs(type(model).__name__)
-        self._parts = self._make_parts() if self.in_dtype in HALF_TYPES else None
+            self._inputs = self._make_inputs(type(model).__name__, self.in_dtype)
+            if self.in_dtype in HALF_TYPES:
+                self._parts = self._make_parts(self._inputs, self.in_dtype)
         self._overrides = overrides
         self._values = owner.values
         self._widened = owner.values.widened
@@ -101,14 +104,14 @@ class ManagedModel:
         self._copies = ModelCopies(model, self._values.of, owner.plain_parameters)
         self._plan = Plan(model) if policy is not None and policy.follows_tables else None
 
-    def _make_inputs(self, name: str) -> ModelInputs:
-        return ModelInputs(name, self.in_dtype, lambda: self._owner.mix(self))
+    def _make_inputs(self, name: str, dtype: torch.dtype) -> ModelInputs:
+        return ModelInputs(name, dtype, lambda: self._owner.mix(self))
 
-    def _make_parts(self) -> Parts:
+    def _make_parts(self, inputs: ModelInputs, dtype: torch.dtype) -> Parts:
         return Parts(
             self.model,
-            is_inside=lambda: self._inputs.is_taken,
-            make_inputs=self._make_inputs,
+            is_inside=lambda: inputs.is_taken,
+            make_inputs=lambda name: self._make_inputs(name, dtype),
             push=self._enter_part,
             pop=self._state.pop,
         )
@@ -117,7 +120,9 @@ class ManagedModel:
 
     def convert(self, skip: Callable[[nn.Module], bool]) -> None:
         """Convert weights and buffers to the model's dtype."""
-        dtype = self.properties.cast_model_type
+        dtype = self.in_dtype
+        if dtype is None:
+            return
         self._converted = convert_weights(self.model, dtype, skip)
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
@@ -227,13 +232,13 @@ class ManagedModel:
             if self._parts is not None and not is_dynamo_compiling():
                 self._parts.step_aside()
         state, policy = self._state, self.policy
-        # Where it would change nothing and cover nothing, no push: `pop` finds none of ours then.
+        # No push where it would change nothing and cover nothing: `pop` finds no frame then.
         if (state.thread.frames or policy is not state.process) and not state.under_user_control():
             state.push(policy, self)
         if policy is not None and not is_dynamo_compiling():
             policy.cache.open(self, self._plan)
             if policy.devices is not None:
-                self._note_device()
+                self._note_device(policy.devices)
         if not is_dynamo_compiling():
             if self._may_have_masters:
                 self._owner.before_forward(model)
@@ -260,7 +265,7 @@ class ManagedModel:
         if self.policy is not None and not is_dynamo_compiling():
             self.policy.cache.close(self, is_whole=output is not None)
         if self._inputs is not None and not is_dynamo_compiling():
-            self._inputs.give_back()
+            self._inputs.write_back()
             if self._parts is not None:
                 self._parts.come_back()
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
@@ -271,11 +276,11 @@ class ManagedModel:
             return f"{name} is at {level}, whose casts make the listed calls' results half"
         return f"{name} is at {level}, with weights and inputs in {self.properties.cast_model_type}"
 
-    def _note_device(self) -> None:
+    def _note_device(self, devices: set[str]) -> None:
         """The model may have moved since: cast where it lives now."""
         parameter = next(self.model.parameters(), None)
         if parameter is not None:
-            self.policy.devices.add(parameter.device.type)
+            devices.add(parameter.device.type)
 
     def plain_copy(self) -> nn.Module:
         """A deep copy without hooks and patches, its weights in FP32."""

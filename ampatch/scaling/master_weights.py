@@ -17,13 +17,13 @@ from torch.nn import Parameter
 
 from ..log import logger
 from ..torch_private import foreach
+from ..torch_private.devices import is_read_by_host
 from ..torch_private.half_grads import Keeper, dress, is_dressed, set_raw_grad, undress
 from ..torch_private.probes import computes_with_fakes, set_grad_enabled
 from .masters.comparison import (
     Agreement,
     Pair,
     agrees,
-    is_read_by_host,
     plain_data,
     set_plain_data,
     take_over,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..log import logger
+from ..torch_private.optimizers import note_skipped_step
 from .gradient_flow import GradientFlow
 from .optimizers import parameter_lists
 from .optimizers.apex_checkpoints import torch_layout
@@ -275,8 +276,8 @@ class ManagedOptimizer(GradientFlow):
         """Record whether this step is left out; a scheduler must not think it was forgotten."""
         self.skipped = skipped
         self.counter.note(skipped)
-        if skipped is True and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            self.optimizer._opt_called = True
+        if skipped is True:
+            note_skipped_step(self.optimizer)
 
     def report_unfed(self) -> None:
         """Say once if the last step came without `scale_loss`, where there is dynamic scaling."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..torch_private import foreach
+from ..torch_private.devices import is_captured
 
 
 class StepCounts(NamedTuple):
@@ -133,7 +134,7 @@ class StepCounter:
         if numbers.device.type == "cpu":
             return numbers.tolist()  # memory of the host: nothing to wait for
         self._unseen += 1
-        if _is_capturing(numbers):
+        if is_captured(numbers):
             return None
         if self._copy is None and self._unseen >= every:
             self._copy, self._unseen = _Copy(numbers), 0
@@ -192,7 +193,3 @@ class _Copy:
         if self._event is not None and not self._event.query():
             return None
         return self._host.tolist()
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

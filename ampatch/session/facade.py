@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..casting.cast_observers import CastObserver, observers
 from ..casting.install import has, raw_attribute
 from ..casting.install import resolve as resolve_place
 from ..casting.patches import PatchSet
@@ -24,7 +25,8 @@ from ..scaling.master_weights import Pair
 from ..scaling.optimizer import ManagedOptimizer
 from ..torch_private import foreach
 from ..torch_private.probes import current_backward_pass
-from .session import Session, registry
+from .registry import registry
+from .session import Session
 
 __all__ = [
     "ManagedOptimizer",
@@ -44,8 +46,11 @@ __all__ = [
     "master_pairs",
     "open_automatic_session",
     "open_sessions",
+    "replacement_of",
     "session_of",
+    "stop_watching_casts",
     "sync_masters",
+    "watch_casts",
     "with_apex_tables",
 ]
 
@@ -134,6 +139,24 @@ def casts_off() -> AbstractContextManager[None]:
 def drop_cached_weights(session: Session) -> None:
     """Forget the half copies of weights that a session has cached."""
     session.policies.cache.close()
+
+
+def watch_casts(observer: CastObserver) -> None:
+    """Tell `observer` of each patched call and cast, in all threads, from now on."""
+    observers.append(observer)
+    registry.state.watch(+1)
+
+
+def stop_watching_casts(observer: CastObserver) -> None:
+    """End what `watch_casts` began; nothing if it has ended."""
+    if observer in observers:
+        observers.remove(observer)
+        registry.state.watch(-1)
+
+
+def replacement_of(original: Any) -> Any:
+    """What stands in for one of torch's functions now, or None."""
+    return registry.installation.replaced_by(original)
 
 
 def edit_tables(edits: Iterable[tuple[str, str, Rule | None]]) -> None:

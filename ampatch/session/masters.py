@@ -1,4 +1,4 @@
-"""The half weights of a session's models, and the FP32 masters that its optimizers hold for them."""
+"""The half weights of a session's models, and their FP32 masters in its optimizers."""
 
 from __future__ import annotations
 
@@ -139,10 +139,10 @@ class ModelWeights:
         ]
         if without:
             logger.warning(
-                "No optimizer given to initialize has weights of: %s. They are kept in half without "
-                "master weights; averages and updates by hand lose what half cannot hold. Keep such "
-                "a model at O1 or O0, or average FP32 values: into copy.deepcopy(model) or "
-                "torch.optim.swa_utils.AveragedModel(model), or load_state_dict of FP32 averages "
-                "of the trained model's state_dict().",
+                "No optimizer given to initialize has weights of: %s. They are kept in half "
+                "without master weights; averages and updates by hand lose what half cannot hold. "
+                "Keep such a model at O1 or O0, or average FP32 values: into copy.deepcopy(model) "
+                "or torch.optim.swa_utils.AveragedModel(model), or load_state_dict of FP32 "
+                "averages of the trained model's state_dict().",
                 ", ".join(without),
             )

@@ -54,7 +54,9 @@ class OptimizerCopies:
         """Pickle takes a plain copy; `copy.copy`, which asks here too, shares what it can."""
         optimizer = self._bring_up_to_date()
         with self._plain():
-            make, args, state, *rest = type(optimizer).__reduce_ex__(optimizer, protocol)
+            kind: Any = type(optimizer)
+            reduced = kind.__reduce_ex__(optimizer, protocol)
+            make, args, state, *rest = reduced
             if isinstance(state, dict):
                 state = dict(state)
         widened = self._widened()

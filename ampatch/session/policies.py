@@ -13,6 +13,7 @@ from ..casting.policy import Policy
 from ..casting.rules import dtype_of, tensors_in
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..models.managed_model import ManagedModel
+from ..torch_private.devices import device_types, devices_to_start_from
 from .members import Members
 
 
@@ -33,7 +34,7 @@ class Policies:
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
             apex_flavour=has_apex_tables,
-            devices=_device_limit(),
+            devices=devices_to_start_from(),
         )
         self.overrides = dataclasses.replace(self.tables, follows_tables=False)
         self.mixed = dataclasses.replace(self.tables, gate=mixes)
@@ -76,9 +77,8 @@ class Policies:
 
     def cast_on_accelerators(self) -> None:
         """Without models: cast on accelerators, if there are any, and where `cast_on` says."""
-        self.tables.devices = _device_limit()
-        if self.tables.devices is not None:
-            self.cast_on({_accelerator()})
+        self.tables.devices = devices_to_start_from()
+        self.cast_on(set(device_types()) - {"cpu"})
 
 
 def _touches(models: Members[ManagedModel]) -> Any:
@@ -110,7 +110,7 @@ def mixes(args: tuple, kwargs: dict) -> bool:
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            found = (value,)
+            found = [value]
         elif value is None or kind in (int, float, bool):
             continue
         else:
@@ -122,14 +122,3 @@ def mixes(args: tuple, kwargs: dict) -> bool:
             elif dtype in HALF_TYPES:
                 half = True
     return half and single
-
-
-def _device_limit() -> set[str] | None:
-    """Where there is only one kind of device nothing needs asking; else start from "meta"."""
-    accelerator = getattr(torch, "accelerator", torch.cuda)
-    return {"meta"} if accelerator.is_available() else None
-
-
-def _accelerator() -> str:
-    accelerator = getattr(torch, "accelerator", None)
-    return "cuda" if accelerator is None else accelerator.current_accelerator().type

@@ -1,7 +1,11 @@
-"""The open sessions, and the things that there is one of per process."""
+"""The open sessions, and the things that there is one of per process.
+
+`registry` is the only module-level variable of the engine that changes.
+"""
 
 from __future__ import annotations
 
+import atexit
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -185,3 +189,16 @@ class Registry:
             self._tools.take_out_over_tables()
             self.installation.undo()
             self.refresh()
+
+
+def cast_state() -> CastState:
+    """The process's `CastState`.
+
+    Decorated functions of the user's code read it here, from a module global: Dynamo traces some
+    of them without sources, and closures may hold nothing but functions there.
+    """
+    return registry.state
+
+
+registry = Registry(cast_state)
+atexit.register(registry.report_closing)

@@ -1,13 +1,7 @@
-"""A session: one `initialize`, with all it changed and how to take it out.
-
-The only module that knows both the operator side and the optimizer side, and
-the only one with a module-level variable that changes: `registry`, which holds
-the open sessions and what they share.
-"""
+"""A session: one `initialize`, with all that it changed and how to take it out."""
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import sys
 from typing import Any
@@ -16,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..casting.policy import CastState, Policy
+from ..casting.policy import Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
 from ..errors import TakingOut
 from ..interop import ddp, dynamo_skip, fx_jit
@@ -37,7 +31,7 @@ from .masters import Masters, ModelWeights
 from .members import Members
 from .optimizer_copies import OptimizerCopies
 from .policies import Policies
-from .registry import Registry
+from .registry import registry
 from .transfer import Transfer
 
 
@@ -55,15 +49,15 @@ class Session:
         *,
         rules: tuple[list, dict] = ([], {}),
         process_group: Any = None,
-        apex_flavour: bool = False,
+        has_apex_tables: bool = False,
     ) -> None:
         self._module_rules, function_rules = rules
         self.properties = properties
         self.models: Members[ManagedModel] = Members(self, registry.models)
         self.optimizers: Members[ManagedOptimizer] = Members(self, registry.optimizers)
-        self.policies = Policies(properties, function_rules, apex_flavour)
+        self.policies = Policies(properties, function_rules, has_apex_tables)
         self.masters = Masters(self.optimizers)
-        self.weights = ModelWeights(self.models, apex_flavour)
+        self.weights = ModelWeights(self.models, has_apex_tables)
         self.values = FloatValues(self.masters)
         self.plain_parameters = PlainParameters()
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
@@ -333,9 +327,9 @@ class Session:
         others = [managed for managed in self.models.alive() if managed.model is not model]
         if others and properties.dtype is not self.properties.dtype:
             raise ValueError(
-                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and the "
-                f"models given to initialize together share {self.properties.dtype}. Choose a "
-                "level in that type, or call initialize for this model and its optimizer alone."
+                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and "
+                f"the models given to initialize together share {self.properties.dtype}. Choose "
+                "a level in that type, or call initialize for this model and its optimizer alone."
             )
         with Transfer(registry, [model], []):
             self.policies.cast_to(properties.dtype)
@@ -390,13 +384,6 @@ def _scaler(properties: Properties) -> Any:
     return make_scaler(properties.loss_scale, **dataclasses.asdict(properties.scale_settings))
 
 
-def cast_state() -> CastState:
-    """The process's `CastState`, read from this module's globals."""
-    return registry.state
-
-
-registry = Registry(cast_state)
-atexit.register(registry.report_closing)
 dynamo_skip.run_eagerly(
     *(sys.modules[__name__], members, masters, half_weights, policies),
     *(float_values, ddp, float_copies, half_grads),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..casting.handlers import FunctionModes
 from ..casting.left_behind import Arrivals
-from ..casting.patches import PatchSet
+from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import bound, give_back
 from ..config.opt_levels import HALF_TYPES
 from ..interop import (
@@ -26,9 +26,6 @@ from ..scaling.optimizers.unmanaged import RefuseStrangers, TellOfSteps
 if TYPE_CHECKING:
     from .registry import Registry
     from .session import Session
-
-Replacement = tuple[Any, str, Callable[[Any], Any]]
-"""Owner, name, and what makes the replacement from the original."""
 
 
 class Needs(NamedTuple):
@@ -56,10 +53,10 @@ def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
         if (managed := ref()) is not None
     ]
     optimizers = [
-        managed
+        optimizer
         for session in sessions
-        for ref in session.optimizers.references
-        if (managed := ref()) is not None
+        for reference in session.optimizers.references
+        if (optimizer := reference()) is not None
     ]
     weight_types = [managed.properties.cast_model_type for managed in models]
     return Needs(
@@ -68,7 +65,7 @@ def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
         optimizers=bool(optimizers),
         half_models=not set(HALF_TYPES).isdisjoint(weight_types),
         master_levels=True in [managed.properties.master_weights for managed in models],
-        masters=sum([len(managed.masters.by_half) for managed in optimizers]) > 0,
+        masters=sum([len(optimizer.masters.by_half) for optimizer in optimizers]) > 0,
         tables=tables,
         casts=casts,
     )
@@ -131,7 +128,7 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "parameter.data: writes that raise no version",
             lambda needs: needs.tables or needs.masters,
-            lambda: [parameter_data.replacement(halves.note_data_access)],
+            lambda: parameter_data.replacements(halves.note_data_access),
         ),
         Tool(
             "tensor.register_hook: weights are cast one by one from there on",

@@ -52,12 +52,12 @@ class Transfer:
                 managed.settle()
         self._earlier = [_remember(session) for session in asked]
         try:
-            for session, model in self._models:
-                if session is not None:
-                    session.release_model(model)
-            for session, optimizer in self._optimizers:
-                if session is not None:
-                    session.release_optimizer(optimizer)
+            for holder, model in self._models:
+                if holder is not None:
+                    holder.release_model(model)
+            for holder, optimizer in self._optimizers:
+                if holder is not None:
+                    holder.release_optimizer(optimizer)
         except BaseException:
             self._restore()
             raise

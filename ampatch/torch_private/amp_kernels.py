@@ -1,4 +1,4 @@
-"""torch's private kernels of loss scaling, or the same in public functions where a torch lacks them."""
+"""torch's kernels of loss scaling; in public functions where a torch lacks them."""
 
 from __future__ import annotations
 

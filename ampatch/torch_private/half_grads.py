@@ -16,19 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .probes import current_backward_pass
+
 raw_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 """The gradient where autograd leaves it: of any tensor, in the tensor's own dtype."""
 set_raw_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 
 _KEEPERS = "_ampatch_keepers"
-
-try:
-    from torch._C import _current_graph_task_id as _pass_id
-except ImportError:
-
-    def _pass_id() -> int:
-        """Without a way to ask, no backward pass is running."""
-        return -1
 
 
 class Keeper(Protocol):
@@ -45,7 +39,7 @@ class Keeper(Protocol):
 
 def is_in_backward() -> bool:
     """Whether this thread runs code inside a backward pass."""
-    return _pass_id() != -1
+    return current_backward_pass() != -1
 
 
 def dress(half: Tensor, keeper: Keeper) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import ampatch
 from ampatch import auto
 from ampatch.config.environment import Asked
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 
 def test_nothing_is_left_behind():

@@ -179,13 +179,13 @@ FORWARDS = {
         "_makes_fx",
         "_cast",
         "_leave",
-        "give_back",
+        "write_back",
         "cast_tensors",
     ],
     "O2": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
-    + ["before_forward", "_leave", "give_back", "come_back", "cast_tensors"],
+    + ["before_forward", "_leave", "write_back", "come_back", "cast_tensors"],
     "O3": ["_enter", "take", "is_recording", "_makes_fx", "_cast", "_stays_float", "step_aside"]
-    + ["_leave", "give_back", "come_back", "cast_tensors"],
+    + ["_leave", "write_back", "come_back", "cast_tensors"],
 }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import ampatch
 from ampatch.casting.policy import FOLLOW, CastState, Policy
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 H = torch.bfloat16
 X = torch.ones(2, 2)

@@ -14,7 +14,7 @@ from torch import nn
 
 import ampatch
 from ampatch.casting import linear_fast_path, rules
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 H = torch.bfloat16
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))

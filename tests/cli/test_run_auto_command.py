@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from run_command import ampatch_run, environment, write
+from run_command import ampatch_run, write
+from warm_python import python
 
 PLAIN = """
     import argparse, json, torch
@@ -105,10 +104,8 @@ DDP = """
 """
 
 
-def python(folder, *arguments):
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True
-    )
+def run_plain(folder, *arguments):
+    done = python(*arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -126,7 +123,7 @@ def results(tmp_path_factory):
     write(folder / "plain.py", PLAIN)
     short = ["plain.py", "--epochs", "1"]
     calls = {
-        "python": (python, ["plain.py"], {}),
+        "python": (run_plain, ["plain.py"], {}),
         "float16": (run_auto, ["--opt-level", "O1", "plain.py"], {}),
         "bfloat16": (run_auto, ["--dtype", "bfloat16", "-m", "plain"], {}),
         "spawn": (run_auto, [*short, "--workers", "spawn"], {}),

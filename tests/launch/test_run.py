@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from run_command import ampatch_run, environment, write
+from run_command import ampatch_run, write
+from warm_python import environment
 
 import ampatch
 from ampatch.cli import main

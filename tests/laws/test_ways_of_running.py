@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 import textwrap
 import types
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from warm_python import python
 
 import ampatch
 
@@ -140,13 +140,7 @@ def test_names_bound_early_are_rebound_and_undone(monkeypatch):
 
 
 def in_a_process(code: str, **options) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
-    )
+    done = python("-W", "error", "-c", textwrap.dedent(code), **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 LEVELS = ("O0", "O1", "O2", "O3")
 

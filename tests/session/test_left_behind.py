@@ -5,8 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import gc
-import os
-import subprocess
 import sys
 import textwrap
 from unittest import mock
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from warm_python import python
 
 import ampatch
 from ampatch.errors import TakingOut
@@ -142,12 +141,7 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         print("nothing left")
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    done = python(tmp_path / "script.py")
     assert "nothing left" in done.stdout, done.stderr
 
 

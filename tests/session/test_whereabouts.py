@@ -12,7 +12,7 @@ from torch import nn
 
 import ampatch
 from ampatch.session.index import Index
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}
 

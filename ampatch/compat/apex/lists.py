@@ -16,7 +16,7 @@ from typing import Any
 
 from ampatch import AmpatchError
 
-from ...casting.tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ...casting.tables import APEX, BANNED, BLACKLIST, BUILTINS, PROMOTE, WHITELIST, Rule
 
 PREFIX = "apex.amp.lists"
 
@@ -26,8 +26,8 @@ _PLACES = {
     "tensor_overrides": "torch.Tensor",
 }
 _PARTS = {  # the tables' namespaces, by the namespace that users know
-    "torch.nn.functional": ("torch.nn.functional", "torch._C._nn", "torch"),
-    "torch": ("torch", "torch._VF"),
+    "torch.nn.functional": ("torch.nn.functional", BUILTINS["torch.nn.functional"], "torch"),
+    "torch": ("torch", BUILTINS["torch"]),
     "torch.Tensor": ("torch.Tensor",),
 }
 _LISTS = {  # a name in two lists follows the first

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ...torch_private import foreach
+from ...torch_private.devices import is_read_by_host
+
 _PART = 2**16  # elements: half a megabyte of scratch memory
 _LARGE_PART = 2**18  # elements, as much
 plain_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -115,7 +118,7 @@ class _Row:
         """As `take_over`, for all, without waiting for the device."""
         chosen = _chosen(torch.cat(self._halves), torch.cat(self._masters))
         parts = chosen.split(list(map(Tensor.numel, self._masters)))
-        torch._foreach_copy_(self._masters, list(parts))
+        foreach.copy_(self._masters, list(parts))
 
 
 class _Large:
@@ -145,11 +148,6 @@ class _Large:
         """As `take_over`, without waiting for the device."""
         for half, master in self._parts:
             master.copy_(_chosen(half.view(self._dtype), master))
-
-
-def is_read_by_host(tensor: Tensor) -> bool:
-    """Whether its values can be looked at without waiting: the one place that decides it."""
-    return tensor.device.type == "cpu"
 
 
 def agrees(pair: Pair) -> bool:

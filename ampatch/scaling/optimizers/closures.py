@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import optimizer as _torchs
 
+from ...torch_private.optimizers import GLOBAL_PRE_HOOKS, STEP_PRE_HOOKS
 from .snapshots import WeightsAndState
 from .unmanaged import are_others
 
@@ -129,9 +129,9 @@ def evaluates_first(original: Callable, optimizer: Any) -> bool:
 
     So do torch's own, but for LBFGS, while no hook runs in front of them: no need of a copy.
     """
-    if type(optimizer) not in _torchs_own() or optimizer._optimizer_step_pre_hooks:
+    if type(optimizer) not in _torchs_own() or getattr(optimizer, STEP_PRE_HOOKS, True):
         return False
-    if are_others(getattr(_torchs, "_global_optimizer_pre_hooks", True)):
+    if are_others(GLOBAL_PRE_HOOKS):
         return False
     function = getattr(original, "__func__", original)
     while function is not None:  # around torch's own method only wrappers of torch's own

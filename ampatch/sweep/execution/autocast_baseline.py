@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import ampatch
 from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.recorder import Recorder
+from ampatch.torch_private.optimizers import forget_unscaling
 
 _SCALER_SETTINGS = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
 _PUBLIC = (
@@ -208,7 +209,7 @@ class AutocastBaseline:
     def _forget_unscaling(self, optimizer: Any) -> None:
         """GradScaler refuses a second `unscale_` before the step; delete its note of the first."""
         if self._scaler.is_enabled():
-            getattr(self._scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
+            forget_unscaling(self._scaler, optimizer)
 
     def _present_scale(self, device: torch.device) -> Any:
         """The scale, without waiting for the device."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
+
+from ampatch.torch_private.modules import BATCH_NORMS
 
 __all__ = [
     "BN_convert_float",
@@ -75,7 +76,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _keeps_float(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine
+    return isinstance(module, BATCH_NORMS) and module.affine
 
 
 class FP16Model(nn.Module):

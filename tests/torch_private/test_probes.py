@@ -1,4 +1,4 @@
-"""What surrounds a call: the answers are those of torch's public questions."""
+"""Where a call runs: the answers are those of torch's public questions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.distributed
 from torch import Tensor
 
 from ampatch.scaling.process_group import world_size
-from ampatch.torch_private import probes
+from ampatch.torch_private import devices, probes
+from ampatch.torch_private.distributed import are_ranks
 
 
 @pytest.fixture
@@ -24,12 +25,12 @@ def group(tmp_path):
 
 
 def test_no_ranks():
-    assert probes.are_ranks() is torch.distributed.is_initialized() is False
+    assert are_ranks() is torch.distributed.is_initialized() is False
     assert world_size() == 1
 
 
 def test_ranks(group):
-    assert probes.are_ranks() is torch.distributed.is_initialized() is True
+    assert are_ranks() is torch.distributed.is_initialized() is True
 
 
 def test_ranks_after_the_group_has_gone(tmp_path):
@@ -37,21 +38,9 @@ def test_ranks_after_the_group_has_gone(tmp_path):
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{tmp_path}/{name}", rank=0, world_size=1
         )
-        assert probes.are_ranks()
+        assert are_ranks()
         torch.distributed.destroy_process_group()
-        assert not probes.are_ranks()
-
-
-class OtherWorld:
-    """As the world of torch's own tests, which has a group per thread."""
-
-    default_pg = "a group"
-    _default_pg = None
-
-
-def test_a_world_of_another_kind_is_asked_in_public(monkeypatch):
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_world", OtherWorld())
-    assert probes.are_ranks() is torch.distributed.is_initialized() is True
+        assert not are_ranks()
 
 
 def recorded(x: Tensor) -> Tensor:
@@ -91,16 +80,45 @@ def test_the_flag_of_a_compiler(monkeypatch):
     assert probes.is_recording() is torch.compiler.is_compiling() is True
 
 
-def test_a_torch_that_keeps_none_of_it_where_we_look(monkeypatch, group):
+def test_a_torch_that_keeps_its_group_elsewhere_is_asked_in_public(monkeypatch):
+    monkeypatch.delattr(torch.distributed.distributed_c10d, "_world")
+    for is_there in (True, False):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda answer=is_there: answer)
+        assert are_ranks() is is_there
+
+
+def test_a_torch_that_keeps_none_of_it_where_we_look(monkeypatch):
     """The public ways answer then, and transforms are assumed: nothing is kept."""
     spec = importlib.util.find_spec("ampatch.torch_private.probes")
     bare = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as without:
         for name in ("_set_grad_enabled", "_is_tracing"):
             without.delattr(torch._C, name)
-        without.delattr(torch.distributed.distributed_c10d, "_World")
         without.setitem(sys.modules, "torch._C._functorch", None)
         spec.loader.exec_module(bare)
-    assert bare.are_ranks() and bare.is_recording()
+    assert bare.is_recording()
     assert bare.set_grad_enabled is torch.set_grad_enabled
     assert bare._is_tracing is torch.jit.is_tracing
+
+
+class Accelerator:
+    """As `torch.accelerator` on a machine that has one."""
+
+    def is_available(self):
+        return True
+
+    def current_accelerator(self):
+        return torch.device("xpu")
+
+
+@pytest.mark.parametrize(
+    "known, has_cuda, expected",
+    [(Accelerator(), False, "xpu"), (None, True, "cuda"), (None, False, None)],
+)
+def test_kinds_of_devices(known, has_cuda, expected, monkeypatch):
+    """torch has `torch.accelerator` from 2.6 on; before it, it is asked for CUDA."""
+    monkeypatch.setattr(torch, "accelerator", known, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    assert devices.accelerator() == expected
+    assert devices.device_types() == (("cpu",) if expected is None else ("cpu", expected))
+    assert devices.devices_to_start_from() == (None if expected is None else {"meta"})
