@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
 from ..log import logger
-from ..scaling.loss_scaler import Scaler
+from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
@@ -97,7 +97,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """
     managed = registry.optimizers.managed(optimizer)
     if managed is not None:
-        managed.take_unscaled()  # what a plain backward left in half weights
+        managed.gradients.in_halves.add_to_masters()  # what a plain backward left in half weights
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -235,7 +235,7 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
     what = "ampatch.set_loss_scale_settings(...)"
     argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale_settings")
     scaler = session.scalers[loss_id]
-    if scaler.settings is None:
+    if not isinstance(scaler, DynamicScaler):
         raise AmpatchError(
             f"{what}: loss scale {loss_id} is static and has no settings. Use "
             'ampatch.set_loss_scale, or initialize(..., loss_scale="dynamic").'

@@ -95,6 +95,7 @@ class CastState:
         self.modes = 0  # threads that are in a TorchFunctionMode; counted in `overridden` too
         self.thread = _ThreadPolicy()
         self._casts_off = self.under(lambda: None)
+        self.casts_off = CastsOff(self)
         self._region = self.under(lambda: None, by_user=True)
         self._own = 0
         self._lock = threading.Lock()
@@ -246,3 +247,16 @@ class CastState:
         What is `by_user` holds inside managed models too.
         """
         return Under(self, choose, by_user)
+
+
+class CastsOff:
+    """`with` block without casts, for the optimizer's step: one object for all blocks."""
+
+    def __init__(self, state: CastState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.suspend()
+
+    def __exit__(self, *exception: object) -> None:
+        self._state.resume(True)

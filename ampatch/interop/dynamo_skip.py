@@ -20,7 +20,6 @@ from ..torch_private import (
     distributed,
     dynamo,
     probes,
-    submodule_calls,
     tensors,
     torch_functions,
     tracing_tensors,

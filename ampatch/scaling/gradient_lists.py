@@ -28,5 +28,5 @@ def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
 
 
 def values(grad: Tensor) -> Tensor:
-    """The tensor that holds the numbers: of a sparse gradient its values, coalesced."""
+    """The tensor that holds the numbers: of a sparse gradient its values."""
     return grad._values() if grad.is_sparse else grad

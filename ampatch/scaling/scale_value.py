@@ -26,13 +26,13 @@ _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 def either(first: Flag, second: Flag) -> Flag:
     """A flag that is set where one of the two is."""
-    if not isinstance(first, Tensor):
-        first, second = second, first
-    if isinstance(second, Tensor):
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))
-    if not isinstance(first, Tensor):
-        return first or second
-    return torch.ones_like(first) if second else first
+    if isinstance(first, Tensor):
+        return torch.ones_like(first) if second else first
+    if isinstance(second, Tensor):
+        return torch.ones_like(second) if first else second
+    return first or second
 
 
 def is_set(flag: Flag) -> bool:
@@ -106,14 +106,14 @@ class HostNumbers:
         return bad
 
     def _unset(self) -> Tensor:
-        """A flag that nobody else uses, and that is not set."""
+        """A flag that is not set, and not in use."""
         try:
             return self._zeros.pop()
         except IndexError:  # none left, or another thread was faster
             return torch.zeros((), dtype=torch.float32, device="cpu")
 
     def update(self, found: Flag, rule: ScaleSettings) -> None:
-        """The rule of `kernels.update_scale_`, and the limits."""
+        """The rule of `amp_kernels.update_scale_`, and the limits."""
         if found is not False and is_set(found):
             self.scale, self.unskipped = _float32(self.scale * rule.backoff_factor), 0
             self.clamp(rule)
@@ -135,7 +135,7 @@ class HostNumbers:
 class DeviceNumbers:
     """Scale (FP32, 0-dim) and count (int32, 0-dim) on a device; only `read` waits for it.
 
-    The tensors stay the same ones, for who has them in a CUDA graph.
+    The tensors stay the same ones, because CUDA graphs may hold them.
     """
 
     def __init__(self, scale: float, unskipped: int, device: torch.device) -> None:
@@ -160,7 +160,7 @@ class DeviceNumbers:
         return self.scale.item(), int(self.unskipped.item())
 
     def unscale_(self, grads: list[Tensor], scale: Tensor | float) -> Tensor:
-        """Divide gradients by `scale`, in place; the flag is 1.0 for an inf or NaN met, else 0.0."""
+        """Divide gradients by `scale`, in place; the flag is 1.0 if an inf or NaN was met."""
         if not isinstance(scale, Tensor):
             scale = torch.full_like(self.scale, scale)
         found = torch.zeros_like(scale)

@@ -77,7 +77,7 @@ def rate_report(managed: ManagedOptimizer, news: News, scalers: list[Scaler]) ->
 
 
 def closing_report(kind: str, counter: StepCounter, growth_interval: int) -> str | None:
-    """Say, as training ends, how many steps of an optimizer of a `kind` were skipped; None: hardly any.
+    """How many steps of an optimizer of a `kind` were skipped, at the end; None: hardly any.
 
     Those in front of the first taken one, while the scale comes down, and those by which a
     growing scale finds its limit are as they should be.  Waits for the device.

@@ -111,7 +111,7 @@ class StepCounter:
                 self._told = False
                 return None
             return self._judged(self._taken + self._skipped, self._skipped, self._row, limit)
-        numbers = self._numbers_on_device(max(1, limit // 4))
+        numbers = self._numbers_on_device(self._on_device, max(1, limit // 4))
         if numbers is None:
             return None
         steps, skipped, row = map(int, numbers)
@@ -128,9 +128,8 @@ class StepCounter:
             return None if told else News(row, row, True)
         return news
 
-    def _numbers_on_device(self, every: int) -> list[float] | None:
+    def _numbers_on_device(self, numbers: Tensor, every: int) -> list[float] | None:
         """All steps, the skipped and those in a row, or None if that is not known now."""
-        numbers = self._on_device
         if numbers.device.type == "cpu":
             return numbers.tolist()  # memory of the host: nothing to wait for
         self._unseen += 1

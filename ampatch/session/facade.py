@@ -103,7 +103,7 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     """Add an optimizer to an open session, and cast on the devices of its parameters."""
     is_first = not session.optimizers.alive()
     managed = session.manage_optimizer(optimizer)
-    managed.forget_found_state()
+    managed.found_states.forget()
     session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
     if is_first:
         registry.refresh()  # torch's gradient tools are replaced while there are optimizers
@@ -125,7 +125,7 @@ def sync_masters(optimizer: Any) -> None:
     """Have the masters of an optimizer take over what was written into their half weights."""
     managed = registry.optimizers.managed(optimizer)
     if managed is not None:
-        managed.masters.settle()
+        managed.masters.sync_from_half()
 
 
 # Casting

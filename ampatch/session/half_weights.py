@@ -91,12 +91,12 @@ class HalfWeights:
         """Gradients of these tensors are about to be used: complete and unscale them."""
         wanted = {id(tensor) for tensor in tensors}
         for managed in self._optimizers():
-            managed.ready(wanted)
+            managed.gradients.ready(wanted)
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """The gradients of these parameters (ids) were zeroed by their module."""
         for managed in self._optimizers():
-            managed.forget_overflow(zeroed)
+            managed.gradients.zeroed_by_model(zeroed)
 
     def broadcast_masters(
         self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]
@@ -105,7 +105,7 @@ class HalfWeights:
         for managed in self._optimizers():
             for parameter in parameters:
                 if managed.masters.of(parameter) is not None:
-                    managed.masters.agree(parameter, send)
+                    managed.masters.broadcast(parameter, send)
 
     @contextlib.contextmanager
     def undressed(self, halves: set[int]) -> Iterator[None]:

@@ -52,7 +52,7 @@ class Masters:
         An alias of the master's memory; with `keep_vars` the master itself.
         """
         for optimizer in self._optimizers.alive():
-            master = optimizer.masters.show(half, keep_vars)
+            master = optimizer.masters.hand_out(half, keep_vars)
             if master is not None:
                 return master
         return None

@@ -65,8 +65,8 @@ class OptimizerCopies:
         return make, args, SharedState(state, lambda: self._with_stand_ins(state, widened)), *rest
 
     def _bring_up_to_date(self) -> Any:
-        self._managed.adopt_new()
-        self._managed.masters.settle()
+        self._managed.add_new_params()
+        self._managed.masters.sync_from_half()
         return self._managed.optimizer
 
     def _widened(self) -> list[Tensor]:

@@ -18,9 +18,9 @@ from ..models import float_copies, float_values, module_overrides
 from ..models.float_values import FloatValues
 from ..models.managed_model import ManagedModel
 from ..models.plain_parameters import PlainParameters
-from ..scaling import gradient_state, master_weights
+from ..scaling import gradient_state, master_weights, other_blocks
 from ..scaling.loss_scaler import make_scaler
-from ..scaling.masters import comparison, pairs, writes
+from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
@@ -32,6 +32,7 @@ from .members import Members
 from .optimizer_copies import OptimizerCopies
 from .policies import Policies
 from .registry import registry
+from .step_casts import StepCasts
 from .transfer import Transfer
 
 
@@ -89,7 +90,7 @@ class Session:
                 self.manage_optimizer(optimizer, weights)
             self.weights.forget_originals()
             for managed in self.optimizers.alive():
-                managed.forget_found_state()
+                managed.found_states.forget()
             if optimizers:
                 self.weights.warn_of_missing_masters(self.masters)
             self.is_open = True
@@ -105,15 +106,15 @@ class Session:
         taking_out.do(registry.state.drop_interrupted)
         taking_out.do(self.skips.close)
         for optimizer in self.optimizers.alive():
-            taking_out.do(optimizer.settle)
+            taking_out.do(optimizer.bring_up_to_date)
         changed: set[int] = set()
         for managed in self.models.alive():
             taking_out.do(managed.uninstall)
             changed |= managed.converted()
         for optimizer in self.optimizers.alive():
             taking_out.do(optimizer.uninstall)
-            taking_out.do(optimizer.fit_state, changed)
-            taking_out.do(optimizer.restore_found_state)
+            taking_out.do(optimizer.groups.fit_state, changed)
+            taking_out.do(optimizer.found_states.restore)
         self.models.clear()
         self.optimizers.clear()
         self.is_open = False
@@ -181,12 +182,12 @@ class Session:
         if managed is None:
             return
         for optimizer in self.optimizers.alive():
-            optimizer.settle()
+            optimizer.bring_up_to_date()
         managed.uninstall()
         ids = {id(parameter) for parameter in model.parameters()}
         for optimizer in self.optimizers.alive():
             optimizer.release_parameters(ids)
-            optimizer.fit_state(managed.converted())
+            optimizer.groups.fit_state(managed.converted())
         self.models.remove(model)
 
     def stop_casting(self) -> None:
@@ -208,12 +209,7 @@ class Session:
         """
         managed = ManagedOptimizer(
             optimizer,
-            suspend_casts=registry.state.suspend,
-            resume_casts=registry.state.resume,
-            casts_off=lambda: registry.state.under(lambda: None),
-            casts_on=lambda: registry.state.under(
-                registry.state.covered, registry.state.covered_by_user()
-            ),
+            casts=StepCasts(registry.state),
             after_step=self._after_step,
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
@@ -237,7 +233,7 @@ class Session:
         """Manage an optimizer no longer."""
         managed = self.optimizers.find(optimizer)
         if managed is not None:
-            managed.settle()
+            managed.bring_up_to_date()
             managed.uninstall()
         self.optimizers.remove(optimizer)
 
@@ -260,8 +256,8 @@ class Session:
         """The context manager behind `scale_loss`."""
         registry.state.drop_interrupted()
         for optimizer in managed:
-            optimizer.adopt_new()
-        others = []
+            optimizer.add_new_params()
+        others: list[ManagedOptimizer] = []
         members = self.optimizers.references
         if not (len(managed) == len(members) == 1 and members[0]() is managed[0]):
             everyone = self.optimizers.alive()
@@ -288,7 +284,7 @@ class Session:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
-                managed.before_forward(reduces, unscaled)
+                managed.gradients.in_halves.before_forward(reduces, unscaled)
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self.policies.cache.close()
@@ -302,9 +298,9 @@ class Session:
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
             self.skips.report(managed, news, self.weights.names(), self.scalers)
-        unfed = not (managed.was_fed or self.scales_by_itself)
-        if unfed and any(scaler.is_dynamic for scaler in self.scalers):
-            managed.report_unfed()
+        without_block = not (managed.step_had_block or self.scales_by_itself)
+        if without_block and any(scaler.is_dynamic for scaler in self.scalers):
+            managed.warn_without_block()
         if registry.observers.are_there:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
 
@@ -387,5 +383,6 @@ def _scaler(properties: Properties) -> Any:
 dynamo_skip.run_eagerly(
     *(sys.modules[__name__], members, masters, half_weights, policies),
     *(float_values, ddp, float_copies, half_grads),
-    *(gradient_state, master_weights, pairs, writes, comparison),
+    *(gradient_state, other_blocks, master_weights, half_gradients),
+    *(handed_out, writers, writes, comparison),
 )

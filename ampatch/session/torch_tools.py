@@ -21,7 +21,7 @@ from ..interop import (
     swa,
     tensor_hooks,
 )
-from ..scaling.optimizers.unmanaged import RefuseStrangers, TellOfSteps
+from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -167,12 +167,12 @@ def watches(registry: Registry) -> list[Watch]:
         Watch(
             "steps of optimizers without masters on half weights: refused",
             lambda needs: needs.master_levels,
-            RefuseStrangers(halves.that_need_masters).keep,
+            RefuseUnmanaged(halves.that_need_masters).keep,
         ),
         Watch(
             "steps of every optimizer: weights are cast anew",
             lambda needs: needs.tables,
-            TellOfSteps(halves.forget_copies).keep,
+            NotifyOfSteps(halves.forget_copies).keep,
         ),
     ]
 

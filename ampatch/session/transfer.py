@@ -49,7 +49,7 @@ class Transfer:
         asked = {id(session): session for session in found if session is not None}.values()
         for session in asked:
             for managed in session.optimizers.alive():
-                managed.settle()
+                managed.bring_up_to_date()
         self._earlier = [_remember(session) for session in asked]
         try:
             for holder, model in self._models:

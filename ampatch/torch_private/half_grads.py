@@ -25,10 +25,20 @@ set_raw_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _KEEPERS = "_ampatch_keepers"
 
 
-class Keeper(Protocol):
-    """Who keeps the FP32 gradients of half weights."""
+class BlockState(Protocol):
+    """Tells whether a `scale_loss` block runs."""
 
-    in_block: bool
+    @property
+    def in_block(self) -> bool:
+        """Inside it, `.grad` is what autograd has left."""
+
+
+class Keeper(Protocol):
+    """Keeps the FP32 gradients of half weights."""
+
+    @property
+    def state(self) -> BlockState:
+        """The state of these gradients."""
 
     def grad_of_half(self, half: Tensor) -> Tensor | None:
         """The FP32 gradient; what autograd has left is added to it first."""
@@ -121,7 +131,7 @@ def _keeper(half: Any) -> Keeper | None:
     for ref in vars(half).get(_KEEPERS, ()):
         keeper = ref()
         if keeper is not None:
-            if keeper.in_block:
+            if keeper.state.in_block:
                 return None
             first = first or keeper
     if first is not None and is_in_backward() and raw_grad(half) is not None:

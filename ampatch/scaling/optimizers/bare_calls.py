@@ -1,8 +1,8 @@
-"""torch's own `step` and `zero_grad` without what surrounds them, where nobody would notice.
+"""torch's own `step` and `zero_grad` without what surrounds them, where that makes no difference.
 
 `torch.optim.Optimizer` wraps both in a range for the profiler, and `step` in loops
 over hooks.  While no profiler runs and there are no hooks, that is only time.  What
-somebody else has put in their place, on the instance or on the class, is called as it is.
+other code has put in their place, on the instance or on the class, is called as it is.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _code_around_steps() -> Any:
 _AROUND_STEPS = _code_around_steps()
 
 
-def bare_step(original: Callable, optimizer: Any) -> Callable | None:
+def bare_step(original: Any, optimizer: Any) -> Callable | None:
     """The function inside torch's wrapper around a bound `step`, to be called with the optimizer.
 
     None where the wrapper is not torch's, or has something to do.
     """
-    function = getattr(original, "__func__", None)
+    function: Any = getattr(original, "__func__", None)
     if (
         getattr(function, "__code__", None) is not _AROUND_STEPS
         or _AROUND_STEPS is None
@@ -51,7 +51,7 @@ def bare_step(original: Callable, optimizer: Any) -> Callable | None:
     return function.__wrapped__
 
 
-def is_bare_zero_grad(original: Callable, optimizer: Any) -> bool:
+def is_bare_zero_grad(original: Any, optimizer: Any) -> bool:
     """Whether a bound `zero_grad` is torch's own and does no more than drop gradients."""
     return (
         getattr(original, "__func__", None) is Optimizer.zero_grad

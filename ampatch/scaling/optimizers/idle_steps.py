@@ -29,7 +29,7 @@ class IdleSteps:
         """What to look at again after the step."""
         if not any(group.get("lr", 1.0) != 0 for group in self._optimizer.param_groups):
             return []  # nothing is to change; the next step may tell
-        samples = []
+        samples: list[_Sample] = []
         for _, master in masters:
             grad = master.grad
             if grad is not None and not grad.is_sparse and grad.numel() and not is_captured(grad):
