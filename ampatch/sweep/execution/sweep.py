@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ampatch._version import __version__
+from ampatch.config.validation import whole_number
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import check_script
 from ampatch.sweep.execution.directory import Directory, choose
@@ -68,8 +69,8 @@ class Sweep:
     On a CUDA device there is a row `O0+tf32` beside O0.  `O0` has PyTorch's defaults: matrix
     products in FP32, cuDNN's convolutions as `torch.backends.cudnn.allow_tf32` says.
 
-    Raises `FileNotFoundError` or `ValueError` for what cannot be run, and `OSError`
-    for a directory that cannot be written.  Holds the directory until `close`,
+    Raises `FileNotFoundError`, `TypeError` or `ValueError` for what cannot be run, and
+    `OSError` for a directory that cannot be written.  Holds the directory until `close`,
     which `run` calls.
     """
 
@@ -102,17 +103,14 @@ class Sweep:
         self.cases = cases(
             levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available(), auto=auto
         )
-        for name, value in (("seeds", seeds), ("repeats", repeats), ("steps", steps)):
-            _check_count(name, value)
+        seeds, repeats = _count("seeds", seeds), _count("repeats", repeats)
+        steps = None if steps is None else _count("steps", steps)
         if counts_its_steps(self.arguments) and steps is None:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
         self.trials = trials(self.cases, seeds, repeats)
         self._steps, self._timeout, self._auto = steps, timeout, auto
-        self._metrics, self._judge, self._better = (
-            patterns(metrics or {}),
-            judge,
-            directions(better or {}),
-        )
+        self._metrics, self._better = patterns(metrics or {}), directions(better or {})
+        self._judge = judge
         path = choose(out, self.script, resume, overwrite)
         self.directory = path
         self._held = Directory(path, self._settings(seeds, repeats), resume, overwrite)
@@ -252,8 +250,5 @@ class Sweep:
         }
 
 
-def _check_count(name: str, value: int | None) -> None:
-    if value is None and name == "steps":
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"sweep({name}={value!r}): expected a whole number, at least 1.")
+def _count(name: str, value: int) -> int:
+    return whole_number(f"sweep({name}={value!r})", value, least=1)
