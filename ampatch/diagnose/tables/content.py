@@ -18,7 +18,7 @@ TITLES = {
     "PROMOTE": "To the widest floating dtype among the inputs.",
     "BANNED": "Refused in half, or run in FP32 with a warning.",
     "BEYOND": "What PyTorch refuses in half or in two dtypes, where autocast casts nothing.",
-    "APEX": "Only in apex's flavour (`ampatch.init()`, the `apex` package), on top.",
+    "APEX": "Only with apex's tables (`ampatch.init()`, the `apex` package), in addition.",
 }
 RULES = {
     Rule.HALF: "FP32 inputs are cast to the half type, and inputs of the other half type too.",

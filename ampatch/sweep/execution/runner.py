@@ -25,7 +25,7 @@ from ampatch.sweep.plan import counts_its_steps, placeholders
 from ampatch.sweep.trial import Trial
 
 POLL = 0.1  # seconds between two looks at the child
-GRACE = 10.0  # seconds a child has, once told to end, to write its record
+GRACE = 10.0  # seconds for a child to write its record after SIGTERM
 
 
 @dataclass(frozen=True)

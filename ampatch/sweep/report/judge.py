@@ -33,18 +33,18 @@ _LOWER |= {"wer", "cer", "fid", "bits", "seconds", "time"}
 
 
 def compare(
-    ours: Samples,
+    sample: Samples,
     base: Samples,
     judged: str | None,
     better: Mapping[str, str],
     seeds_matter: bool = True,
 ) -> list[Comparison]:
     """Comparisons of each quantity that both have, the judged one first."""
-    names = [name for name in ours if name in base]
+    names = [name for name in sample if name in base]
     first = judged if judged in names else next(iter(names), None)
     names.sort(key=lambda name: name != first)
     return [
-        _compared(name, ours[name], base[name], better.get(name) or direction(name), seeds_matter)
+        _compared(name, sample[name], base[name], better.get(name) or direction(name), seeds_matter)
         for name in names
     ]
 
@@ -84,17 +84,17 @@ def recommendation(rows: Sequence[Row]) -> str:
 
 
 def _compared(
-    name: str, ours: list[float], base: list[float], better: str, seeds_matter: bool
+    name: str, sample: list[float], base: list[float], better: str, seeds_matter: bool
 ) -> Comparison:
-    mean, base_mean = statistics.fmean(ours), statistics.fmean(base)
+    mean, base_mean = statistics.fmean(sample), statistics.fmean(base)
     plain = Comparison(
-        name=name, better=better, mean=mean, sd=_sd(ours), n=len(ours),
+        name=name, better=better, mean=mean, sd=_sd(sample), n=len(sample),
         base_mean=base_mean, base_sd=_sd(base), base_n=len(base), difference=mean - base_mean,
     )  # fmt: skip
-    finite = all(map(math.isfinite, [*ours, *base]))
-    if min(len(ours), len(base)) < 2 or not (seeds_matter and finite and welch.available()):
+    finite = all(map(math.isfinite, [*sample, *base]))
+    if min(len(sample), len(base)) < 2 or not (seeds_matter and finite and welch.available()):
         return plain
-    tested = welch.welch(ours, base)
+    tested = welch.welch(sample, base)
     outcome = "within"
     if tested.p < LEVEL:
         outcome = "better" if (tested.difference > 0) == (better == "higher") else "worse"

@@ -36,7 +36,7 @@ class Fused:
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
-        """Bring a group of a checkpoint, and its parameters' state, from apex's form to ours."""
+        """Bring a group of a checkpoint, and its parameters' state, from apex's form to torch's."""
 
     def step(self, closure: Callable | None = None) -> Any:
         """One step; returns what the closure returns."""
