@@ -1,4 +1,4 @@
-"""Gradients by binary exponent, and what float16 would make of them.
+"""Gradients by binary exponent, and what they become in float16.
 
 After section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training"
 (arXiv 1710.03740): gradients below float16's range become zero, and a loss scale
@@ -151,9 +151,9 @@ class Suggestion:
                 f"(asked for: {percent(self.asked)}) and the largest below {LARGEST:g}."
             )
         return (
-            f"No static loss scale keeps all but {percent(self.asked)}: above {self.scale:g}, which "
-            f"loses {percent(self.lost)}, the largest gradient passes {LARGEST:g}. bfloat16 has "
-            "float32's range."
+            f"No static loss scale keeps all but {percent(self.asked)}: above {self.scale:g}, "
+            f"which loses {percent(self.lost)}, the largest gradient passes {LARGEST:g}. bfloat16 "
+            "has float32's range."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Suggestion:
 
 
 def percent(share: float) -> str:
-    """A share as people read it; never 0 % or 100 % of something that is not."""
+    """A share in percent; 0 % and 100 % appear only if they are exact."""
     if 0 < share < 0.0001:
         return "under 0.01 %"
     if 0.9999 < share < 1:
