@@ -1,4 +1,4 @@
-"""A DataLoader prepares data as it would without us, in this process or in its workers."""
+"""A DataLoader prepares data without casts, in this process or in its workers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..casting.patches import PatchSet
-from ..session.registry import registry
+from ..session.facade import PatchSet, casts_off
 from ..torch_private.data_loading import FETCHERS
 
 
@@ -20,7 +19,7 @@ def put(patches: PatchSet) -> None:
 def _uncast(original: Callable) -> Callable:
     @functools.wraps(original)
     def fetch(*args: Any, **kwargs: Any) -> Any:
-        with registry.state.under(lambda: None):
+        with casts_off():
             return original(*args, **kwargs)
 
     return fetch

@@ -1,9 +1,9 @@
 """What the rooms above the public API use of the engine, besides `ampatch` itself.
 
 `auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch` and `sweep` import `ampatch`, this
-module, the leaves `errors`, `log` and `_version`, and as data `casting.tables`; nothing else.  So
-the engine can be rearranged behind these names.  They are no public API: a script that imports
-this module has no promise that they stay.
+module, the leaves `errors`, `log` and `_version`, the settings in `config`, and as data
+`casting.tables`; nothing else.  So the engine can be rearranged behind these names.  They are no
+public API: a script that imports this module has no promise that they stay.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from ..casting.cast_observers import CastObserver, observers
-from ..casting.install import has, raw_attribute
-from ..casting.install import resolve as resolve_place
 from ..casting.patches import PatchSet
+from ..casting.places import has, raw_attribute
+from ..casting.places import resolve as resolve_place
 from ..casting.tables import Rule
-from ..config import environment
-from ..config.environment import Asked
-from ..config.opt_levels import Properties, properties_for
+from ..config.opt_levels import Properties
 from ..scaling.master_weights import Pair
 from ..scaling.optimizer import ManagedOptimizer
 from ..torch_private import foreach
@@ -31,7 +29,6 @@ from .registry import registry
 from .session import Session
 
 __all__ = [
-    "Asked",
     "ManagedOptimizer",
     "Pair",
     "PatchSet",
@@ -39,8 +36,8 @@ __all__ = [
     "Session",
     "casts_off",
     "current_backward_pass",
+    "drop_cached_weights",
     "edit_tables",
-    "environment",
     "foreach",
     "half_of",
     "listed_function",
@@ -49,7 +46,6 @@ __all__ = [
     "master_pairs",
     "open_automatic_session",
     "open_sessions",
-    "properties_for",
     "replacement_of",
     "session_of",
     "stop_watching_casts",
@@ -138,6 +134,11 @@ def sync_masters(optimizer: Any) -> None:
 def casts_off() -> AbstractContextManager[None]:
     """Context manager: nothing is cast in this thread, but inside managed models."""
     return registry.state.under(lambda: None)
+
+
+def drop_cached_weights(session: Session) -> None:
+    """Forget the half copies of weights that a session has cached."""
+    session.policies.cache.close()
 
 
 def watch_casts(observer: CastObserver) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 import ampatch
 from ampatch.sweep import Sweep, read_results, read_runs, sweep
-from ampatch.sweep.record import Run, read_json
+from ampatch.sweep.json_files import read_json
+from ampatch.sweep.measure.record import Run
 
 TRAINING = """
     import json, os, sys, time

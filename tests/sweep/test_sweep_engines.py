@@ -204,7 +204,7 @@ def test_a_script_without_amp_code(tmp_path):
     ]
     curves = []
     for run in plan.runs:
-        log = plan.directory / "runs" / f"{run.planned.file_stem}.log"
+        log = plan.directory / "runs" / f"{run.trial.file_stem}.log"
         curves.append([float(line) for line in log.read_text().splitlines()])
         assert run.measured.losses["0"].values == pytest.approx(curves[-1], rel=1e-6)
     assert curves[0] != curves[1]  # O1 did cast

@@ -1,4 +1,4 @@
-"""SyncBatchNorm: torch's, and on the CPU, where torch has none, one of its own."""
+"""SyncBatchNorm: torch's, and on the CPU, where torch has none, an implementation here."""
 
 from __future__ import annotations
 
