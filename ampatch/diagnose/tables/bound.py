@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import ampatch
-from ampatch.casting.install import has, raw_attribute, resolve
+from ampatch.casting.places import has, raw_attribute, resolve
 from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
 
 _DEEPEST = 8  # attribute of an item of an attribute of ...
@@ -90,7 +90,7 @@ def _is_file(name: str) -> bool:
 
 def _import_file(path: Path) -> str:
     sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterator
 
 from ampatch.casting import tables
-from ampatch.casting.install import has
+from ampatch.casting.places import has
 from ampatch.casting.tables import Row, Rule
 
 from . import differences
