@@ -18,7 +18,13 @@ from torch.nn import Parameter
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import is_read_by_host
-from ..torch_private.half_grads import Keeper, redirect_grad, is_redirected, set_raw_grad, restore_grad
+from ..torch_private.half_grads import (
+    Keeper,
+    is_redirected,
+    redirect_grad,
+    restore_grad,
+    set_raw_grad,
+)
 from ..torch_private.probes import computes_with_fakes, set_grad_enabled
 from .masters.comparison import (
     Comparison,
@@ -174,7 +180,11 @@ class MasterWeights:
         """`.data` of a half weight or a master was read, or (None) replaced."""
         if id(tensor) in self.by_half:
             self._writers.halves.touched(tensor, data)
-            if data is None and tensor.dtype is not self._dtypes[id(tensor)] and is_redirected(tensor):
+            if (
+                data is None
+                and tensor.dtype is not self._dtypes[id(tensor)]
+                and is_redirected(tensor)
+            ):
                 self._take_wide(self.by_half[id(tensor)])
         elif id(tensor) in self.by_master:
             self._writers.masters.touched(tensor, data)
