@@ -44,7 +44,8 @@ from .errors import AmpatchError, BannedFunctionError
 from .moved import keep_old_paths
 
 if TYPE_CHECKING:
-    from .diagnose import debug, gradient_range, report
+    from .diagnose import debug, report
+    from .diagnose.gradient_range import gradient_range
 
 __all__ = [
     "AmpatchError",

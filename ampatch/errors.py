@@ -37,7 +37,7 @@ def type_name(value: object) -> str:
     return f"{module}{kind.__qualname__}"
 
 
-class TakingOut:
+class UndoAll:
     """Steps of an undo: each runs, whatever the others raise, and errors are raised at the end.
 
     `what` is the user's call, with which the message of several errors begins.

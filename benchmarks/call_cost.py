@@ -24,9 +24,10 @@ from torch import nn
 from workers import machine
 
 import ampatch
-from ampatch.casting.policy import CastState
-from ampatch.casting.rules import CHOOSERS, replacement
+from ampatch.casting.cast_state import CastState
+from ampatch.casting.rules import CHOOSERS
 from ampatch.casting.tables import Rule
+from ampatch.casting.wrapper import replacement
 
 ROUNDS, CALLS = 60, 2000
 FULL = torch.randn(4, 4)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..casting import user_functions
-from ..casting.policy import Policy, Under
+from ..casting.contexts import PolicyContext
+from ..casting.policy import Policy
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..config.overrides import PRECISIONS
@@ -83,7 +84,7 @@ def unregister_function(module: Any, name: str | None = None) -> None:
     registry.unregister(module, name)
 
 
-def disable_casts() -> Under:
+def disable_casts() -> PolicyContext:
     """Context manager and decorator: nothing is cast in this thread.
 
     Like torch's grad mode it belongs to the thread: while a generator or task is suspended
@@ -94,7 +95,7 @@ def disable_casts() -> Under:
     return registry.state.under(lambda: None, by_user=True)
 
 
-def precision(dtype: str) -> Under:
+def precision(dtype: str) -> PolicyContext:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
     It belongs to the thread, as `disable_casts` does.  Without an open session that casts it

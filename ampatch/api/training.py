@@ -60,7 +60,7 @@ def scale_loss(
     """
     argument_checks.floating_loss(loss, "ampatch.scale_loss")
     if isinstance(optimizers, (list, tuple)):
-        session, managed = _in_care(optimizers)
+        session, managed = _managed_optimizers(optimizers)
     else:
         session, one = registry.optimizers.find(optimizers) or _not_given(optimizers, "optimizers")
         managed = [one]
@@ -71,7 +71,7 @@ def scale_loss(
     return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
 
 
-def _in_care(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
+def _managed_optimizers(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
     """The session of the last of several optimizers, and each of them as managed."""
     session = registry.latest("ampatch.scale_loss(...)")
     managed = {}
@@ -249,7 +249,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     Waits for the device if the optimizer is a fused one, which decides there.
     Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
-    managed = _known(optimizer, "step_was_skipped")
+    managed = _managed(optimizer, "step_was_skipped")
     return managed is not None and bool(managed.skipped)
 
 
@@ -261,7 +261,7 @@ def step_counts(optimizer: Any) -> StepCounts:
     the device if the optimizer is a fused one.  Raises `AmpatchError` for an optimizer that
     was not given to `initialize`.
     """
-    managed = _known(optimizer, "step_counts")
+    managed = _managed(optimizer, "step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()
 
 
@@ -290,12 +290,12 @@ def hold_scheduler(scheduler: Any) -> Any:
             "has step(), such as a torch.optim.lr_scheduler.LRScheduler, got "
             f"{type_name(scheduler)}."
         )
-    if _known(scheduler.optimizer, "hold_scheduler") is not None:
+    if _managed(scheduler.optimizer, "hold_scheduler") is not None:
         registry.schedulers.hold(scheduler)
     return scheduler
 
 
-def _known(optimizer: Any, call: str) -> Any:
+def _managed(optimizer: Any, call: str) -> Any:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
     managed = registry.optimizers.managed(optimizer)
     if managed is None and registry.optimizers.session_of(optimizer) is None:

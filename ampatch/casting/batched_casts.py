@@ -7,14 +7,14 @@ retained graphs and double backward see what they see in FP32 training.
 
 `Plan` says which weights of a model go together: those that its forwards have used so
 far, in the order of use, in buckets of bounded size (the idea is that of DDP's buckets,
-arXiv 2006.15704).  A bucket is cast when the first of its weights is used: the node then
-runs in the backward pass as soon as that use has been passed, and gradients neither
-arrive late nor wait in half.
+arXiv 2006.15704).  A bucket is cast when the first of its weights is used.  So the backward
+pass runs the node as soon as it has passed that use, and gradients do not arrive late or
+wait in half.
 
 A node with an unused output calls the hooks of that weight with None.  So a weight that
 has hooks, lies in a module with backward hooks, or was not used by a forward or not reached
 by a backward pass before, is left out.
-Where somebody hooks into the graph (`activation.register_hook`) none are cast together.
+In a forward whose graph gets hooks (`activation.register_hook`) none are cast together.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ MOST_CHANGES = 64
 
 
 class _CastTogether(Function):
-    """FP32 weights in, half copies out; a gradient that does not come goes on as None.
+    """FP32 weights in, half copies out; a missing gradient is passed on as None.
 
-    The weights that it was for are told to the plan, which leaves them out from then on.
+    The plan is given the weights of missing gradients, and leaves them out from then on.
     """
 
     @staticmethod
@@ -78,9 +78,9 @@ class _CastTogether(Function):
             list(map(_layout_of, grads)).count(torch.strided) == len(grads)
             and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
             and not is_recording()
-            and not any(map(is_batched, grads))
+            and not any(map(is_batched, grads))  # type: ignore[arg-type]  # none is None here
         ):
-            return None, None, *copies(grads, torch.float32)
+            return None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
         plan = None if ctx.plan is None else ctx.plan()
         if plan is not None:
             plan.learn((), [key for key, grad in zip(ctx.keys, grads) if grad is None])
@@ -88,7 +88,7 @@ class _CastTogether(Function):
 
 
 _apply = super(Function, _CastTogether).apply
-"""Without what `Function.apply` asks for torch.func's transforms, in which none is cast here."""
+"""`Function.apply` without its questions about torch.func: in its transforms this is not used."""
 
 
 def _layout_of(grad: Tensor | None) -> torch.layout | None:
@@ -107,7 +107,7 @@ def cast_together(
 ) -> Sequence[Tensor]:
     """The copies of FP32 `weights` in `dtype`; `in_graph`: with one node that leads back to them.
 
-    `plan` is told of weights that a backward pass does not reach.
+    `plan` is given the weights that a backward pass does not reach.
     """
     if len(weights) == 1:
         return [weights[0].to(dtype)]
@@ -134,12 +134,12 @@ class Plan:
         self._hook_tables: list[dict] = []
         self._changes = 0
         self._has_hooks = False
-        self.was_hooked = False  # somebody hooked into the graph of the latest forward
+        self.was_hooked = False  # the graph of the latest forward got hooks
         self.bucket_of: dict[int, list[Tensor]] = {}
 
     def begin(self) -> bool:
         """A forward of the model starts: whether weights may be cast together in it."""
-        if not HOOKS_CAN_BE_SEEN or not _hears_of_all(self._model):
+        if not HOOKS_CAN_BE_SEEN or not _may_use_all(self._model):
             return False
         if self._has_hooks or any(self._hook_tables):
             with self._changing:
@@ -194,9 +194,9 @@ class Plan:
 
 
 def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
-    """Those of a bucket that may be cast in one node with `weight`; none, if it may not itself.
+    """The weights of a bucket that may be cast in one node with `weight`; none if it may not.
 
-    One that has another dtype or device by now is not looked for: its copy is not used.
+    A weight that has another dtype or device by now is not left out: its copy is not used.
     """
     if not may_be_planned(weight):
         return []
@@ -242,10 +242,10 @@ def _below_hooks(parts: list[nn.Module]) -> set[int]:
     return {id(weight) for module in hooked for weight in module.parameters()}
 
 
-def _hears_of_all(model: nn.Module) -> bool:
-    """Whether nobody asks which weights a pass has left unused: DDP may, other ranks might.
+def _may_use_all(model: nn.Module) -> bool:
+    """Whether all weights of a bucket may count as used when one of them is.
 
-    DDP that looks for unused weights counts all those of a bucket as used.
+    Not under DDP that looks for unused weights, nor where ranks communicate without DDP.
     """
     if not are_ranks():
         return True

@@ -1,11 +1,11 @@
-"""Calls that somebody asked to see: `__torch_function__` of classes, TorchFunctionModes.
+"""Calls that handlers see: `__torch_function__` of classes, TorchFunctionModes.
 
-Handlers compare what they are called with to torch's functions, and look it up in
-tables.  While `torch.nn.functional.linear` is a replacement of ours, they are given
-that replacement, with the caller's own arguments, before anything is cast; it casts
-when they call it.  A handler that still holds the original, in a table filled before
-the session, is given the original, and its call of it is led to the replacement by
-torch's own machinery: a mode of ours beneath the handler.
+Handlers compare the function they are called with to torch's functions, and look it up
+in tables.  While `torch.nn.functional.linear` is a replacement, they are given the
+replacement, with the caller's own arguments, before anything is cast; it casts when
+they call it.  A handler that still holds the original, in a table filled before the
+session, is given the original.  A TorchFunctionMode beneath the handler then leads its
+call of the original to the replacement.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..torch_private.torch_functions import (
     pop_mode,
     push_mode,
 )
+from .cast_state import CastState
 from .patches import PatchSet
-from .policy import CastState
 
 _OPERATOR = torch.Tensor.__matmul__
 
@@ -43,16 +43,16 @@ class Handled(Exception):
 
 
 def wants_to_see(value: Any) -> bool:
-    """Whether the class of `value` has a say in torch's calls, here and now."""
+    """Whether the class of `value` handles torch's calls, here and now."""
     return not is_dynamo_compiling() and has_torch_function((value,))
 
 
 def is_asked(args: tuple, kwargs: dict) -> bool:
-    """Whether a call with these arguments is somebody's to handle."""
+    """Whether a handler wants a call with these arguments."""
     return not is_dynamo_compiling() and has_torch_function(tuple(_leaves(args, kwargs)))
 
 
-def hand_over(
+def call_handlers(
     state: CastState, patched: Callable, original: Callable, args: Any, kwargs: dict
 ) -> Any:
     """What `torch.overrides.handle_torch_function` does, with the function each handler knows."""
@@ -88,7 +88,7 @@ def overridable(made: Callable, original: Callable, state: CastState) -> Callabl
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         if is_asked(args, kwargs):
-            return hand_over(state, patched, original, args, kwargs)
+            return call_handlers(state, patched, original, args, kwargs)
         return made(*args, **kwargs)
 
     return patched
@@ -122,7 +122,7 @@ def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """No mode sees what is done here: our work in hooks is none of the user's calls."""
+    """No mode sees the calls made here: work in ampatch's hooks is no call of the user's code."""
     modes = [pop_mode() for _ in range(count_modes())]
     try:
         yield
@@ -142,8 +142,8 @@ _NOTHING = contextlib.nullcontext()
 def fresh_tables(patches: PatchSet) -> None:
     """Have torch's tables of overridable functions name what is in torch now.
 
-    torch fills them once; filled before they would know no replacement, filled meanwhile
-    they would know them for good.
+    torch fills them once.  Filled before the patches they would lack the replacements, filled
+    while the patches are installed they would keep them.
     """
     for name in TABLES:
         patches.replace(torch.overrides, name, lambda found: functools.cache(found.__wrapped__))
@@ -166,7 +166,7 @@ class _LedBack(TorchFunctionMode):
 
 
 class FunctionModes:
-    """Notes whether this thread is in a TorchFunctionMode: calls go the long way meanwhile.
+    """Notes whether this thread is in a TorchFunctionMode: calls then take the slow path.
 
     Each change of torch's own stack is followed by a look at it, so that no order of
     entries and exits confuses it, nor a mode entered before or left after.

@@ -19,9 +19,10 @@ import torch.library
 from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.custom_ops import OPERATOR_CLASSES, qualified_name, registered_kernels
-from .autocast_regions import AutocastRegions, autocast_on
+from .autocast_answers import casting_policy
+from .cast_state import CastState
 from .patches import PatchSet
-from .policy import CastState
+from .torch_autocast import autocast_on
 
 _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
 
@@ -29,9 +30,8 @@ _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
 class LibraryOps:
     """Has operators with an autocast kernel run it while our casts are in force."""
 
-    def __init__(self, state: CastState, regions: AutocastRegions, patches: PatchSet) -> None:
+    def __init__(self, state: CastState, patches: PatchSet) -> None:
         self._state = state
-        self._regions = regions
         self._patches = patches
         self._is_watching = False
 
@@ -70,7 +70,7 @@ class LibraryOps:
             devices = [
                 device
                 for device in _devices_of(qualified_name(self_))
-                if self._regions.counts_as_autocast(device) is not None
+                if casting_policy(state, device) is not None
             ]
             if not devices:
                 return original(self_, *args, **kwargs)

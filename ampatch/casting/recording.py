@@ -20,11 +20,11 @@ class Recorded(Exception):
         return self._proxy.tracer.create_proxy("call_function", patched, tuple(args), kwargs)
 
 
-def by_itself(function: Callable) -> Callable:
-    """`function` for a graph of Dynamo's to hold as an object.
+def opaque_call(function: Callable) -> Callable:
+    """`function` as an object that a graph of Dynamo's holds.
 
-    Torch's functions stand in a graph's code by name, so that the graph, run under
-    another policy than the one it was recorded under, would find a replacement there.
+    A graph's code names torch's functions.  Run under another policy than the one it was
+    recorded under, it would find a replacement under the name, and cast by the new policy.
     """
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -33,12 +33,12 @@ def by_itself(function: Callable) -> Callable:
     return recorded
 
 
-_BY_ITSELF = by_itself(len).__code__
+_OPAQUE_CALL = opaque_call(len).__code__
 
 
-def is_by_itself(function: Any) -> bool:
-    """Whether it comes from `by_itself`."""
-    return getattr(function, "__code__", None) is _BY_ITSELF
+def is_opaque_call(function: Any) -> bool:
+    """Whether it comes from `opaque_call`."""
+    return getattr(function, "__code__", None) is _OPAQUE_CALL
 
 
 def proxy_of(value: Any) -> Any:

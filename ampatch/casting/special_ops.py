@@ -1,4 +1,4 @@
-"""What a table of names cannot say: torch's parts that need more than a cast.
+"""Parts of torch that need more than a cast, which a table of names cannot say.
 
 Each function here returns `make(original) -> replacement` for one place, or a
 list of `(where, name, make)` for `install.py` to put in.
@@ -21,8 +21,9 @@ from ..errors import BannedFunctionError
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
 from .cast_observers import ObservedCall, observers
+from .cast_state import CastState
 from .handlers import unseen_where_modes_are
-from .policy import CastState, Policy
+from .policy import Policy
 from .rules import cast, castable
 
 Make = Callable[[Callable], Callable]
@@ -83,7 +84,7 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
 
 
 def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
-    """What stands in for `input` where its dtype is compared to the weights'."""
+    """An input to compare to the weights: in their dtype, if the casts will bring it there."""
     if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input
@@ -110,7 +111,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
 
 def _left_alone(asking: FrameType, policy: Policy) -> bool:
-    """Whether the module whose method runs in the frame `asking` is none of the policy's."""
+    """Whether the policy casts nothing of the module whose method runs in the frame `asking`."""
     found = asking.f_locals
     module, inputs = found.get("self"), []
     if not isinstance(module, nn.Module):
@@ -144,13 +145,13 @@ def _checkpoint(original: Callable, state: CastState) -> Callable:
 
 
 def refused(function: Callable, message: str, state: CastState) -> Callable:
-    """apex's flavour: an in-place function that would have to change a half tensor's dtype."""
+    """With apex's tables: an in-place function that would have to change a half tensor's dtype."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.table_policy()
         if (
             policy is not None
-            and policy.apex_flavour
+            and policy.apex_tables
             and args
             and isinstance(args[0], Tensor)
             and args[0].dtype in (torch.float16, torch.bfloat16)

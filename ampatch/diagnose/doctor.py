@@ -145,7 +145,10 @@ def operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
         (leaf(side, side), leaf(side, side)),
         (leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)),
     ]
-    functions = [torch.matmul, functools.partial(torch.nn.functional.conv2d, padding=1)]
+    functions: list[Callable[..., Any]] = [
+        torch.matmul,
+        functools.partial(torch.nn.functional.conv2d, padding=1),
+    ]
 
     def training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
         result = function(*inputs)

@@ -35,7 +35,10 @@ def functions(found: CastReport) -> list[str]:
         )
         for name, calls in ordered
     ]
-    total = [sum(row[column] for row in rows) for column in range(1, 5)]
+    total = [
+        sum(getattr(calls, column) for _, calls in ordered)
+        for column in ("calls", "casts", "cached", "bytes")
+    ]
     head = ("function", "calls", "casts", "cached", "bytes cast", "tensors cast to")
     lines = _table([head, *rows, ("all", *total, "")])
     together = found.batches

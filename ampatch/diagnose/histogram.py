@@ -30,9 +30,7 @@ class Counts:
     """Adds up gradients on their device; `read` brings the numbers to the host."""
 
     def __init__(self) -> None:
-        self._bins: Tensor | None = None
-        self._kinds: Tensor | None = None
-        self._largest: Tensor | None = None
+        self._counted: tuple[Tensor, Tensor, Tensor] | None = None  # bins, kinds, largest
 
     def add(self, gradient: Tensor, scale: float) -> None:
         """Count a gradient's elements; `scale` is the loss scale they were computed at."""
@@ -51,20 +49,26 @@ class Counts:
             ]
         )
         largest = sizes.max() if sizes.numel() else sizes.new_zeros(())
-        if self._bins is None:
-            self._bins, self._kinds, self._largest = bins, kinds, largest
+        if self._counted is None:
+            self._counted = bins, kinds, largest
         else:
-            self._bins += bins
-            self._kinds += kinds
-            self._largest = torch.maximum(self._largest, largest)
+            earlier_bins, earlier_kinds, earlier_largest = self._counted
+            self._counted = (
+                earlier_bins.add_(bins),
+                earlier_kinds.add_(kinds),
+                torch.maximum(earlier_largest, largest),
+            )
 
     def read(self) -> Histogram:
         """What was counted so far; waits for the device."""
-        if self._bins is None:
+        if self._counted is None:
             return Histogram()
-        bins = {i + _LOWEST: n for i, n in enumerate(self._bins.tolist()) if n}
-        kinds = dict(zip(_KINDS, self._kinds.tolist(), strict=True))
-        return Histogram(bins, kinds, self._largest.item())
+        bins, kinds, largest = self._counted
+        return Histogram(
+            {i + _LOWEST: n for i, n in enumerate(bins.tolist()) if n},
+            dict(zip(_KINDS, kinds.tolist(), strict=True)),
+            largest.item(),
+        )
 
 
 def _in_float16(sizes: Tensor) -> list[Tensor]:

@@ -127,7 +127,8 @@ class Debugger:
         if self.report is None:
             for name, weight in self._weights_of(optimizer):
                 if self._check(f"weight {name}", [weight], Place(None, None, 0), [], "step"):
-                    self.report.parameters.append(name)
+                    if self.report is not None:  # the check has just made it
+                        self.report.parameters.append(name)
                     break
         self._count(optimizer)
 
@@ -159,6 +160,8 @@ class Debugger:
             if parameter is None or is_finite(gradient):
                 return
             name = self._models.name_of(parameter)
+            if name is None:
+                return
             place = Place(self._models.owner(name), None, 0)
             self._check(f"gradient of the parameter {name}", [gradient], place, [], "backward")
             report = self.report

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +209,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 def _user_line() -> tuple[CodeType | None, int]:
     """The innermost line of code that is neither torch's nor ours."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)

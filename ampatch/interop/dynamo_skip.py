@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import chain
 from types import CodeType, ModuleType
 
-from ..casting import batched_casts, contexts, handlers, policy, weight_cache
+from ..casting import batched_casts, cast_state, contexts, handlers, policy, weight_cache
 from ..models import conversion, hooks, io_casting, managed_model, module_overrides, submodule_calls
 from ..torch_private import (
     devices,
@@ -28,6 +28,7 @@ from ..torch_private import modules as torch_modules
 
 _BEHIND_HOOKS = (
     batched_casts,
+    cast_state,
     contexts,
     conversion,
     handlers,

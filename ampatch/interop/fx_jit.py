@@ -17,8 +17,9 @@ import torch
 import torch.fx
 from torch import nn
 
+from ..casting.cast_state import CastState
 from ..casting.patches import Replacement
-from ..casting.policy import CastState, Policy
+from ..casting.policy import Policy
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
 from ..models.conversion import cast_tensors

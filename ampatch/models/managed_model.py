@@ -19,10 +19,11 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting import dtype_errors
 from ..casting.batched_casts import Plan
+from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
-from ..casting.policy import CastState, Policy
+from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..errors import TakingOut
+from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.half_grads import undress
 from ..torch_private.torch_functions import is_mode_on
@@ -194,13 +195,13 @@ class ManagedModel:
         if self._parts is not None:
             self._parts.forget()
         self._copies.uninstall()
-        taking_out = TakingOut("ampatch: a model's weights get their FP32 values")
+        undo = UndoAll("ampatch: a model's weights get their FP32 values")
         for entry in self._converted:
-            taking_out.do(self._restore, entry)
+            undo.do(self._restore, entry)
         if self._converted:
             flatten_rnns(self.model)
         self._converted = []
-        taking_out.end()
+        undo.end()
 
     def _restore(self, entry: Converted) -> None:
         tensor, dtype, original, grad = entry

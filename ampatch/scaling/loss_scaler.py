@@ -17,8 +17,7 @@ from torch import Tensor
 from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
 from ..log import logger
 from ..torch_private import foreach
-from .gradient_lists import alike
-from .scale_value import Flag, either, numbers_on
+from .scale_value import Flag, alike, either, numbers_on
 from .scaler_entries import checked_entry
 
 _REMEMBERED = 128  # blocks whose scale `history` can show

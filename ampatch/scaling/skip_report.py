@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..log import logger
-from .gradient_lists import values
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
+from .scale_value import values
 from .step_counts import News, StepCounter
 
 _SHOWN = 5  # parameters named

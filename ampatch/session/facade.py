@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from ..casting.cast_observers import CastObserver, observers
-from ..casting.install import has, raw_attribute
-from ..casting.install import resolve as resolve_place
 from ..casting.patches import PatchSet
+from ..casting.places import has, raw_attribute
+from ..casting.places import resolve as resolve_place
 from ..casting.tables import Rule
 from ..config.opt_levels import Properties
 from ..scaling.master_weights import Pair

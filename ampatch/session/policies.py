@@ -33,7 +33,7 @@ class Policies:
         self.tables = Policy(
             half_to=properties.dtype,
             allow_banned=properties.allow_banned,
-            apex_flavour=has_apex_tables,
+            apex_tables=has_apex_tables,
             devices=devices_to_start_from(),
         )
         self.overrides = dataclasses.replace(self.tables, follows_tables=False)

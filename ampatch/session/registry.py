@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..casting.install import Installation, raw_attribute, resolve
-from ..casting.policy import CastState, Policy
+from ..casting.cast_state import CastState
+from ..casting.install import Installation
+from ..casting.places import raw_attribute, resolve
+from ..casting.policy import Policy
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
-from ..errors import AmpatchError, TakingOut
+from ..errors import AmpatchError, UndoAll
 from ..interop import distributed_checkpoint
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
@@ -84,14 +86,14 @@ class Registry:
 
         Raises what was raised, when torch, and all that could be, is as it was.
         """
-        taking_out = TakingOut("ampatch.deactivate()")
+        undo = UndoAll("ampatch.deactivate()")
         self._closing_all = True
         for session in list(reversed(self.sessions)):
-            taking_out.do(session.close)
+            undo.do(session.close)
         self._closing_all = False
-        taking_out.do(self.refresh)
-        taking_out.do(self.schedulers.release)
-        taking_out.end()
+        undo.do(self.refresh)
+        undo.do(self.schedulers.release)
+        undo.end()
 
     def report_closing(self) -> None:
         """The process ends: say of each session what was skipped, unless that was said."""
@@ -138,7 +140,7 @@ class Registry:
         self._await_distributed_state(needs.optimizers)
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
-        if policy.apex_flavour:
+        if policy.apex_tables:
             self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.policies.function_rules.items():
             original = self.installation.original(function)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ..casting.policy import Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
-from ..errors import TakingOut
+from ..errors import UndoAll
 from ..interop import ddp, dynamo_skip, fx_jit
 from ..models import float_copies, float_values, module_overrides
 from ..models.float_values import FloatValues
@@ -101,25 +101,25 @@ class Session:
 
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""
-        taking_out = TakingOut("ampatch: a session closes")
-        taking_out.do(registry.observers.notify, "on_close", self)
-        taking_out.do(registry.state.drop_interrupted)
-        taking_out.do(self.skips.close)
+        undo = UndoAll("ampatch: a session closes")
+        undo.do(registry.observers.notify, "on_close", self)
+        undo.do(registry.state.drop_interrupted)
+        undo.do(self.skips.close)
         for optimizer in self.optimizers.alive():
-            taking_out.do(optimizer.bring_up_to_date)
+            undo.do(optimizer.bring_up_to_date)
         changed: set[int] = set()
         for managed in self.models.alive():
-            taking_out.do(managed.uninstall)
+            undo.do(managed.uninstall)
             changed |= managed.converted()
         for optimizer in self.optimizers.alive():
-            taking_out.do(optimizer.uninstall)
-            taking_out.do(optimizer.groups.fit_state, changed)
-            taking_out.do(optimizer.found_states.restore)
+            undo.do(optimizer.uninstall)
+            undo.do(optimizer.groups.fit_state, changed)
+            undo.do(optimizer.found_states.restore)
         self.models.clear()
         self.optimizers.clear()
         self.is_open = False
-        taking_out.do(registry.remove, self)
-        taking_out.end()
+        undo.do(registry.remove, self)
+        undo.end()
 
     def is_alive(self) -> bool:
         """Whether a model or optimizer is still in use, or none was given."""
@@ -275,7 +275,7 @@ class Session:
             delay_overflow_check,
             others,
             self.policies.cache.close,
-            together=self.policies.tables.apex_flavour,
+            together=self.policies.tables.apex_tables,
         )
 
     def before_forward(self, model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from ..casting.policy import CastState
+from ..casting.cast_state import CastState
 
 
 class StepCasts:

@@ -206,7 +206,7 @@ class TorchTools:
         unneeded = [kept for kept in self._kept if not kept.tool.is_needed(needs)]
         self._give_back(unneeded)
         for kept in unneeded:
-            kept.patches.hand_over()  # also of what an earlier `undo` has left alone
+            kept.patches.give_to_keepers()  # also of what an earlier `undo` has left alone
 
     def take_out_over_tables(self) -> None:
         """Give back what must not lie over patches of the tables that are about to change."""

@@ -16,7 +16,7 @@ except ImportError:  # built without, or kept elsewhere
 def are_ranks() -> bool:
     """Whether `torch.distributed` has its default process group."""
     world = getattr(_c10d, "_world", None)
-    if hasattr(world, "_default_pg"):
+    if world is not None and hasattr(world, "_default_pg"):
         return world._default_pg is not None
     distributed = torch.distributed  # the public way takes 2 us
     return distributed.is_available() and distributed.is_initialized()

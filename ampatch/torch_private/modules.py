@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,21 +15,23 @@ TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 try:
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    BATCH_NORMS: tuple[type, ...] = (_BatchNorm,)  # the common base, and that of other people's
+    BATCH_NORMS: tuple[type[Any], ...] = (
+        _BatchNorm,
+    )  # the common base, and that of other people's
 except ImportError:
     BATCH_NORMS = TORCH_BATCH_NORMS
 
 try:
     from torch.nn.modules.instancenorm import _InstanceNorm
 
-    INSTANCE_NORMS: tuple[type, ...] = (_InstanceNorm,)
+    INSTANCE_NORMS: tuple[type[Any], ...] = (_InstanceNorm,)
 except ImportError:
     INSTANCE_NORMS = TORCH_INSTANCE_NORMS
 
 try:
     from torch.nn.modules.conv import _ConvNd
 
-    CONVOLUTIONS: tuple[type, ...] = (_ConvNd,)
+    CONVOLUTIONS: tuple[type[Any], ...] = (_ConvNd,)
 except ImportError:
     CONVOLUTIONS = (
         *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -57,7 +60,7 @@ HOOK_FLAGS = (
 """As `HOOK_TABLES`: what is noted of a hook under its handle's id."""
 
 
-def forward_tables(module: nn.Module) -> tuple[dict, dict] | None:
+def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
     """The tables of its forward pre-hooks and forward hooks; None where torch has others."""
     before = getattr(module, "_forward_pre_hooks", None)
     after = getattr(module, "_forward_hooks", None)

@@ -6,6 +6,6 @@ try:
     from torch.jit._builtins import _get_builtin_table as builtin_table
 except ImportError:
 
-    def builtin_table() -> dict:
+    def builtin_table() -> dict:  # type: ignore[misc]
         """Without torch.jit's table, scripting a patched function fails as for any closure."""
         return {}

@@ -32,11 +32,11 @@ except ImportError:  # no way to ask: handlers see the original, and the casts
         """Not called: no mode is known of."""
         raise NotImplementedError("no mode is known of")
 
-    def push_mode(mode: Any) -> None:
+    def push_mode(mode: Any) -> Any:
         """Not called: no mode is known of."""
         raise NotImplementedError("no mode is known of")
 
-    def overloaded_args(relevant: Iterable, get_type_fn: Any = type) -> list:
+    def overloaded_args(relevant: Iterable) -> list:  # type: ignore[misc]
         """One argument of each class that handles torch's calls."""
         found = [value for value in relevant if has_torch_function((value,))]
         return list({type(value): value for value in found}.values())
@@ -70,7 +70,7 @@ TABLES = [
 try:
     from torch._C import DisableTorchFunctionSubclass as _Unhandled
 except ImportError:
-    _Unhandled = contextlib.nullcontext  # type: ignore[assignment,misc]
+    _Unhandled = contextlib.nullcontext
 
 
 def unhandled() -> AbstractContextManager:

@@ -18,8 +18,8 @@ from warm_python import python
 
 import ampatch
 from ampatch.casting import special_ops, tables
-from ampatch.casting.install import has
-from ampatch.casting.policy import CastState
+from ampatch.casting.cast_state import CastState
+from ampatch.casting.places import has
 from ampatch.casting.tables import (
     APEX,
     BANNED,

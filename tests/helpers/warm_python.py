@@ -28,22 +28,35 @@ import ampatch
 
 
 class Process:
-    """A started process."""
+    """A started process, with what `subprocess.Popen` offers of one: `returncode` and the like."""
 
     def __init__(self, answers: socket.socket) -> None:
         self._answers = answers
         self.pid = int(answers.recv(64))
+        self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status, negative for a signal; `TimeoutExpired` if the process runs longer."""
-        self._answers.settimeout(timeout)
-        try:
-            return int(self._answers.recv(64))
-        except TimeoutError:
-            os.kill(self.pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
-        finally:
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                self.returncode = int(self._answers.recv(64))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
             self._answers.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit status, or None while the process runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 class _Server:
@@ -65,13 +78,13 @@ class _Server:
         atexit.register(self.stop)
         return self._requests
 
-    def start(self, request: dict[str, Any], streams: list[int]) -> Process:
+    def start(self, request: dict[str, Any], descriptors: list[int]) -> Process:
         with self._lock:
             requests = self._requests or self._start()
         ours, theirs = socket.socketpair()
         message = pickle.dumps(request)
         assert len(message) < REQUEST_BYTES
-        socket.send_fds(requests, [message], [theirs.fileno(), *streams])
+        socket.send_fds(requests, [message], [theirs.fileno(), *descriptors])
         theirs.close()
         return Process(ours)
 
@@ -102,6 +115,8 @@ def start(
     stdin: int,
     stdout: int,
     stderr: int,
+    pass_fds: tuple[int, ...] = (),
+    start_new_session: bool = False,
 ) -> Process:
     """A Python with these arguments: `-W FILTER`, then `-m MODULE`, `-c CODE` or `SCRIPT`.
 
@@ -111,8 +126,29 @@ def start(
         "arguments": [str(argument) for argument in arguments],
         "cwd": str(cwd or os.getcwd()),
         "env": environment() if env is None else env,
+        "descriptors": (0, 1, 2, *pass_fds),
+        "new_session": start_new_session,
     }
-    return _server.start(request, [stdin, stdout, stderr])
+    return _server.start(request, [stdin, stdout, stderr, *pass_fds])
+
+
+def popen(command: list[str], **options: Any) -> Any:
+    """`subprocess.Popen` that forks the processes which are `python -m ampatch...`.
+
+    It takes what a sweep gives for its trials: streams are open files or `DEVNULL`, and errors go
+    where the output goes.
+    """
+    if command[:2] != [sys.executable, "-m"] or not command[2].startswith("ampatch"):
+        return _Popen(command, **options)
+    assert options.pop("stdin") is subprocess.DEVNULL
+    assert options.pop("stderr") is subprocess.STDOUT
+    output = options.pop("stdout").fileno()
+    with open(os.devnull) as nothing:
+        streams = {"stdin": nothing.fileno(), "stdout": output, "stderr": output}
+        return start(*command[1:], **streams, **options)
+
+
+_Popen = subprocess.Popen
 
 
 def python(
@@ -125,7 +161,12 @@ def python(
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with open(os.devnull) as nothing:
             streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
-            status = start(*arguments, cwd=cwd, env=env, **streams).wait(timeout)
+            process = start(*arguments, cwd=cwd, env=env, **streams)
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                raise
         written = [_text_of(file) for file in (out, err)]
     return subprocess.CompletedProcess([sys.executable, *arguments], status, *written)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import io
 import os
@@ -28,7 +29,7 @@ def serve(channel: int) -> None:
     requests = socket.socket(fileno=channel)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 4)
+        message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 8)
         if not message:
             os._exit(0)
         if os.fork() == 0:
@@ -39,17 +40,17 @@ def serve(channel: int) -> None:
             os.close(descriptor)
 
 
-def _run_and_report(request: dict[str, Any], answers: int, *streams: int) -> None:
+def _run_and_report(request: dict[str, Any], answers: int, *descriptors: int) -> None:
     """Returns in the process that was asked for, at its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
         os.close(answers)
-        _become(request, streams)
+        _become(request, descriptors)
         _execute(request["arguments"])
         return
-    for stream in streams:
-        os.close(stream)
+    for descriptor in descriptors:
+        os.close(descriptor)
     os.write(answers, f"{pid}".encode().ljust(64))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(BrokenPipeError):
@@ -62,21 +63,33 @@ def _without_python_path(path: list[str]) -> list[str]:
     return [place for place in path if place not in given]
 
 
-def _become(request: dict[str, Any], streams: tuple[int, ...]) -> None:
-    """Working directory, variables, search path and streams of a process of its own."""
+def _become(request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
+    """Working directory, variables, search path and files of a process of its own."""
+    if request["new_session"]:
+        os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
     sys.path[:0] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    _move(descriptors, request["descriptors"])
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = io.open(number, mode, closefd=False)  # noqa: UP020, SIM115
-        if number == 2 or stream.isatty():
-            stream.reconfigure(line_buffering=True)
+        unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+        stream.reconfigure(
+            line_buffering=number == 2 or stream.isatty(), write_through=unbuffered
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _move(descriptors: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    """Give each file descriptor its number; first out of the way, where no number is."""
+    away = [fcntl.fcntl(one, fcntl.F_DUPFD, max(*numbers, *descriptors) + 1) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    for one, number in zip(away, numbers):
+        os.dup2(one, number)
+        os.close(one)
 
 
 def _execute(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The state machine of gradients: its docstring is its data, and no other transition is possible."""
+"""The state machine of gradients: its docstring is its data; other transitions are impossible."""
 
 from __future__ import annotations
 

@@ -12,11 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from registrations import forgotten_afterwards
 from torch import nn
 from warm_python import python
 
 import ampatch
-from ampatch.errors import TakingOut
+from ampatch.errors import UndoAll
 
 H = torch.float16
 FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")
@@ -31,7 +32,7 @@ def start(**options):
 
 
 def replacements():
-    return [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+    return list(ampatch.session.session.registry.installation.replacements)
 
 
 TABLES = """
@@ -121,8 +122,7 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         found = {F.linear, F.relu, F.conv2d, F.layer_norm}
         ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
         assert "torch.ao.quantization.quantize_fx" not in sys.modules
-        installation = ampatch.session.session.registry.installation
-        ours = [made for made, _ in installation._originals.values()]
+        ours = list(ampatch.session.session.registry.installation.replacements)
         import torch.ao.quantization.quantize_fx
         import torch.ao.ns._numeric_suite_fx
         from torch.ao.quantization.backend_config import get_native_backend_config
@@ -231,11 +231,10 @@ def test_module_methods_of_ours_under_a_mock():
 
 @pytest.fixture
 def late_module(tmp_path, monkeypatch):
-    registry = ampatch.session.session.registry
-    monkeypatch.setattr(registry.user_functions, "_rules", [])
     (tmp_path / "late_library.py").write_text("def dtype_of(x):\n    return x.dtype\n")
     monkeypatch.syspath_prepend(tmp_path)
-    yield "late_library"
+    with forgotten_afterwards():
+        yield "late_library"
     sys.modules.pop("late_library", None)
 
 
@@ -374,11 +373,11 @@ def test_several_errors_come_together(monkeypatch):
 
 def test_errors_of_a_python_without_groups(monkeypatch):
     monkeypatch.delattr(builtins, "ExceptionGroup", raising=False)
-    taking_out = TakingOut("deactivate()")
+    undo = UndoAll("deactivate()")
     for name in ("one", "two", "two"):
-        assert taking_out.do(failing(name)) is None
+        assert undo.do(failing(name)) is None
     with pytest.raises(ampatch.AmpatchError, match="2 parts.*ValueError: one; ValueError: two"):
-        taking_out.end()
+        undo.end()
 
 
 def test_ctrl_c_wins(monkeypatch):
