@@ -1,5 +1,10 @@
 """Apex-style automatic mixed precision for today's PyTorch, by monkey-patching."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
 from .api.casting import (
     disable_casts,
@@ -35,9 +40,12 @@ from .api.training import (
     step_counts,
     step_was_skipped,
 )
-from .diagnose import debug, gradient_range, report
 from .errors import AmpatchError, BannedFunctionError
 from .moved import keep_old_paths
+
+if TYPE_CHECKING:
+    from .diagnose import debug, report
+    from .diagnose.gradient_range import gradient_range
 
 __all__ = [
     "AmpatchError",
@@ -77,3 +85,17 @@ __all__ = [
 ]
 
 keep_old_paths()
+
+_DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
+"""Loaded at their first use: a script that trains does not need them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DIAGNOSTICS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_DIAGNOSTICS})

@@ -25,15 +25,16 @@ ampatch {ampatch}, scikit-learn {sklearn}, numpy {numpy}.
 
 ## Tasks on real data
 
-Runs per row: {seeds}, with seeds from 0 up. A seed decides the initial weights and the order of the
-batches; which examples are held out depends on none. Rows of a task differ in what their titles
-say and in nothing else; settings that are not named are the level's own. torch.autocast is the peer:
-the recipe of torch's documentation, with a GradScaler in float16.
+Runs per row: {seeds}, with seeds from 0 up. A seed decides the initial weights and the order of
+the batches; which examples are held out depends on none. Rows of a task differ in what their
+titles say and in nothing else; settings that are not named are the level's own. torch.autocast is
+the baseline: the recipe of torch's documentation, with a GradScaler in float16.
 
-Each row's mean is compared with O0's by Welch's t-test (B. L. Welch, Biometrika 34, 1947), two-sided
-at the 5 % level. "Within seed noise" means that the test found no difference; the 95 % interval tells
-how large one it could have missed. Runs that diverged (a loss that is not finite) are left out of
-mean and test, and are counted in the verdict. "Skipped" are steps left out because of an overflow.
+Each row's mean is compared with O0's by Welch's t-test (B. L. Welch, Biometrika 34, 1947),
+two-sided at the 5 % level. "Within seed noise" means that the test found no difference; the 95 %
+interval tells how large one it could have missed. Runs that diverged (a loss that is not finite)
+are left out of mean and test, and are counted in the verdict. "Skipped" are steps left out because
+of an overflow.
 
 {summary}
 
@@ -47,25 +48,25 @@ gradients and Adam's state are all float16, whose smallest number is 2^-24, abou
 - `eps=1e-8`, torch's default, is 0;
 - 0.001 times the square of a gradient below 5.5e-3 is 0 too.
 
-So the first step divides a gradient by 0, or 0 by 0 where a gradient is 0 (a dead ReLU, a character
-that is not in the batch), and the second loss is not a number. Loss scaling does not help: gradients
-are unscaled before Adam sees them. How far Adam moves a weight at its first step, in units of lr
-(exact: 1, and 0 for a gradient of 0):
+So the first step divides a gradient by 0, or 0 by 0 where a gradient is 0 (a dead ReLU, a
+character that is not in the batch), and the second loss is not a number. Loss scaling does not
+help: gradients are unscaled before Adam sees them. How far Adam moves a weight at its first step,
+in units of lr (exact: 1, and 0 for a gradient of 0):
 
 {adam}
 
-A larger eps, such as the 0.001 of the rows above, keeps float16 finite, but it is another optimizer:
-where v is lost, the step is gradient / eps. bfloat16 has FP32's range and no such trouble, and at O2
-Adam works on FP32 weights, gradients and state.
+A larger eps, such as the 0.001 of the rows above, keeps float16 finite, but it is another
+optimizer: where v is lost, the step is gradient / eps. bfloat16 has FP32's range and no such
+trouble, and at O2 Adam works on FP32 weights, gradients and state.
 
 ## Why there is loss scaling
 
 A task made for the purpose, after Micikevicius et al., "Mixed Precision Training", 2018
 (arXiv:1710.03740), section 3.2: w goes from 0 to 1 by gradient descent on a loss of little weight,
-and each step halves the distance. In the backward pass the gradient of each output is 2^-23 at first
-and half as large after each step; float16's smallest number is 2^-24, and half of it rounds to 0.
-Without scaling w stops after two steps; a scale of 8 lasts three steps longer; the dynamic scale
-gives O0's result, bit for bit. bfloat16 has FP32's range and needs none.
+and each step halves the distance. In the backward pass the gradient of each output is 2^-23 at
+first and half as large after each step; float16's smallest number is 2^-24, and half of it rounds
+to 0. Without scaling w stops after two steps; a scale of 8 lasts three steps longer; the dynamic
+scale gives O0's result, bit for bit. bfloat16 has FP32's range and needs none.
 
 {scaling}
 

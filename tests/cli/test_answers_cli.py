@@ -12,7 +12,8 @@ import torch
 from warm_python import environment, on_a_terminal, python
 
 import ampatch
-from ampatch.cli import diagnose, main
+from ampatch.cli import main, script_options
+from ampatch.cli import run as run_module
 from ampatch.diagnose import doctor, running
 
 TRAINING = """
@@ -157,7 +158,7 @@ def test_run_under_debug(tmp_path):
 
 
 def test_debug_of_a_healthy_run(capsys):
-    assert diagnose.run_debugged(lambda: 3) == 3
+    assert run_module.run_debugged(lambda: 3) == 3
     assert capsys.readouterr().err == "ampatch: no inf or NaN in 0 optimizer steps.\n"
 
 
@@ -225,21 +226,18 @@ def test_what_is_called_fast(ratios, expected):
     assert doctor.fast(speeds) == expected
 
 
-def test_doctor_measures_torch_and_not_the_casts():
+def test_doctor_measures_torch_and_not_the_casts(monkeypatch):
     ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
     seen = []
-    find = doctor._operators
+    find = doctor.operators
 
     def noting(device, dtype):
         runs = find(device, dtype)
         seen.extend(gradient.dtype is dtype for run in runs for gradient in run())
         return runs
 
-    doctor._operators = noting
-    try:
-        doctor.measure("cpu")
-    finally:
-        doctor._operators = find
+    monkeypatch.setattr(doctor, "operators", noting)
+    doctor.measure("cpu")
     assert seen and all(seen)
 
 
@@ -248,4 +246,4 @@ def test_every_new_command_is_listed(capsys):
         main.main(["--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("gradients", "explain", "doctor"))
-    assert diagnose.DEFAULT_STEPS == 20
+    assert script_options.DEFAULT_STEPS == 20

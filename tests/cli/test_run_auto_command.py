@@ -1,4 +1,4 @@
-"""`ampatch run --auto`, as a user runs it: the same script by Python, in float16 and in bfloat16."""
+"""`ampatch run --auto`, as a user runs it: one script by Python, in float16 and in bfloat16."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ DDP = """
         if "RANK" in os.environ:
             train(int(os.environ["RANK"]), 2)
         else:
-            store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            store = torch.distributed.TCPStore(
+                "localhost", 0, is_master=True, wait_for_workers=False
+            )
             os.environ.update(
                 MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
                 TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there: ranks only connect

@@ -18,8 +18,8 @@ from warm_python import python
 
 import ampatch
 from ampatch.casting import special_ops, tables
-from ampatch.casting.install import has
-from ampatch.casting.policy import CastState
+from ampatch.casting.cast_state import CastState
+from ampatch.casting.places import has
 from ampatch.casting.tables import (
     APEX,
     BANNED,
@@ -43,6 +43,10 @@ def test_the_document_is_fresh(capsys):
     """To make it: ampatch tables --format markdown > docs/op_tables.md"""
     assert main.main(["tables", "--format", "markdown"]) == 0
     assert capsys.readouterr().out == (ROOT / "docs" / "op_tables.md").read_text(encoding="utf-8")
+
+
+def test_every_rule_has_a_legend():
+    assert set(content.RULES) == set(Rule)
 
 
 def test_the_document_does_not_depend_on_the_torch_at_hand(monkeypatch, capsys):

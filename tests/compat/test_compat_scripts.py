@@ -1,4 +1,4 @@
-"""Legacy scripts, in tests/compat/scripts, run unedited by `ampatch run`, each in a process of its own.
+"""Legacy scripts, in tests/compat/scripts, run unedited by `ampatch run`, each in a process.
 
 Every script prints one line of JSON at its end: its losses, the dtypes that a
 layer gave, and what its idiom is about.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -109,7 +110,7 @@ def test_the_other_snippets():
         for code in re.findall(
             r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE
         )
-        if code not in sum(PATTERNS.values(), [])
+        if code not in itertools.chain(*PATTERNS.values())
     ]
     scope: dict = {}
     exec(install, scope)

@@ -278,7 +278,7 @@ def test_tables_filled_during_a_session_hold_the_originals():
 
 
 def test_rules_of_others_outlive_a_session():
-    """What is imported later adds rules to the table, which would be lost if it were filled anew."""
+    """Later imports add rules to the table, which would be lost if it were filled anew."""
     table = rules.get_torch_obj_rule_map()
     start(nn.Linear(2, 2))
     amp.deactivate()

@@ -185,7 +185,8 @@ for level in ("O1", "O2", "O3"):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model, optimizer = ampatch.initialize(
-        model, optimizer, opt_level=level, dtype="bfloat16", loss_scale="dynamic", init_scale=128.0, verbosity=0)
+        model, optimizer, opt_level=level, dtype="bfloat16", loss_scale="dynamic",
+        init_scale=128.0, verbosity=0)
     with ampatch.scale_loss(model(x * torch.randn(2, 4))[0].float().sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -220,7 +221,8 @@ def test_functions_that_this_torch_lacks_are_left_out_and_listed():
         import ampatch
         ampatch.initialize([], dtype="bfloat16", verbosity=0)
         installation = ampatch.session.session.registry.installation
-        print({"torch.trapz", "torch.special.expm1"} <= set(installation.missing), torch.mm(torch.eye(2), torch.eye(2)).dtype)
+        named = {"torch.trapz", "torch.special.expm1"}
+        print(named <= set(installation.missing), torch.mm(torch.eye(2), torch.eye(2)).dtype)
         ampatch.deactivate()
         assert not hasattr(torch, "trapz")
     """

@@ -1,4 +1,4 @@
-"""Reading, setting, saving and loading the loss scale: whatever comes in, it stays a usable number."""
+"""Reading, setting, saving and loading the loss scale: it stays a usable number in any case."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_a_count_beyond_a_shorter_interval_still_grows(through):
         ({"growth_interval": 0}, ValueError, "growth_interval=0: expected at least 1"),
         ({"growth_interval": 2.5}, TypeError, "expected a whole number, got float"),
         ({"growth_interval": True}, TypeError, "expected a whole number, got bool"),
-        ({"growth_factor": 1.0}, ValueError, "growth_factor=1.0: expected above 1"),
+        ({"growth_factor": 1.0}, ValueError, "growth_factor=1.0: expected a number above 1"),
         ({"growth_factor": math.nan}, ValueError, "growth_factor=nan: must be above 0"),
-        ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0: expected below 1"),
+        ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0: expected a number below 1"),
         ({"backoff_factor": 0.0}, ValueError, "backoff_factor=0.0: must be above 0"),
         ({"init_scale": -1.0}, ValueError, "init_scale=-1.0: must be above 0"),
         ({"init_scale": "dynamic"}, TypeError, "expected a positive number, got str"),

@@ -1,5 +1,6 @@
-"""The rows beside the levels, in real processes: autocast's against plain PyTorch, settings, seeds."""
+"""Rows beside the levels, in real processes: autocast's against plain PyTorch, settings, seeds."""
 
+import itertools
 import json
 import math
 import textwrap
@@ -15,7 +16,8 @@ MODEL = """
     import torch
     from apex import amp
     torch.manual_seed(5)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))
+    layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2)
+    model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     x = torch.randn(4, 32, 8)
 """
@@ -91,7 +93,7 @@ def test_the_autocast_row_is_plain_pytorch(ran):
     losses, scales, skipped = plain_autocast()
     assert measured.losses["0"].values == pytest.approx(losses, rel=1e-3)
     assert measured.skipped == skipped and sum(skipped) == 1
-    changes = [scales[0], *(b for a, b in zip(scales, scales[1:]) if a != b)]
+    changes = [scales[0], *(b for a, b in itertools.pairwise(scales) if a != b)]
     assert measured.loss_scales["0"].values == changes == [2.0**16, 2.0**15]
     assert measured.loss_scales["0"].steps == [0, OVERFLOW + 1]
     assert measured.opt_level == "autocast" and measured.properties["grad_scaler"] == "True"
@@ -202,7 +204,7 @@ def test_a_script_without_amp_code(tmp_path):
     ]
     curves = []
     for run in plan.runs:
-        log = plan.directory / "runs" / f"{run.planned.file_stem}.log"
+        log = plan.directory / "runs" / f"{run.trial.file_stem}.log"
         curves.append([float(line) for line in log.read_text().splitlines()])
         assert run.measured.losses["0"].values == pytest.approx(curves[-1], rel=1e-6)
     assert curves[0] != curves[1]  # O1 did cast
