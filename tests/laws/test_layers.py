@@ -136,7 +136,7 @@ def classes(path: Path) -> Iterator[ast.ClassDef]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_large_class_says_why(module):
-    """One reason to change: with more than 25 methods it stands in the docstring, after "Large:"."""
+    """With more than 25 methods the reason stands in the docstring, after "Large:"."""
     for node in classes(MODULES[module]):
         methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
         is_excused = "Large:" in (ast.get_docstring(node) or "")
