@@ -77,7 +77,7 @@ def undress(half: Tensor, keeper: Keeper | None = None) -> bool:
 
 
 def is_dressed(half: Tensor) -> bool:
-    """Whether somebody keeps its gradient."""
+    """Whether a keeper keeps its gradient."""
     return isinstance(half, _Dressed)
 
 
