@@ -27,13 +27,14 @@ ampatch {ampatch}, scikit-learn {sklearn}, numpy {numpy}.
 
 Runs per row: {seeds}, with seeds from 0 up. A seed decides the initial weights and the order of the
 batches. The held-out examples are the same for all seeds. Rows of a task differ only in what their
-titles say. Settings that are not named are those of the opt level. The rows of torch.autocast follow
-the recipe of torch's documentation, with a GradScaler in float16.
+titles say. Settings that are not named are those of the opt level. The rows of torch.autocast
+follow the recipe of torch's documentation, with a GradScaler in float16.
 
-Welch's t-test (B. L. Welch, Biometrika 34, 1947) compares each row's mean with O0's, two-sided at the
-5 % level. "Within seed noise" means that the test found no difference. The 95 % interval tells how
-large a difference the test could have missed. Runs that diverged (a loss that is not finite) are left
-out of mean and test; the verdict counts them. "Skipped" counts the steps that an overflow skipped.
+Welch's t-test (B. L. Welch, Biometrika 34, 1947) compares each row's mean with O0's, two-sided at
+the 5 % level. "Within seed noise" means that the test found no difference. The 95 % interval tells
+how large a difference the test could have missed. Runs that diverged (a loss that is not finite)
+are left out of mean and test; the verdict counts them. "Skipped" counts the steps that an overflow
+skipped.
 
 {summary}
 
@@ -49,33 +50,33 @@ weights, gradients and Adam's state are all float16, whose smallest number is 2^
 
 So the first step divides a gradient by 0, or 0 by 0 where a gradient is 0 (a dead ReLU, a character
 that is not in the batch), and the second loss is not a number. Loss scaling does not help, because
-gradients are unscaled before Adam sees them. The table shows how far Adam moves a weight at its first
-step, in units of lr (exact: 1, and 0 for a gradient of 0):
+gradients are unscaled before Adam sees them. The table shows how far Adam moves a weight at its
+first step, in units of lr (exact: 1, and 0 for a gradient of 0):
 
 {adam}
 
-A larger eps, such as the 0.001 of the rows above, keeps float16 finite. But it is another optimizer:
-where v is lost, the step is gradient / eps. bfloat16 has the range of FP32 and does not have this
-problem. At O2 Adam works on FP32 weights, gradients and state.
+A larger eps, such as the 0.001 of the rows above, keeps float16 finite. But it is another
+optimizer: where v is lost, the step is gradient / eps. bfloat16 has the range of FP32 and does not
+have this problem. At O2 Adam works on FP32 weights, gradients and state.
 
 ## Why there is loss scaling
 
 This task is made for the purpose, after Micikevicius et al., "Mixed Precision Training", 2018
 (arXiv:1710.03740), section 3.2: w goes from 0 to 1 by gradient descent on a loss of little weight,
-and each step halves the distance. In the backward pass the gradient of each output is 2^-23 at first
-and half as large after each step. The smallest number of float16 is 2^-24, and half of it rounds to 0.
-Without scaling w stops after two steps. A scale of 8 lasts three steps longer. The dynamic scale
-gives O0's result, bit for bit. bfloat16 has the range of FP32 and needs no scaling.
+and each step halves the distance. In the backward pass the gradient of each output is 2^-23 at
+first and half as large after each step. The smallest number of float16 is 2^-24, and half of it
+rounds to 0. Without scaling w stops after two steps. A scale of 8 lasts three steps longer. The
+dynamic scale gives O0's result, bit for bit. bfloat16 has the range of FP32 and needs no scaling.
 
 {scaling}
 
 ## Why there are master weights
 
 This task follows section 3.1 of the paper: w goes from 16 to 17 in small steps, the largest 2^-7.
-Between 16 and 32 the numbers of float16 lie 2^-6 apart, those of bfloat16 2^-3. So weight plus update
-rounds back to 16, and w never moves. FP32 masters (O2), or weights that are FP32 anyway (O1), add the
-updates up. What remains is the rounding of the weight that the forward pass sees: at most 2^-7 in
-float16 and 2^-4 in bfloat16.
+Between 16 and 32 the numbers of float16 lie 2^-6 apart, those of bfloat16 2^-3. So weight plus
+update rounds back to 16, and w never moves. FP32 masters (O2), or weights that are FP32 anyway
+(O1), add the updates up. What remains is the rounding of the weight that the forward pass sees: at
+most 2^-7 in float16 and 2^-4 in bfloat16.
 
 {masters}
 
