@@ -1,5 +1,9 @@
 """Apex-style automatic mixed precision for today's PyTorch, by monkey-patching."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
 from .api.casting import (
     disable_casts,
@@ -35,8 +39,11 @@ from .api.training import (
     step_counts,
     step_was_skipped,
 )
-from .diagnose import debug, gradient_range, report
 from .errors import AmpatchError, BannedFunctionError
+from .moved import keep_old_paths
+
+if TYPE_CHECKING:
+    from .diagnose import debug, gradient_range, report
 
 __all__ = [
     "AmpatchError",
@@ -74,3 +81,21 @@ __all__ = [
     "unregister_function",
     "unwrap",
 ]
+
+keep_old_paths()
+
+_DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
+"""Loaded at their first use: a script that trains does not need them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DIAGNOSTICS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import diagnose
+
+    found = globals()[name] = getattr(diagnose, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_DIAGNOSTICS})

@@ -1,15 +1,18 @@
-"""Exact counts per training step: operators, casts, host syncs.  Free of noise.
+"""Exact counts per training step: operators, casts, host syncs, Python calls.  Free of noise.
 
     python benchmarks/counts.py [--dtype bfloat16] [--out FILE.md]
 
 Operators are the calls that reach a dispatch mode, below autograd.  A cast is a
 `_to_copy` to another dtype; a batched cast (`_foreach_copy_`) is one operator and
-no cast.  A host sync is a `_local_scalar_dense`: the host reads a number.
+no cast.  A host sync is a `_local_scalar_dense`: the host reads a number.  Python calls are
+the functions written in Python that are entered, of torch, of ampatch and of the script.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +35,7 @@ class Counts(NamedTuple):
     operators: int
     casts: int
     syncs: int
+    calls: int
 
 
 class _Counter(TorchDispatchMode):
@@ -68,13 +72,30 @@ def count_step(step: Callable[[], None]) -> Counts:
         step()
     with _Counter() as counter:
         step()
-    return Counts(counter.operators, counter.casts, counter.syncs)
+    return Counts(counter.operators, counter.casts, counter.syncs, _python_calls(step))
+
+
+def _python_calls(step: Callable[[], None]) -> int:
+    entered = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    gc.disable()  # what it calls belongs to no step
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return entered
 
 
 def report(dtype: torch.dtype) -> str:
     """The table, in Markdown."""
     lines = [
-        f"Operators / casts / host syncs per training step, {dtype}, SGD.",
+        f"Operators / casts / host syncs / Python calls per training step, {dtype}, SGD.",
         f"{machine()}.",
         "",
         "| | optimizer | " + " | ".join(SYSTEMS) + " |",
@@ -88,7 +109,7 @@ def report(dtype: torch.dtype) -> str:
                     cells.append("none")  # fused SGD leaves half weights as they are on the CPU
                     continue
                 found = count(name, system, optimizer, dtype)
-                cells.append(f"{found.operators} / {found.casts} / {found.syncs}")
+                cells.append(" / ".join(map(str, found)))
             lines.append(f"| {name} | {optimizer} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

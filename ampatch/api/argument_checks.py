@@ -13,8 +13,12 @@ import torch.distributed
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..casting.install import Installation
 from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.overrides import ModuleKey
+from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
+from ..models.module_overrides import matching
 
 
 def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
@@ -233,6 +237,31 @@ def fused_steps_work(
             )
 
 
+def overridden_modules_exist(rules: list[tuple[ModuleKey, str]], models: list[nn.Module]) -> None:
+    """Raise `ValueError` for a rule of `overrides` that names no submodule of any model."""
+    names = [name for model in models for name, _ in model.named_modules() if name]
+    for key, precision in rules:
+        if not any(matching(model, [(key, precision)]) for model in models):
+            shown = key if isinstance(key, str) else key.__name__
+            raise ValueError(
+                f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no "
+                f"submodule matches {shown!r}. Expected a path such as those of "
+                f"model.named_modules()." + did_you_mean(str(shown), names)
+            )
+
+
+def overridden_functions_exist(functions: dict[Callable, str], installation: Installation) -> None:
+    """Raise `ValueError` for functions in `overrides` that cannot be patched."""
+    for function, precision in functions.items():
+        if not installation.can_patch(installation.original(function)):
+            raise ValueError(
+                f"ampatch.initialize(overrides={{{function!r}: {precision!r}}}): this function is "
+                "not found in torch, torch.nn.functional, torch.linalg, torch.special or on "
+                "torch.Tensor. For functions of your own use "
+                "ampatch.register_float_function or register_half_function."
+            )
+
+
 @functools.cache
 def _fused_sgd_moves(dtype: torch.dtype) -> bool:
     parameter = nn.Parameter(torch.ones(256, dtype=dtype))
@@ -242,7 +271,7 @@ def _fused_sgd_moves(dtype: torch.dtype) -> bool:
 
 
 def a_loss(loss: Any) -> None:
-    """Raise `TypeError` for a loss that is no tensor, `ValueError` for one without a graph."""
+    """Raise `TypeError` for a loss that is no floating tensor."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"ampatch.scale_loss(loss=...): expected a tensor, got {type_name(loss)}."
@@ -255,12 +284,8 @@ def a_loss(loss: Any) -> None:
 
 
 def loss_number(loss_id: Any, count: int, call: str) -> None:
-    """Raise for a `loss_id` outside `0 <= loss_id < num_losses`."""
-    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
-        raise TypeError(
-            f"{call}(loss_id={loss_id!r}): expected a whole number, got {type_name(loss_id)}."
-        )
-    if not 0 <= loss_id < count:
+    """Raise `TypeError` or `ValueError` for a `loss_id` outside `0 <= loss_id < num_losses`."""
+    if not 0 <= whole_number(f"{call}(loss_id={loss_id!r})", loss_id) < count:
         raise ValueError(
             f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), "
             f"numbered from 0. Call initialize(..., num_losses={max(loss_id, 0) + 1})."

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ..config import environment
-from ..config.opt_levels import resolve
+from ..config.opt_levels import ARGUMENTS, Properties, properties_for
+from ..config.overrides import Overrides, parse
+from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
-from ..models import module_overrides as override_rules
 from ..session.session import Session, registry
 from ..session.transfer import Handover
 from . import argument_checks
@@ -32,14 +33,14 @@ def initialize(
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
+    max_loss_scale: float = ScaleSettings.max_loss_scale,
     *,
     dtype: torch.dtype | str = torch.float16,
     overrides: dict | None = None,
-    init_scale: float = 2.0**16,
-    growth_interval: int = 2000,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
+    init_scale: float = ScaleSettings.init_scale,
+    growth_interval: int = ScaleSettings.growth_interval,
+    growth_factor: float = ScaleSettings.growth_factor,
+    backoff_factor: float = ScaleSettings.backoff_factor,
     max_consecutive_skips: int = 50,
     allow_banned: bool = True,
     process_group: Any = None,
@@ -107,33 +108,14 @@ def initialize(
     `AMPATCH_SETTINGS`, a JSON object, those it names (`{"keep_batchnorm_fp32": false}`);
     `ValueError` names one that is wrong.
     """
+    given = {name: value for name, value in locals().items() if name in ARGUMENTS}
+    given["overrides"] = overrides
     argument_checks.unknown_keywords(initialize, unknown)
-    given = {
-        "enabled": enabled,
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-        "cast_model_outputs": cast_model_outputs,
-        "num_losses": num_losses,
-        "verbosity": verbosity,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-        "init_scale": init_scale,
-        "growth_interval": growth_interval,
-        "growth_factor": growth_factor,
-        "backoff_factor": backoff_factor,
-        "max_consecutive_skips": max_consecutive_skips,
-        "allow_banned": allow_banned,
-        "patch_scope": patch_scope,
-        "overrides": overrides,
-    }
     set_verbosity(verbosity)
     opt_level, dtype, given = _from_environment(opt_level, dtype, given)
     overrides = given.pop("overrides")
-    properties = resolve(opt_level, dtype, **given)
-    rules = override_rules.split(overrides)
+    properties = properties_for(opt_level, dtype, **given)
+    rules = parse(overrides)
     listed_models, listed_optimizers = (
         argument_checks.as_models(models),
         argument_checks.as_optimizers(optimizers),
@@ -142,7 +124,7 @@ def initialize(
         _check(listed_models, listed_optimizers, properties, rules)
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
-        rules = ([], {})
+        rules = parse(None)
     session = Session(
         properties,
         rules=rules,
@@ -160,55 +142,56 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _from_environment(opt_level: Any, dtype: Any, given: dict) -> tuple[Any, Any, dict]:
-    """Let the environment override level, dtype, loss scale and `enabled`.
+def _from_environment(
+    opt_level: Any, dtype: Any, given: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Let the environment replace level, dtype, loss scale, `enabled` and other settings.
 
     Settings that a script chose for its own opt level (`keep_batchnorm_fp32=True`
-    for O2) may contradict the one asked for; they give way, and it is said.
+    for O2) may contradict the one asked for; they are dropped, and a warning says so.
     """
     asked = environment.read()
     given = {**given, "enabled": given["enabled"] if asked.enabled else False}
     if asked.loss_scale is not None:
         given["loss_scale"] = asked.loss_scale
-    dtype = asked.dtype or dtype
-    if asked.opt_level is None:
-        return opt_level, dtype, _with_settings(given, asked.settings)
-    if asked.opt_level != opt_level:
-        tied = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
-        dropped = [name for name in tied if given[name] is not None]
-        if dropped:
-            logger.warning(
-                "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; what was given for that "
-                "level gives way: %s.",
-                asked.opt_level,
-                opt_level,
-                ", ".join(dropped),
-            )
-        given = {name: None if name in tied else value for name, value in given.items()}
-    return asked.opt_level, dtype, _with_settings(given, asked.settings)
-
-
-def _with_settings(given: dict, settings: dict) -> dict:
-    unknown = [name for name in settings if name not in given]
+    if asked.opt_level is not None and asked.opt_level != opt_level:
+        given = _without_tied(given, opt_level, asked.opt_level)
+    unknown = [name for name in asked.settings if name not in given]
     if unknown:
         raise ValueError(
             f"AMPATCH_SETTINGS: {', '.join(unknown)}: no such setting. Expected names among "
             f"{', '.join(given)}."
         )
-    return {**given, **settings}
+    return asked.opt_level or opt_level, asked.dtype or dtype, {**given, **asked.settings}
+
+
+def _without_tied(given: dict[str, Any], opt_level: Any, asked: str) -> dict[str, Any]:
+    """`given` without what belongs to the script's own opt level; a warning names it."""
+    tied = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
+    dropped = [name for name in tied if given[name] is not None]
+    if dropped:
+        logger.warning(
+            "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; these settings, given for that level, "
+            "are ignored: %s.",
+            asked,
+            opt_level,
+            ", ".join(dropped),
+        )
+    return {**given, **dict.fromkeys(tied)}
 
 
 def _check(
-    models: list[nn.Module], optimizers: list[Any], properties: Any, rules: tuple[list, dict]
+    models: list[nn.Module], optimizers: list[Any], properties: Properties, rules: Overrides
 ) -> None:
+    """Refuse what `initialize` cannot do with these models and optimizers."""
     argument_checks.optimizers_own_parameters(models, optimizers, registry.half_of)
     argument_checks.not_wrapped_before(models, properties)
     argument_checks.not_sharded(models, properties)
     argument_checks.weights_convert(models, properties)
     argument_checks.fused_steps_work(models, optimizers, properties)
-    override_rules.check_all_used(rules[0], models)
-    if rules[1]:
-        override_rules.check_functions(rules[1], registry.installation)
+    argument_checks.overridden_modules_exist(rules.modules, models)
+    if rules.functions:
+        argument_checks.overridden_functions_exist(rules.functions, registry.installation)
 
 
 def set_opt_level(model: nn.Module, opt_level: Any) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from ..config import environment
-from ..config.opt_levels import resolve
+from ..config.opt_levels import properties_for
+from ..config.validation import whole_number
 from ..errors import AmpatchError, type_name
 from ..log import logger, set_verbosity
 from ..session.session import Session, registry
@@ -69,7 +70,7 @@ def init(
         if session.handle is not None:
             return _again(session, asked)
     set_verbosity(1)
-    properties = resolve(level.replace("O0", "O1"), dtype, verbosity=1, **asked)
+    properties = properties_for(level.replace("O0", "O1"), dtype, verbosity=1, **asked)
     session = Session(properties, apex_flavour=True)
     session.handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])
@@ -134,10 +135,7 @@ class Handle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> WrappedOptimizer:
         """An optimizer with its own `scale_loss`, and a loss scale for each of `num_loss` losses."""
-        if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
-            raise ValueError(
-                f"wrap_optimizer(num_loss={num_loss!r}): expected a whole number, at least 1."
-            )
+        whole_number(f"wrap_optimizer(num_loss={num_loss!r})", num_loss, least=1)
         _check_optimizer(optimizer, "wrap_optimizer")
         if not self.is_active():
             return WrappedOptimizer(optimizer, self, range(1))

@@ -11,16 +11,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
 from ..log import logger
 from ..scaling.loss_scaler import Scaler
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scale_settings import (
-    checked_entry,
-    from_grad_scaler,
-    is_grad_scalers,
-    positive_number,
-)
+from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
 from ..session.session import Session, registry
 from . import argument_checks
@@ -197,13 +193,8 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
     session = registry.latest("ampatch.set_loss_scale(...)")
     argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale")
     what = f"ampatch.set_loss_scale(value={value!r})"
-    try:
-        number = float(value) if isinstance(value, str) else value
-    except ValueError:
-        raise ValueError(
-            f'{what}: expected a number; pass loss_scale="dynamic" to initialize.'
-        ) from None
-    session.scalers[loss_id].set(positive_number(what, number))
+    expected = 'a positive number (loss_scale="dynamic" is for ampatch.initialize)'
+    session.scalers[loss_id].set(positive_number(what, value, expected, or_text=True))
 
 
 def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:

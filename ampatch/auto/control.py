@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..casting.patches import PatchSet
 from ..config.environment import Asked
-from ..config.opt_levels import resolve
+from ..config.opt_levels import properties_for
 from ..log import logger, set_verbosity
 from ..session.session import Session, registry
 from . import arrays, gradient_hooks, loading, refusals
@@ -40,7 +40,7 @@ def start(asked: Asked) -> Session | None:
     if not asked.enabled or asked.opt_level == "O0":
         return None
     set_verbosity(1)
-    properties = resolve(
+    properties = properties_for(
         asked.opt_level or "O1", asked.dtype or torch.float16, loss_scale=asked.loss_scale
     )
     session = Session(properties)

@@ -36,7 +36,7 @@ def _noting(original: Callable, state: CastState) -> Callable:
 
 def _under_noted(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy: Policy | None | Any = getattr(self, "_ampatch_policy", _UNKNOWN)
+        policy: Policy | Any | None = getattr(self, "_ampatch_policy", _UNKNOWN)
         if policy is _UNKNOWN or is_dynamo_compiling() or policy is state.current():
             return original(self, *args)
         with state.under(lambda: policy):

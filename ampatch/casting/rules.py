@@ -22,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
+from .cast_observers import ObservedCall, observers
 from .dtype_errors import note_call
 from .handlers import Handled, hand_over, is_asked, is_mode_on, wants_to_see
 from .policy import FOLLOW, CastState, Policy
@@ -227,6 +228,8 @@ def replacement(
                 policy = own
                 if is_dynamo_compiling():
                     call = by_object
+            if observers and not is_dynamo_compiling():
+                call = ObservedCall(original, args, kwargs)
         if (
             policy is None
             or ("out" in kwargs and kwargs["out"] is not None)
@@ -310,7 +313,12 @@ def overridden(
     with state.under(lambda: None):
         output = call_in(to, original, patched, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)
-    return output if found is None else cast(output, found, policy)
+    if found is None:
+        return output
+    after = cast(output, found, policy)
+    if isinstance(original, ObservedCall):
+        original.note_casts(output, after)
+    return after
 
 
 def banned(original: Callable, choose: Callable, state: CastState) -> Callable:
@@ -319,7 +327,8 @@ def banned(original: Callable, choose: Callable, state: CastState) -> Callable:
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.table_policy()
         if policy is None or not _has_half(args, kwargs, policy):
-            return original(*args, **kwargs)
+            call = ObservedCall(original, args, kwargs) if observers else original
+            return call(*args, **kwargs)
         choose(policy)
         return floated(*args, **kwargs)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
+from .cast_observers import ObservedCall, observers
 from .handlers import unseen_where_modes_are
 from .policy import CastState, Policy
 from .rules import cast, castable
@@ -34,6 +35,7 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
 
     def patched(A: Tensor, n: int, **kwargs: Any) -> Tensor:
         policy = state.current()
+        call = ObservedCall(original, (A,), kwargs) if observers else original
         if (
             policy is None
             or kwargs.get("out") is not None
@@ -43,10 +45,10 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
             or n in (0, 1)
             or (policy.gate is not None and not policy.gate((A,), kwargs))
         ):
-            return original(A, n, **kwargs)
+            return call(A, n, **kwargs)
         if n < 0:
             A, n = torch.linalg.inv(A.float()), -n
-        return A if n == 1 else original(cast(A, policy.half_to, policy), n)
+        return A if n == 1 else call(cast(A, policy.half_to, policy), n)
 
     return patched
 

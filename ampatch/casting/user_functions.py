@@ -14,6 +14,7 @@ import torch
 from torch.autograd import Function
 
 from ..errors import type_name
+from .cast_observers import ObservedCall, observers
 from .policy import CastState, Policy
 from .rules import call_in
 
@@ -28,9 +29,10 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = ask().table_policy()
         to = None if policy is None else choose(args, kwargs, policy)
+        call = ObservedCall(function, args, kwargs) if observers else function
         if to is None:
-            return function(*args, **kwargs)
-        return call_in(to, function, patched, args, kwargs, policy)
+            return call(*args, **kwargs)
+        return call_in(to, call, patched, args, kwargs, policy)
 
     return patched
 
@@ -44,13 +46,14 @@ def torch_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
     def patched(*args: Any, **kwargs: Any) -> Any:
         state = ask()
         policy = state.table_policy()
+        call = ObservedCall(function, args, kwargs) if observers else function
         if policy is None or kwargs.get("out") is not None:
-            return function(*args, **kwargs)
+            return call(*args, **kwargs)
         to = choose(args, kwargs, policy)
         with state.under(lambda: None):
             if to is None:
-                return function(*args, **kwargs)
-            return call_in(to, function, patched, args, kwargs, policy)
+                return call(*args, **kwargs)
+            return call_in(to, call, patched, args, kwargs, policy)
 
     return patched
 

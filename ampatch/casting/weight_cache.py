@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from ..torch_private.probes import is_recording
 from .batched_casts import Plan, alike, cast_together, may_be_planned
+from .cast_observers import note_copies, observers
 
 
 @dataclasses.dataclass
@@ -100,7 +101,7 @@ class WeightCache:
         """
         thread = self._thread
         forward = thread.forward
-        if forward is None or opener is not None and opener is not forward.opener:
+        if forward is None or (opener is not None and opener is not forward.opener):
             return
         thread.forward = None
         if is_whole and forward.plan is not None:
@@ -186,21 +187,25 @@ class WeightCache:
     def make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A new copy of `weight` in `dtype`, made together with those that go with it."""
         forward = self._thread.forward
-        if forward is None:
-            return weight.to(dtype)
-        if id(weight) in forward.touched or _must_be_alone(forward, weight):
-            self.misses += 1
-            return weight.to(dtype)
-        in_graph = weight.requires_grad and is_grad_enabled()
-        copies = forward.graphed if in_graph else forward.plain
-        together = _together(forward, copies, weight, dtype)
-        versions = list(map(_version_of, together))
-        halves = cast_together(together, dtype, in_graph, forward.plan)
-        copies.update(zip(map(id, together), zip(halves, versions)))
-        forward.kept.append(together)
-        forward.used.add(id(weight))
-        self.misses += len(together)
-        return copies[id(weight)][0]
+        halves: Sequence[Tensor]
+        if forward is None or id(weight) in forward.touched or _must_be_alone(forward, weight):
+            self.misses += forward is not None
+            half = weight.to(dtype)
+            halves = (half,)
+        else:
+            in_graph = weight.requires_grad and is_grad_enabled()
+            copies = forward.graphed if in_graph else forward.plain
+            together = _together(forward, copies, weight, dtype)
+            versions = list(map(_version_of, together))
+            halves = cast_together(together, dtype, in_graph, forward.plan)
+            copies.update(zip(map(id, together), zip(halves, versions)))
+            forward.kept.append(together)
+            forward.used.add(id(weight))
+            self.misses += len(together)
+            half = copies[id(weight)][0]
+        if observers:
+            note_copies(halves)
+        return half
 
 
 _version_of = operator.attrgetter("_version")

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..scaling.loss_scaler import make_scaler
 from .opt_levels import half_type, level_name, loss_scale_value
+from .scale_settings import invertible
 
 VARIABLES = (
     "AMPATCH_OPT_LEVEL",
@@ -77,9 +77,7 @@ def loss_scale(name: str, text: str) -> str | float:
 
 def _scale(text: str) -> str | float:
     value = loss_scale_value("loss_scale", text)
-    if value != "dynamic":
-        make_scaler(value)
-    return value
+    return value if isinstance(value, str) else invertible(value)
 
 
 def _truth(name: str, text: str) -> bool:

@@ -1,20 +1,22 @@
 """What the opt levels mean.
 
-An opt level is a value, not a class: a frozen `Properties`.  Overrides are
-checked once, here, and give another frozen `Properties`; everything after
-this module can trust what it reads.
+An opt level is a value, not a class: a frozen `Properties`.  What the user gave
+beside the level is checked once, here, and gives another frozen `Properties`;
+everything after this module can trust what it reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
-from ..errors import did_you_mean, type_name
+from ..errors import did_you_mean
 from ..log import logger
+from .scale_settings import SETTINGS, ScaleSettings
+from .validation import positive_number, truth_value, whole_number, word
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -50,12 +52,12 @@ class Properties:
     cast_model_outputs: torch.dtype | None = None
     num_losses: int = 1
     verbosity: int = 1
-    min_loss_scale: float = 2.0**-24
-    max_loss_scale: float = 2.0**24
-    init_scale: float = 2.0**16
-    growth_interval: int = 2000
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
+    min_loss_scale: float = ScaleSettings.min_loss_scale
+    max_loss_scale: float = ScaleSettings.max_loss_scale
+    init_scale: float = ScaleSettings.init_scale
+    growth_interval: int = ScaleSettings.growth_interval
+    growth_factor: float = ScaleSettings.growth_factor
+    backoff_factor: float = ScaleSettings.backoff_factor
     max_consecutive_skips: int = 50
     allow_banned: bool = True
     patch_scope: str = "process"
@@ -64,6 +66,11 @@ class Properties:
     def casts_model(self) -> bool:
         """Whether weights and inputs are converted (O0, O2, O3)."""
         return self.cast_model_type is not None
+
+    @property
+    def scale_settings(self) -> ScaleSettings:
+        """Those of a dynamic loss scale."""
+        return ScaleSettings(**{name: getattr(self, name) for name in SETTINGS})
 
 
 def level(name: str, dtype: torch.dtype) -> Properties:
@@ -102,23 +109,36 @@ NULLABLE = (
 )
 
 
-def resolve(opt_level: Any, dtype: Any = torch.float16, **given: Any) -> Properties:
+# The arguments of `initialize` that are checked by themselves, in the order of their checks.
+ARGUMENTS = tuple(
+    field.name
+    for field in dataclasses.fields(Properties)
+    if field.name not in ("opt_level", "dtype")
+)
+
+
+def properties_for(opt_level: Any, dtype: Any = torch.float16, **given: Any) -> Properties:
     """The checked `Properties` for an opt level and what the user gave beside it.
 
-    In `given`, None for one of the properties that an opt level decides means
+    In `given`, None for one of the properties that an opt level decides (`NULLABLE`) means
     "as the level says".  Raises `TypeError` or `ValueError` naming the argument.
     """
     name, half = level_name(opt_level), half_type(dtype)
     if name in _BFLOAT16_LEVELS:
         name, half = _BFLOAT16_LEVELS[name], torch.bfloat16
     checked = {
-        key: _CHECKS[key](key, value)
+        key: _CHECKS[key](_call(key, value), value)
         for key, value in given.items()
         if not (value is None and key in NULLABLE)
     }
     properties = dataclasses.replace(level(name, half), **checked)
     _check_together(properties, given)
     return properties
+
+
+def _call(argument: str, value: Any) -> str:
+    """The user's call, as errors begin."""
+    return f"ampatch.initialize({argument}={value!r})"
 
 
 def level_name(value: Any) -> str:
@@ -145,18 +165,28 @@ def _spellings(digit: str) -> tuple[str, ...]:
     return (f"O{digit}", f"0{digit}", digit)
 
 
-def half_type(value: Any, argument: str = "dtype") -> torch.dtype:
+def half_type(value: Any) -> torch.dtype:
     """`torch.float16` or `torch.bfloat16` from a dtype or its name."""
-    dtype = float_dtype(argument, value)
+    what = _call("dtype", value)
+    dtype = _float_dtype(what, value)
     if dtype not in HALF_TYPES:
         raise ValueError(
-            f"ampatch.initialize({argument}={value!r}): {argument} is the half type. "
+            f"{what}: dtype is the half type. "
             f'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".'
         )
     return dtype
 
 
-def float_dtype(argument: str, value: Any) -> torch.dtype:
+def loss_scale_value(what: str, value: Any) -> str | float:
+    """`"dynamic"` or a positive finite float; numbers may come as strings."""
+    if isinstance(value, str) and value.strip().lower() == "dynamic":
+        return "dynamic"
+    return positive_number(
+        what, value, '"dynamic" or a positive number, such as 128.0 or "128.0"', or_text=True
+    )
+
+
+def _float_dtype(what: str, value: Any) -> torch.dtype:
     """A floating dtype of 32 bits or fewer from a dtype or its name."""
     dtype = value
     if isinstance(value, str):
@@ -165,112 +195,65 @@ def float_dtype(argument: str, value: Any) -> torch.dtype:
         return dtype
     hint = did_you_mean(value, _DTYPE_NAMES) if isinstance(value, str) else ""
     raise (ValueError if isinstance(value, (str, torch.dtype)) else TypeError)(
-        f"ampatch.initialize({argument}={value!r}): {argument} is no dtype ampatch works in. "
+        f"{what}: ampatch does not compute in this dtype. "
         f"Expected torch.float16, torch.bfloat16 or torch.float32.{hint}"
     )
 
 
-def loss_scale_value(argument: str, value: Any) -> str | float:
-    """`"dynamic"` or a positive finite float; numbers may come as strings."""
-    if isinstance(value, str) and value.strip().lower() == "dynamic":
-        return "dynamic"
-    return _positive(
-        argument, value, 'Expected "dynamic" or a positive number, such as 128.0 or "128.0".'
-    )
-
-
-def _positive(argument: str, value: Any, expected: str = "Expected a positive number.") -> float:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError):
-        kind = ValueError if isinstance(value, str) else TypeError
-        raise kind(
-            f"ampatch.initialize({argument}={value!r}): "
-            f"{type_name(value)} {value!r} is no number. {expected}"
-        ) from None
-    if not (number > 0 and math.isfinite(number)):
-        raise ValueError(
-            f"ampatch.initialize({argument}={value!r}): must be above 0 and finite. {expected}"
-        )
-    return number
-
-
-def _whole(argument: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"ampatch.initialize({argument}={value!r}): expected a whole number, "
-            f"got {type_name(value)}."
-        )
-    if value < (0 if argument == "verbosity" else 1):
-        raise ValueError(
-            f"ampatch.initialize({argument}={value!r}): too small; "
-            f"expected at least {0 if argument == 'verbosity' else 1}."
-        )
-    return value
-
-
-def _truth(argument: str, value: Any) -> bool:
-    if isinstance(value, str) and value in ("True", "False"):
-        return value == "True"
-    if not isinstance(value, bool):
-        raise TypeError(
-            f"ampatch.initialize({argument}={value!r}): expected True or False "
-            f'(or the strings "True" and "False"), got {type_name(value)}.'
-        )
-    return value
-
-
-def _scope(argument: str, value: Any) -> str:
-    if value not in ("process", "model"):
-        raise ValueError(
-            f"ampatch.initialize({argument}={value!r}): expected "
-            f'"process" (cast every call) or "model" (only inside managed models).'
-            + did_you_mean(str(value), ("process", "model"))
-        )
-    return value
-
-
-def _model_type(argument: str, value: Any) -> torch.dtype | None:
+def _model_type(what: str, value: Any) -> torch.dtype | None:
     """A floating dtype; None for False, apex's word for a model that is left as it is."""
-    return None if value is False else float_dtype(argument, value)
+    return None if value is False else _float_dtype(what, value)
 
 
-def _optional_dtype(argument: str, value: Any) -> torch.dtype | None:
-    return None if value is None else float_dtype(argument, value)
+def _output_type(what: str, value: Any) -> torch.dtype | None:
+    return None if value is None else _float_dtype(what, value)
 
 
-_CHECKS = {
-    "enabled": _truth,
+def _positive(what: str, value: Any) -> float:
+    return positive_number(what, value, or_text=True)
+
+
+def _count(what: str, value: Any) -> int:
+    return whole_number(what, value, least=1)
+
+
+def _verbosity(what: str, value: Any) -> int:
+    return whole_number(what, value, least=0)
+
+
+def _scope(what: str, value: Any) -> str:
+    expected = '"process" (cast every call) or "model" (only inside managed models)'
+    return word(what, value, ("process", "model"), expected)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "enabled": truth_value,
     "cast_model_type": _model_type,
-    "patch_torch_functions": _truth,
-    "keep_batchnorm_fp32": _truth,
-    "master_weights": _truth,
+    "patch_torch_functions": truth_value,
+    "keep_batchnorm_fp32": truth_value,
+    "master_weights": truth_value,
     "loss_scale": loss_scale_value,
-    "cast_model_outputs": _optional_dtype,
-    "num_losses": _whole,
-    "verbosity": _whole,
+    "cast_model_outputs": _output_type,
+    "num_losses": _count,
+    "verbosity": _verbosity,
     "min_loss_scale": _positive,
     "max_loss_scale": _positive,
     "init_scale": _positive,
-    "growth_interval": _whole,
+    "growth_interval": _count,
     "growth_factor": _positive,
     "backoff_factor": _positive,
-    "max_consecutive_skips": _whole,
-    "allow_banned": _truth,
+    "max_consecutive_skips": _count,
+    "allow_banned": truth_value,
     "patch_scope": _scope,
 }
 
 
 def _check_together(properties: Properties, given: dict[str, Any]) -> None:
     """Refuse settings that are each fine but contradict each other."""
+    call = f"ampatch.initialize(opt_level={properties.opt_level!r}"
 
-    def refuse(argument: str, why: str) -> None:
-        raise ValueError(
-            f"ampatch.initialize(opt_level={properties.opt_level!r}, "
-            f"{argument}={given[argument]!r}): {why}"
-        )
+    def refuse(argument: str, why: str) -> NoReturn:
+        raise ValueError(f"{call}, {argument}={given[argument]!r}): {why}")
 
     if properties.patch_torch_functions:
         if properties.casts_model:
@@ -294,14 +277,4 @@ def _check_together(properties: Properties, given: dict[str, Any]) -> None:
                 "with patched functions the weights stay FP32 and are their "
                 'own masters. Leave it out, or use opt_level="O2".',
             )
-    if properties.min_loss_scale > properties.max_loss_scale:
-        argument = "min_loss_scale" if given.get("min_loss_scale") is not None else "max_loss_scale"
-        refuse(
-            argument,
-            f"min_loss_scale {properties.min_loss_scale:g} is above max_loss_scale "
-            f"{properties.max_loss_scale:g}. Expected min_loss_scale <= max_loss_scale.",
-        )
-    if properties.growth_factor <= 1.0:
-        refuse("growth_factor", "the scale must grow. Expected a number above 1.")
-    if properties.backoff_factor >= 1.0:
-        refuse("backoff_factor", "the scale must shrink on overflow. Expected a number below 1.")
+    properties.scale_settings.check_together(f"{call})")

@@ -26,13 +26,12 @@ from .trees import tensors_in
 def report(model: nn.Module | None = None) -> CastReport:
     """Count the casts that patched functions make, and the dtypes that modules take and give.
 
-    Functions are counted in the thread that calls this and in those begun later, until
-    `remove()`, the end of a `with` block or, for a model that was given,
-    `ampatch.deactivate()`; modules are those of `model`, or (None) all that run.  While it is on, Python's profiling hook slows
-    everything down; off, nothing is left in place.  Code that torch.compile has
-    compiled is not seen.
+    Functions are counted in all threads until `remove()`, the end of a `with` block or, for
+    a model that was given, `ampatch.deactivate()`; modules are those of `model`, or (None)
+    all that run.  While it is on, patched calls take longer; off, nothing is left in place.
+    Code that torch.compile has compiled is not seen.
 
-    Raises `TypeError` if `model` is no module, `AmpatchError` under another profiler.
+    Raises `TypeError` if `model` is no module.
     """
     check_model(model, "report")
     return CastReport(model)

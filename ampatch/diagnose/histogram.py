@@ -43,8 +43,12 @@ class Counts:
         mantissa, exponent = torch.frexp(sizes)
         bins = torch.bincount(exponent - (mantissa == 0.5).int() - _LOWEST, minlength=_BINS)
         kinds = torch.stack(
-            [finite.numel() - (finite > 0).sum(), (~is_finite).sum()]
-            + [*_in_float16(sizes)[:2], *_in_float16(sizes * scale)]
+            [
+                finite.numel() - (finite > 0).sum(),
+                (~is_finite).sum(),
+                *_in_float16(sizes)[:2],
+                *_in_float16(sizes * scale),
+            ]
         )
         largest = sizes.max() if sizes.numel() else sizes.new_zeros(())
         if self._bins is None:

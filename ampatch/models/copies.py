@@ -103,7 +103,9 @@ class ModelCopies:
         """Pickle takes a plain copy; `copy.copy`, which asks here too, shares weights and hooks."""
         model = self._model
         make, args, state, *rest = type(model).__reduce_ex__(model, protocol)
-        if rest and any(rest) or not isinstance(state, dict):  # a class that pickles in its own way
+        if (rest and any(rest)) or not isinstance(
+            state, dict
+        ):  # a class that pickles in its own way
             return _kept(self.plain_view()).__reduce_ex__(protocol)
         shared = {name: value for name, value in state.items() if name not in _OWN_METHODS}
         return make, args, SharedState(shared, self._plain_state(protocol))

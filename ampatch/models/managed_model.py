@@ -10,7 +10,7 @@ as the model is, for as long as the session is open.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch

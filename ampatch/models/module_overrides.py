@@ -1,14 +1,12 @@
-"""`overrides={"decoder.*": "float", nn.Softmax: "float", torch.bmm: "half"}`.
+"""Which submodules run in another precision than their model, and the hooks that cast for them.
 
-Modules are named by a glob over their path or by their class, functions by
-themselves.  The most specific wins: of several rules for a module, the last
-one given.
+Of several rules in `overrides` that name a module the last one given wins.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +14,11 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.handlers import is_mode_on, unseen
-from ..casting.install import Installation
 from ..casting.policy import CastState, Policy
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..errors import did_you_mean, type_name
+from ..config.overrides import ModuleKey
 from .conversion import caster, has_statistics, is_instance_norm, map_tensors
 from .hooks import Hook
-
-PRECISIONS = ("float", "half")
 
 
 class ModuleOverride:
@@ -67,40 +62,7 @@ class ModuleOverride:
         return None if self._cast_out is None else map_tensors(output, self._cast_out)
 
 
-def split(overrides: Any) -> tuple[list[tuple[Any, str]], dict[Callable, str]]:
-    """`(rules for modules, rules for functions)`, checked.
-
-    Raises `TypeError` or `ValueError` for a key or a precision that means nothing.
-    """
-    if overrides is None:
-        return [], {}
-    if not isinstance(overrides, Mapping):
-        raise TypeError(
-            f"ampatch.initialize(overrides={overrides!r}): expected a dict such as "
-            f'{{"decoder.*": "float"}}, got {type_name(overrides)}.'
-        )
-    modules: list[tuple[Any, str]] = []
-    functions: dict[Callable, str] = {}
-    for key, precision in overrides.items():
-        if precision not in PRECISIONS:
-            raise ValueError(
-                f"ampatch.initialize(overrides={{{key!r}: {precision!r}}}): expected "
-                f'"float" or "half".' + did_you_mean(str(precision), PRECISIONS)
-            )
-        if isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module)):
-            modules.append((key, precision))
-        elif callable(key) and not isinstance(key, (type, nn.Module)):
-            functions[key] = precision
-        else:
-            raise TypeError(
-                f"ampatch.initialize(overrides={{{key!r}: ...}}): expected a module "
-                f"path (globs allowed), a Module class or a function, got "
-                f"{type_name(key)}."
-            )
-    return modules, functions
-
-
-def matching(model: nn.Module, rules: list[tuple[Any, str]]) -> dict[nn.Module, str]:
+def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Module, str]:
     """The precision of each submodule that a rule names."""
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
@@ -113,21 +75,8 @@ def matching(model: nn.Module, rules: list[tuple[Any, str]]) -> dict[nn.Module, 
     return found
 
 
-def check_all_used(rules: list[tuple[Any, str]], models: list[nn.Module]) -> None:
-    """Raise `ValueError` for a rule that names no submodule of any model."""
-    names = [name for model in models for name, _ in model.named_modules() if name]
-    for key, precision in rules:
-        if not any(matching(model, [(key, precision)]) for model in models):
-            shown = key if isinstance(key, str) else key.__name__
-            raise ValueError(
-                f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no "
-                f"submodule matches {shown!r}. Expected a path such as those of "
-                f"model.named_modules()." + did_you_mean(str(shown), names)
-            )
-
-
 def precisions(
-    model: nn.Module, rules: list[tuple[Any, str]], properties: Properties
+    model: nn.Module, rules: list[tuple[ModuleKey, str]], properties: Properties
 ) -> dict[nn.Module, str]:
     """The precision of each submodule that runs in another than its model.
 
@@ -155,15 +104,3 @@ def stays_float(properties: Properties, found: dict[nn.Module, str]) -> Callable
     return lambda module: (
         module in floats or (keep and has_statistics(module) and module not in halves)
     )
-
-
-def check_functions(functions: dict[Callable, str], installation: Installation) -> None:
-    """Raise `ValueError` for functions in `overrides` that could not be patched."""
-    for function, precision in functions.items():
-        if not installation.can_patch(installation.original(function)):
-            raise ValueError(
-                f"ampatch.initialize(overrides={{{function!r}: {precision!r}}}): this function is "
-                "not found in torch, torch.nn.functional, torch.linalg, torch.special or on "
-                "torch.Tensor. For functions of your own use "
-                "ampatch.register_float_function or register_half_function."
-            )

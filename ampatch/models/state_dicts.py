@@ -65,9 +65,9 @@ class Checkpoints:
         state_dict, prefix, given = self._loading.pop(id(module), ({}, "", {}))
         for name, tensor in _own_tensors(module):
             loaded = state_dict.get(prefix + name)
-            if isinstance(loaded, Tensor) and loaded is not given.get(name):
-                if loaded.shape == tensor.shape:
-                    self._load(tensor, loaded)
+            is_changed = isinstance(loaded, Tensor) and loaded is not given.get(name)
+            if is_changed and loaded.shape == tensor.shape:
+                self._load(tensor, loaded)
 
 
 def _is_same_memory(saved: Any, tensor: Tensor) -> bool:

@@ -18,9 +18,9 @@ def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
     """
     if len(grads) == 1 and type(grads[0]) is Tensor and not grads[0].is_sparse:  # a whole buffer
         return [(grads[0].device, grads)]
-    if grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads)):
-        if len(set(map(type, grads))) == 1:  # the usual case, without a look at each
-            return [(grads[0].device, grads)]
+    is_dense_cpu = grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads))
+    if is_dense_cpu and len(set(map(type, grads))) == 1:  # the usual case, without a look at each
+        return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}
     for grad in map(values, grads):
         groups.setdefault((grad.device, type(grad)), []).append(grad)

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
 from ..log import logger
 from ..torch_private import foreach
 from .gradient_lists import alike
-from .scale_settings import LARGEST, SETTINGS, SMALLEST, ScaleSettings, checked_entry
 from .scale_value import Flag, either, numbers_on
+from .scaler_entries import checked_entry
 
 _REMEMBERED = 128  # blocks whose scale can still be told
 
@@ -35,7 +36,7 @@ class StaticScaler:
     settings = None
 
     def __init__(self, value: float = 1.0) -> None:
-        self._value = _invertible(value)
+        self._value = invertible(value)
         self.generation = 0
 
     @property
@@ -78,7 +79,7 @@ class StaticScaler:
 
     def set(self, value: float) -> None:
         """Another scale from now on.  Raises `ValueError` if FP32 cannot hold or invert it."""
-        self._value = _invertible(value)
+        self._value = invertible(value)
         self.generation += 1
 
     def history(self) -> list[float]:
@@ -251,16 +252,6 @@ class DynamicScaler:
     def _last_count(self) -> int:
         """The highest count of clean steps; torch's kernel would never meet one beyond it."""
         return min(self.settings.growth_interval - 1, 2**31 - 1)
-
-
-def _invertible(value: float) -> float:
-    number = float(value)
-    if not SMALLEST <= number <= LARGEST:
-        raise ValueError(
-            f"loss_scale={value!r}: expected, for a static scale, a positive finite number from "
-            f"{SMALLEST:g} to {LARGEST:g}, which FP32 can invert."
-        )
-    return number
 
 
 Scaler = StaticScaler | DynamicScaler

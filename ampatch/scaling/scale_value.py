@@ -15,9 +15,9 @@ import struct
 import torch
 from torch import Tensor
 
+from ..config.scale_settings import ScaleSettings
 from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
 from .gradient_lists import alike
-from .scale_settings import ScaleSettings
 
 Flag = Tensor | bool
 

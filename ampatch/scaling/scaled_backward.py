@@ -28,16 +28,16 @@ class ScaledBackward:
     """
 
     __slots__ = (
+        "_delay_check",
+        "_delay_unscale",
+        "_done",
         "_loss",
         "_optimizers",
-        "_sharing",
         "_outsiders",
-        "_scaler",
-        "_scale",
         "_pending",
-        "_delay_unscale",
-        "_delay_check",
-        "_done",
+        "_scale",
+        "_scaler",
+        "_sharing",
         "_together",
     )
 

@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..casting.policy import CastState
-from ..config.opt_levels import NULLABLE, Properties, resolve
+from ..config.opt_levels import NULLABLE, Properties, properties_for
 from ..errors import TakingOut
 from ..interop import dynamo_skip, fx_jit
-from ..log import logger
 from ..models import float_copies, module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling import gradient_state, master_weights
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.masters import comparison, pairs, writes
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scale_settings import SETTINGS
 from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
 from ..scaling.skip_report import SkipReports
@@ -271,7 +269,7 @@ class Session(CastingMembers):
             for field in dataclasses.fields(self.properties)
             if field.name not in ("opt_level", *NULLABLE) or field.name == "min_loss_scale"
         }
-        properties = resolve(opt_level, **kept)
+        properties = properties_for(opt_level, **kept)
         others = [managed for managed in self.models() if managed.model is not model]
         if others and properties.dtype is not self.properties.dtype:
             raise ValueError(
@@ -324,8 +322,7 @@ class Session(CastingMembers):
 
 
 def _scaler(properties: Properties) -> Any:
-    limits = {name: getattr(properties, name) for name in SETTINGS}
-    return make_scaler(properties.loss_scale, **limits)
+    return make_scaler(properties.loss_scale, **dataclasses.asdict(properties.scale_settings))
 
 
 def cast_state() -> CastState:

@@ -57,9 +57,21 @@ from ampatch.sweep.runner import Runner
 from ampatch.sweep.summary import seeds_matter, summarize
 
 __all__ = [
-    "LEVELS", "DTYPES", "Case", "Planned", "Results", "Row", "Run", "Sweep", "SweepError",
-    "cases", "read_results", "read_runs", "sweep", "write_report",
-]  # fmt: skip
+    "DTYPES",
+    "LEVELS",
+    "Case",
+    "Planned",
+    "Results",
+    "Row",
+    "Run",
+    "Sweep",
+    "SweepError",
+    "cases",
+    "read_results",
+    "read_runs",
+    "sweep",
+    "write_report",
+]
 
 
 class SweepError(AmpatchError):

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
 from ampatch.config.environment import Asked
-from ampatch.config.opt_levels import resolve
+from ampatch.config.opt_levels import properties_for
 from ampatch.sweep.recorder import Recorder
 
 
@@ -45,4 +45,4 @@ def watch(recorder: Recorder, asked: Asked) -> None:
         recorder.on_engine("O0", {"dtype": "torch.float32"})
     else:
         ampatch.observe(_Steps(recorder))
-        recorder.on_initialize(resolve(asked.opt_level, asked.dtype))
+        recorder.on_initialize(properties_for(asked.opt_level, asked.dtype))

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ampatch.config.opt_levels import resolve
+from ampatch.config.opt_levels import LEVELS, properties_for
 from ampatch.errors import did_you_mean
 from ampatch.sweep.record import Case, Planned
 
-LEVELS = ("O0", "O1", "O2", "O3")
 WITHOUT_AMP = ("O0", "O1")  # what can be had without a line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
@@ -148,7 +147,7 @@ def _check_settings(text: str, level: str, dtype: str | None, settings: dict[str
     """Have `initialize`'s own rules look at them, before anything runs."""
     given = {name: value for name, value in settings.items() if name != "overrides"}
     try:
-        resolve(level, dtype or torch.float16, **given)
+        properties_for(level, dtype or torch.float16, **given)
     except KeyError as error:
         [name] = error.args
         raise ValueError(f"--with {text!r}: initialize has no setting {name!r}.") from None

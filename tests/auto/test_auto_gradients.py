@@ -182,7 +182,7 @@ def test_hooks_see_true_gradients(asked):
 def test_a_hook_that_writes_in_place():
     def loop():
         w = nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([w], lr=0.1)
+        _optimizer = torch.optim.SGD([w], lr=0.1)
 
         def halve(grad):
             grad.mul_(0.5)

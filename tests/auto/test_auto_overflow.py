@@ -78,7 +78,7 @@ def test_gradients_thrown_away_take_their_overflow_with_them(zero):
 def test_a_failed_pass_leaves_earlier_gradients():
     begin()
     model, x = net(), torch.ones(2, 4, requires_grad=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x).sum().backward()
     before = [*grads(model), x.grad.clone()]
     out = model(x)
@@ -97,7 +97,7 @@ def test_a_failed_pass_leaves_earlier_gradients():
 def test_grad_mode_is_no_matter():
     def loop():
         model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss = model(torch.ones(2, 4)).sum()
         with torch.no_grad():
             loss.backward()
@@ -109,7 +109,7 @@ def test_grad_mode_is_no_matter():
 def test_errors_are_pytorchs():
     begin()
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for wrong in (torch.ones(2, requires_grad=True) * 1, torch.ones(())):
         with pytest.raises(RuntimeError, match="grad can be implicitly created|does not require"):
             wrong.backward()
@@ -120,7 +120,7 @@ def test_float16_without_a_scale_would_lose_what_is_kept():
 
     def loop():
         model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         (model(torch.ones(2, 4)).float().sum() * 1e-8).backward()
         return grads(model)
 

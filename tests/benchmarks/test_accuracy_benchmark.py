@@ -1,19 +1,20 @@
 """benchmarks/accuracy.py counts, compares and writes what happened."""
 
+# ruff: noqa: E402 - the benchmarks are put on the path first
+
 from __future__ import annotations
 
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from repository import BENCHMARKS, DOCS
 
 pytest.importorskip("sklearn")
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(BENCHMARKS))
 
 import accuracy
 import accuracy_page
@@ -139,7 +140,7 @@ def test_wrong_arguments_end_before_the_first_run(arguments, said, monkeypatch, 
 
 def test_the_page_in_docs_is_what_the_benchmark_writes():
     """The words are; the figures are those of the day."""
-    written = (ROOT / "docs" / "accuracy.md").read_text()
+    written = (DOCS / "accuracy.md").read_text()
     for paragraph in accuracy_page.PAGE.split("\n\n"):
         if "{" not in paragraph:
             assert paragraph.strip() in written

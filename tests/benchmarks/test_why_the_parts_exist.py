@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from repository import BENCHMARKS
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(BENCHMARKS))
 
 import why_the_parts_exist as parts
 

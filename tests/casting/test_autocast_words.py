@@ -231,7 +231,7 @@ def test_torch_itself_is_told_the_truth():
 
 
 class Multiply(torch.autograd.Function):
-    seen: list = []  # noqa: RUF012
+    seen: list = []
 
     @classmethod
     def note(cls, *tensors):

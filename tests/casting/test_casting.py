@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from autocast_oracle import NoAnswer, autocast_dtypes, dtypes, on_fake_cuda, to
-from op_samples import sample
+from op_samples import NO_CPU_KERNEL, NO_ORACLE, call, sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,11 +23,6 @@ PLACES = [
     if not row.native and has(row.where, name)
 ]
 PLACE_IDS = [f"{where}.{name}" for where, name, _ in PLACES]
-NO_CPU_KERNEL = {
-    "cudnn_convolution",
-    "cudnn_convolution_transpose",
-    "_scaled_dot_product_flash_attention",
-}
 FLOATS = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE, Rule.FLOAT_UNLESS_SAME_SIZE}
 PROMOTES = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
 
@@ -36,10 +31,6 @@ PROMOTES = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
 def o1(half):
     """Casting in force for the whole process."""
     ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
-
-
-def call(where: str, name: str, args: tuple, kwargs: dict) -> Any:
-    return getattr(resolve(where), name)(*args, **kwargs)
 
 
 def expected_dtypes(where: str, name: str, rule: Rule, given: torch.dtype, half) -> list | None:
@@ -52,15 +43,6 @@ def expected_dtypes(where: str, name: str, rule: Rule, given: torch.dtype, half)
     except NoAnswer:
         return None
 
-
-NO_ORACLE = NO_CPU_KERNEL - {"_scaled_dot_product_flash_attention"} | {
-    "gru",
-    "gru_cell",
-    "cov",
-    "corrcoef",
-    "grid_sampler",
-}
-"""Functions whose CUDA version a CPU build cannot imitate; they must follow the rule's word."""
 
 GIVEN = (torch.float32, torch.float16, torch.bfloat16)
 

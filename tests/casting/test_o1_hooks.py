@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function, Variable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

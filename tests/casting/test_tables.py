@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import DATA
 
 from ampatch.casting import tables
 from ampatch.casting.tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Rule
@@ -99,7 +100,7 @@ def test_tables_load_without_torch():
 
 
 def test_every_function_stands_where_autocast_acts():
-    text = (Path(__file__).parent / "data" / "ops_places.json").read_text(encoding="utf-8")
+    text = (DATA / "ops_places.json").read_text(encoding="utf-8")
     expected = {
         (where, name): Rule(rule)
         for where, rules in json.loads(text).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 
@@ -16,7 +17,9 @@ H = torch.bfloat16
 
 def network(*widths):
     torch.manual_seed(0)
-    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
+    layers = [
+        layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())
+    ]
     return nn.Sequential(*layers[:-1])
 
 
@@ -119,7 +122,7 @@ def test_threads_that_meet_at_the_first_forwards():
                     for _ in range(6):
                         with torch.no_grad():
                             model(torch.ones(1, 4))
-                except Exception as error:  # noqa: BLE001: shown below
+                except Exception as error:  # shown below
                     errors.append(error)
 
             threads = [threading.Thread(target=run) for _ in range(8)]

@@ -77,7 +77,7 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
     table, _, verdicts = done.stdout.partition("\n\n")
-    head, line, first, second, *notes = table.splitlines()
+    head, _line, first, second, *notes = table.splitlines()
     assert head.split() == [
         "level",
         "dtype",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from autocast_oracle import DRIVERLESS, cuda_autocast, dtypes, on_fake_cuda
-from op_samples import sample
-from test_casting import NO_CPU_KERNEL, NO_ORACLE, call
+from op_samples import NO_CPU_KERNEL, NO_ORACLE, call, sample
+from repository import DATA
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -49,6 +49,10 @@ def test_the_document_is_fresh(capsys):
     """To make it: ampatch tables --format markdown > docs/op_tables.md"""
     assert main.main(["tables", "--format", "markdown"]) == 0
     assert capsys.readouterr().out == (ROOT / "docs" / "op_tables.md").read_text(encoding="utf-8")
+
+
+def test_every_rule_has_a_legend():
+    assert set(content.RULES) == set(Rule)
 
 
 def test_the_document_does_not_depend_on_the_torch_at_hand(monkeypatch, capsys):
@@ -208,7 +212,7 @@ def test_native_rows_are_none_of_autocasts():
 
 def test_apex_differs_as_its_lists_say():
     """By aten's names, of which one can have many of ours; null: in none of apex's tables."""
-    facts = json.loads((Path(__file__).parent / "data" / "apex_policies.json").read_text())
+    facts = json.loads((DATA / "apex_policies.json").read_text())
     words = {rule.value: rule for rule in Rule}
     said = {name: rule for rule, names in differences.APEX.items() for name in names.split()}
     differ = {

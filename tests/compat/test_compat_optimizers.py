@@ -116,8 +116,9 @@ def test_an_overflow_is_skipped_where_torchs_fused_kernel_does_not_look(
 def test_hooks_of_a_step_run_once_and_closures_too():
     from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
 
+    seen = []
     for kind in (FusedAdam, FusedSGD, FusedAdagrad, FusedLAMB):
-        seen = []
+        seen.clear()
         optimizer = kind(parameters(), lr=0.1)
         optimizer.register_step_pre_hook(lambda *args: seen.append("before"))
         optimizer.register_step_post_hook(lambda *args: seen.append("after"))

@@ -1,4 +1,4 @@
-"""Legacy scripts, in tests/scripts, run unedited by `ampatch run`, each in a process of its own.
+"""Legacy scripts, in tests/compat/scripts, run unedited by `ampatch run`, each in a process of its own.
 
 Every script prints one line of JSON at its end: its losses, the dtypes that a
 layer gave, and what its idiom is about.
@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from repository import ROOT, TESTS
 
-SCRIPTS = Path(__file__).parent / "scripts"
-ROOT = str(Path(__file__).parent.parent)
+SCRIPTS = TESTS / "compat" / "scripts"
 
 RUNS = {
     "imagenet_resume": ("imagenet_resume.py", [], {}),
@@ -40,7 +40,7 @@ RUNS = {
 def ampatch_run(folder: Path, script: str, arguments: list[str], environment: dict) -> dict:
     """What `ampatch run SCRIPT` printed last."""
     folder.mkdir()
-    paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "ampatch", "run", str(SCRIPTS / script), *arguments],
         cwd=folder,

@@ -153,7 +153,7 @@ def test_uninstall_forgets_the_edits():
     from apex import amp
 
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
-    model, _ = start()
+    _model, _ = start()
     compat.uninstall()
     assert functions.softmax(HALF, -1).dtype is torch.float32
     compat.install()
@@ -354,7 +354,7 @@ def test_private_modules():
     assert mapped["a"][0].dtype is mapped["a"][1][0].dtype is torch.float16
     assert mapped["a"][1][1] == 3
     with pytest.raises(ImportError, match="loss_scalers"):
-        import apex.amp.scaler  # noqa: F401
+        import apex.amp.scaler
 
 
 def test_every_missing_part_names_a_replacement():

@@ -13,7 +13,6 @@ from torch import nn
 
 import ampatch
 from ampatch.diagnose import advice, doctor
-from ampatch.errors import AmpatchError
 
 HALF = torch.bfloat16
 
@@ -143,8 +142,12 @@ def test_a_bounce_is_found_also_through_a_view():
 
 @pytest.mark.parametrize(
     "level, takes, gives",
-    [("O0", torch.float32, torch.float32), ("O1", torch.float32, HALF), ("O2", HALF, HALF)]
-    + [("O3", HALF, HALF)],
+    [
+        ("O0", torch.float32, torch.float32),
+        ("O1", torch.float32, HALF),
+        ("O2", HALF, HALF),
+        ("O3", HALF, HALF),
+    ],
 )
 def test_dtypes_of_modules(level, takes, gives):
     model = initialized(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), level)
@@ -229,11 +232,7 @@ def test_off_nothing_is_left(monkeypatch):
     linear, forward = F.linear, model.forward
     found = ampatch.report(model)
     assert F.linear is linear
-    assert sys.getprofile() is not None
-    with pytest.raises(AmpatchError, match="another profiler"):
-        ampatch.report(model)
     ampatch.deactivate()
-    assert sys.getprofile() is None and threading.getprofile() is None
     assert model.forward == forward and not nn.modules.module._global_forward_hooks
     found.remove()
     model(torch.ones(1, 2))
@@ -253,14 +252,49 @@ def test_an_exception_in_a_call_does_not_shift_the_counts():
     assert found.functions["torch.exp"].casts == 1
 
 
-def test_threads_that_begin_later_are_counted():
+def test_threads_that_begin_earlier_and_later_are_counted():
     initialized(nn.Linear(1, 1))
-    x = torch.ones(2, 2)
+    x, may_go_on = torch.ones(2, 2), threading.Event()
+
+    def multiply():
+        may_go_on.wait()
+        torch.mm(x, x)
+
+    earlier = threading.Thread(target=multiply)
+    earlier.start()
     with ampatch.report() as found:
-        thread = threading.Thread(target=lambda: torch.mm(x, x))
-        thread.start()
-        thread.join()
-    assert found.functions["torch.mm"].casts == 2
+        later = threading.Thread(target=multiply)
+        later.start()
+        may_go_on.set()
+        earlier.join()
+        later.join()
+    assert (found.functions["torch.mm"].calls, found.functions["torch.mm"].casts) == (2, 4)
+
+
+def test_two_reports_beside_a_profiler_see_the_same():
+    model, x = initialized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))), torch.ones(2, 4)
+    seen = []
+    sys.setprofile(lambda frame, event, arg: seen.append(event))
+    try:
+        with ampatch.report(model) as first, ampatch.report() as second:
+            model(x)
+    finally:
+        sys.setprofile(None)
+    assert first.functions == second.functions and first.batches == second.batches
+    assert "call" in seen
+    before = str(first.functions)
+    model(x)
+    assert str(first.functions) == before
+
+
+def test_a_result_that_goes_back_to_half_is_a_cast_and_no_bounce():
+    """At O2 a function that overrides send to FP32 returns the dtype that it was given."""
+    model = initialized(nn.Linear(4, 4), "O2", overrides={F.linear: "float"})
+    with ampatch.report(model) as found:
+        model(torch.ones(2, 4))
+    calls = found.functions["torch.nn.functional.linear"]
+    assert (calls.calls, calls.casts, calls.to) == (1, 4, {torch.float32: 3, HALF: 1})
+    assert not found.bounces
 
 
 def test_results_are_the_same_with_it():

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 CLIENTS = ROOT / "clients"
 NAMES = sorted(path.stem.removeprefix("test_") for path in CLIENTS.glob("test_*.py"))
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from repository import DOCS
 from torch import nn
 
 import ampatch
 from ampatch.compat import apex as compat
 
-GUIDE = Path(__file__).parent.parent / "docs" / "from_apex.md"
+GUIDE = DOCS / "from_apex.md"
 PATTERN = re.compile(
     r"^### (\d)\. .*?^Before:\n\n```python\n(.*?)^```.*?^After:\n\n```python\n(.*?)^```",
     re.DOTALL | re.MULTILINE,
@@ -109,7 +110,7 @@ def test_the_other_snippets():
         for code in re.findall(
             r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE
         )
-        if code not in sum(PATTERNS.values(), [])
+        if code not in itertools.chain(*PATTERNS.values())
     ]
     scope: dict = {}
     exec(install, scope)

@@ -3,14 +3,12 @@
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from repository import EXAMPLES
 
 from ampatch.sweep import DTYPES, sweep
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run_everywhere(example, arguments, out):

@@ -24,7 +24,10 @@ def asked(request):
     return Asked(loss_scale=SCALE if request.param == "static" else None)
 
 
-def begin(asked=Asked(loss_scale=SCALE)):
+AT_SCALE = Asked(loss_scale=SCALE)
+
+
+def begin(asked=AT_SCALE):
     """`--auto`, at a scale of `SCALE` in any case."""
     session = auto.start(asked)
     session.scalers[0].set(SCALE)
@@ -35,7 +38,7 @@ def end():
     ampatch.deactivate()
 
 
-def both(loop, asked=Asked(loss_scale=SCALE)):
+def both(loop, asked=AT_SCALE):
     """What `loop()` gives in FP32 and under `--auto`, from the same seed."""
     torch.manual_seed(0)
     expected = loop()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from repository import BENCHMARKS
 
 
 def load(name):

@@ -11,7 +11,30 @@ from typing import Any
 
 import torch
 
+from ampatch.casting.install import resolve
+
 Sample = tuple[tuple, dict]
+
+NO_CPU_KERNEL = {
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "_scaled_dot_product_flash_attention",
+}
+"""Functions that no CPU build runs."""
+
+NO_ORACLE = NO_CPU_KERNEL - {"_scaled_dot_product_flash_attention"} | {
+    "gru",
+    "gru_cell",
+    "cov",
+    "corrcoef",
+    "grid_sampler",
+}
+"""Functions whose CUDA version a CPU build cannot imitate; they must follow the rule's word."""
+
+
+def call(where: str, name: str, args: tuple, kwargs: dict) -> Any:
+    """The function of that name, as it is now, called."""
+    return getattr(resolve(where), name)(*args, **kwargs)
 
 
 def r(*shape: int) -> torch.Tensor:

@@ -8,12 +8,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-ROOT = str(Path(__file__).parent.parent)
+from repository import ROOT
 
 
 def environment(**variables: str) -> dict[str, str]:
     """Ours, with ampatch found from any directory and nothing of ampatch set but `variables`."""
-    paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {name: value for name, value in os.environ.items() if not name.startswith("AMPATCH_")}
     return {**ours, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "160", **variables}
 

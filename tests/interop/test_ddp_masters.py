@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from test_distributed import backward, build
+from ddp_training import backward, build
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp

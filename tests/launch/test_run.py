@@ -284,7 +284,7 @@ def test_variables_count_without_the_command(monkeypatch):
 
 
 def test_an_empty_variable_counts_as_not_set():
-    assert variables.read({name: " " for name in variables.VARIABLES}) == variables.Asked()
+    assert variables.read(dict.fromkeys(variables.VARIABLES, " ")) == variables.Asked()
 
 
 @pytest.mark.parametrize(

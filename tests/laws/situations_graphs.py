@@ -86,7 +86,7 @@ def a_scripted_loss(amp):
 def gradients_asked_for_with_autograd_grad(amp):
     model, optimizer = amp.start(Block())
     for x, y in batches(3):
-        names, params = zip(*model.named_parameters())
+        _names, params = zip(*model.named_parameters())
         amp.record(*torch.autograd.grad(mse(model(x), y), params))
         amp.step(mse(model(x), y), optimizer)
 
@@ -125,7 +125,7 @@ def ten_forwards_before_one_backward(amp):
 def a_graph_that_outlives_a_step(amp):
     """The gradient of an earlier forward, taken after the weights have moved on."""
     model, optimizer = amp.start(mlp()[:1], partial(torch.optim.SGD, lr=0.1))
-    (x, y), (u, v) = batches(2)
+    (x, _y), (u, v) = batches(2)
     kept = model(x).float().sum()
     amp.step(mse(model(u)[:, :2], v), optimizer)
     optimizer.zero_grad()
@@ -319,7 +319,7 @@ def a_hook_added_after_the_forward_changes_the_gradient(amp):
 @situation("O1")
 def a_step_in_backward(amp):
     """An optimizer for each weight, called by its accumulator; no scaler can know of it."""
-    model, optimizer = amp.start(mlp(), loss_scale=1.0)
+    model, _optimizer = amp.start(mlp(), loss_scale=1.0)
     single = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def step(param):

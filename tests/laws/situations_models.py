@@ -194,19 +194,19 @@ def submodules_called_from_outside(amp):
 
 @situation("O2 O3", letter="u", refuses="initialize")
 def float_after_initialize(amp):
-    model, optimizer = amp.start(mlp())
+    model, _optimizer = amp.start(mlp())
     model.float()
 
 
 @situation("O2 O3", letter="u", refuses="initialize")
 def to_a_dtype_after_initialize(amp):
-    model, optimizer = amp.start(mlp())
+    model, _optimizer = amp.start(mlp())
     model.to(torch.float32)
 
 
 @situation("O2 O3", letter="u", refuses="initialize")
 def double_after_initialize(amp):
-    model, optimizer = amp.start(mlp())
+    model, _optimizer = amp.start(mlp())
     model.double()
 
 
@@ -256,7 +256,7 @@ def the_state_dict_after_initialize_is_the_one_before(amp):
     if amp.level != "O3":
         kept += [name for name, _ in net.named_parameters()]
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    model, optimizer = amp.start(net)
+    model, _optimizer = amp.start(net)
     amp.record(*[(before if amp.by_hand else model.state_dict())[name] for name in kept])
     with torch.no_grad():
         net[1].weight.add_(1)

@@ -210,7 +210,7 @@ class Mezo(torch.optim.SGD):
 def zeroth_order_steps(amp):
     model, optimizer = amp.start(mlp(), Mezo)
     for x, y in batches(4):
-        amp.record(optimizer.step(lambda: mse(model(x), y)))
+        amp.record(optimizer.step(lambda x=x, y=y: mse(model(x), y)))
 
 
 class Lookahead:
@@ -341,7 +341,7 @@ def an_exception_in_a_closure(amp):
     for number, (x, y) in enumerate(batches(4)):
         ordinary = closure_of(amp, model, optimizer, x, y)
 
-        def closure():
+        def closure(ordinary=ordinary, number=number):
             loss = ordinary()
             if number == 1:
                 raise ZeroDivisionError

@@ -218,7 +218,7 @@ class NonNegative(nn.Module):
 def clamp_by_data_within_the_forward(amp):
     """Autocast's own cache is stale here: 0.16 away from FP32."""
     model, optimizer = amp.start(NonNegative())
-    for x, y in batches(4):
+    for x, _ in batches(4):
         with torch.no_grad():
             amp.record(model(x))
     plain_loop(amp, model, optimizer)

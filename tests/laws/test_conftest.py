@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from conftest import changes, snapshot
+from torch_snapshot import changes, snapshot
 
 
 def test_it_sees_a_replaced_function():

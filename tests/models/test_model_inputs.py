@@ -170,10 +170,8 @@ def test_inputs_that_half_cannot_hold_count(kind, level, by, half, caplog):
     if by == "later":
         model(x, torch.zeros(5, 3))
     for _ in range(2):
-        if by == "keyword":
-            found = model(x, big=big, scale=scale)
-        else:
-            found = model(x, big, scale)
+        args, kwargs = ((), {"big": big, "scale": scale}) if by == "keyword" else ((big, scale), {})
+        found = model(x, *args, **kwargs)
         torch.testing.assert_close(found, plain(x, big, scale), rtol=0.05, atol=0.05)
     said = [record.getMessage() for record in caplog.records if "cannot" in record.getMessage()]
     assert len(said) == 1 and "Normalized" in said[0] and "(5, 3)" in said[0]

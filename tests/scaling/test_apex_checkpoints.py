@@ -191,7 +191,7 @@ def test_masters_that_do_not_fit_are_refused_and_nothing_changes(trained, wrong)
 
 
 def test_the_method_keeps_its_signature_and_is_given_back():
-    model, optimizer = resume("O2")
+    _model, optimizer = resume("O2")
     optimizer.load_state_dict(state_dict=optimizer.state_dict())
     ampatch.deactivate()
     assert "load_state_dict" not in vars(optimizer)

@@ -174,7 +174,7 @@ def test_an_overflow_in_any_evaluation_puts_all_back(level, search, faulty):
     assert ampatch.step_was_skipped(optimizer) and ampatch.step_counts(optimizer) == (1, 1, 1)
     assert ampatch.loss_scale() == 512.0
     if level == "O2":
-        halves = [param for param in model.parameters()]
+        halves = list(model.parameters())
         masters = list(ampatch.master_params(optimizer))
         assert all(torch.equal(h, m.to(h.dtype)) for h, m in zip(halves, masters, strict=True))
     last = [optimizer.step(closure_of(model, optimizer, batch=batch)) for _ in range(3)][-1]

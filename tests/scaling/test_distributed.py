@@ -6,42 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from ddp_training import backward, batch, build, everything
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-
-
-def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    data = torch.Generator().manual_seed(number)
-    return torch.randn(8, 6, generator=data), torch.randint(0, 3, (8,), generator=data)
-
-
-def backward(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | list,
-    number: int,
-    poison: bool = False,
-    weight: float = 1.0,
-) -> None:
-    inputs, targets = batch(number)
-    loss = F.cross_entropy(model(inputs), targets) * weight
-    with amp.scale_loss(loss * (float("inf") if poison else 1.0), optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Weights as the model has them, and what the optimizer updates."""
-    values = [*model.parameters(), *amp.master_params(optimizer)]
-    return [value.detach().float().clone() for value in values]
 
 
 def train_under_ddp(rank: int, level: str) -> dict:

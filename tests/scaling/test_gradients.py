@@ -139,7 +139,7 @@ def test_clip_grad_value(opt_level):
 
 
 def test_names_bound_early_are_given_back():
-    model, optimizer = start("O2")
+    _model, _optimizer = start("O2")
     assert clip_bound_early is not UNPATCHED[0]
     ampatch.deactivate()
     assert (clip_bound_early, torch.nn.utils.clip_grad_norm_) == UNPATCHED

@@ -347,7 +347,7 @@ def test_a_plain_pass_shows_in_the_groups_when_it_ends(scaled_before):
 
 @pytest.mark.parametrize("forwards_first", [False, True])
 def test_passes_without_a_forward_between_them_add_up_in_float32(forwards_first):
-    model, optimizer = start(BF16)
+    model, _optimizer = start(BF16)
     inputs, _ = data(1)
     if forwards_first:
         for loss in [model(inputs).mean() / 512 for _ in range(512)]:
@@ -356,6 +356,6 @@ def test_passes_without_a_forward_between_them_add_up_in_float32(forwards_first)
         loss = model(inputs).mean() / 512
         for _ in range(512):
             loss.backward(retain_graph=True)
-    whole, other = start(BF16)
+    whole, _other = start(BF16)
     whole(inputs).mean().backward()
     close([p.grad for p in model.parameters()], [p.grad for p in whole.parameters()])

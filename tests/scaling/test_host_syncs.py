@@ -208,7 +208,7 @@ def test_fused_sgd_whose_first_step_overflows_has_no_garbage_for_momentum(level,
         ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
         for factor in factors:
             ampatch.set_loss_scale(256.0)
-            junk = [torch.full(p.shape, 1e30) for p in model.parameters()]  # noqa: F841
+            junk = [torch.full(p.shape, 1e30) for p in model.parameters()]
             del junk  # what uninitialized memory is likely to hold next
             with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer) as scaled:
                 scaled.backward()

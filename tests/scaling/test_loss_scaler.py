@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch.config.scale_settings import ScaleSettings
 from ampatch.scaling import scale_value
 from ampatch.scaling.loss_scaler import DynamicScaler, StaticScaler
-from ampatch.scaling.scale_settings import ScaleSettings
 from ampatch.scaling.scale_value import DeviceNumbers, HostNumbers
 from ampatch.torch_private import amp_kernels
 
@@ -226,7 +226,12 @@ def without_kernels(monkeypatch):
 
 
 def test_fallbacks_do_what_the_kernels_do(without_kernels, monkeypatch):
-    limits = dict(init_scale=32.0, growth_interval=2, min_loss_scale=4.0, max_loss_scale=256.0)
+    limits = {
+        "init_scale": 32.0,
+        "growth_interval": 2,
+        "min_loss_scale": 4.0,
+        "max_loss_scale": 256.0,
+    }
     scalers = DynamicScaler(**limits), DynamicScaler(**limits)
     values = [1.0, 1.0, math.inf, 3.0, -math.inf, 1.0, math.nan, *([1.0] * 14)]
     for first, second in itertools.pairwise(values):

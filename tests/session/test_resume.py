@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from repository import HELPERS, ROOT
 from resuming import HALF_TYPES, LEVELS, build, checkpoint, make_optimizer, save_all, start, train
 
 import ampatch
 
-TESTS = Path(__file__).parent
-
 
 def in_a_new_process(*arguments):
     """What a Python process of its own prints."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment
     )
@@ -30,7 +28,7 @@ def in_a_new_process(*arguments):
 def test_a_new_process_goes_on_bit_for_bit(tmp_path):
     """All levels, half types, optimizers and kernels; loaded in any order."""
     save_all(tmp_path)
-    assert in_a_new_process(TESTS / "resuming.py", tmp_path).splitlines() == []
+    assert in_a_new_process(HELPERS / "resuming.py", tmp_path).splitlines() == []
 
 
 def test_the_saved_runs_have_seen_skips_and_growth():

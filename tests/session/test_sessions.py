@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import changes, snapshot
 from torch import nn
+from torch_snapshot import changes, snapshot
 
 import ampatch
 from ampatch.session.session import registry

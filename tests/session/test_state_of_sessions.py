@@ -45,7 +45,7 @@ def test_all_scales_come_back():
         "session1.loss_scaler0": 2.0**10,
         "session1.loss_scaler1": 2.0**12,
     }
-    assert list(state)[0] == "loss_scaler0"  # apex's come first
+    assert next(iter(state)) == "loss_scaler0"  # apex's come first
     ampatch.deactivate()
     pairs = three()
     ampatch.load_state_dict(state)

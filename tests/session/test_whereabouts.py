@@ -248,7 +248,7 @@ def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch
     first, second = pair(), pair()
     for model, optimizer in (first, second):
         ampatch.initialize(model, optimizer, **SETTINGS)
-    older, newer = registry.sessions
+    older, _newer = registry.sessions
     monkeypatch.setattr(type(older), "close", interrupted(type(older).close, older))
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()

@@ -322,7 +322,7 @@ def hanging(request, tmp_path):
 def test_interrupting_a_sweep_ends_the_child_and_keeps_the_file(hanging, tmp_path):
     process, children = hanging
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    _out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Interrupted; --resume goes on.\n5 of 5 runs are missing." in err
     assert "Traceback" not in err

@@ -114,7 +114,7 @@ def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
     (tmp_path / "out/runs/mine.json").write_text("{}")
     with pytest.raises(ValueError, match=r"holds a sweep of train.py .*, 4 of 4 runs.*--overwrite"):
         make(script)
-    assert len([one for one in (tmp_path / "out/runs").iterdir()]) == 5
+    assert len(list((tmp_path / "out/runs").iterdir())) == 5
 
     plan = Sweep(script, levels=["O0"], out="out", overwrite=True)
 

@@ -1,5 +1,6 @@
 """The rows beside the levels, in real processes: autocast's against plain PyTorch, settings, seeds."""
 
+import itertools
 import json
 import math
 import textwrap
@@ -91,7 +92,7 @@ def test_the_autocast_row_is_plain_pytorch(ran):
     losses, scales, skipped = plain_autocast()
     assert measured.losses["0"].values == pytest.approx(losses, rel=1e-3)
     assert measured.skipped == skipped and sum(skipped) == 1
-    changes = [scales[0], *(b for a, b in zip(scales, scales[1:]) if a != b)]
+    changes = [scales[0], *(b for a, b in itertools.pairwise(scales) if a != b)]
     assert measured.loss_scales["0"].values == changes == [2.0**16, 2.0**15]
     assert measured.loss_scales["0"].steps == [0, OVERFLOW + 1]
     assert measured.opt_level == "autocast" and measured.properties["grad_scaler"] == "True"

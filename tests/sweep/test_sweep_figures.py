@@ -124,7 +124,7 @@ def test_the_plain_table_is_aligned_and_has_the_metrics():
     )
     crashed = run_of("O3", exit_code=1, error="RuntimeError: no")
     text = plain_table(summarize([ok, crashed]))
-    head, line, first, second = text.splitlines()
+    head, _line, first, second = text.splitlines()
     assert "test accuracy" in head
     end = head.index("test accuracy") + len("test accuracy")
     assert first[:end].endswith(" 0.9750") and second[:end].endswith("  -")

@@ -6,7 +6,7 @@ import importlib.machinery
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 VERSION = "0.1+ampatch"
 
@@ -127,7 +127,7 @@ class Finder:
 class Distribution(importlib.metadata.Distribution):
     """What `importlib.metadata` says of the package."""
 
-    _FILES = {
+    _FILES: ClassVar[dict[str, str]] = {
         "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {VERSION}\n"
         "Summary: ampatch's stand-in for apex\n",
         "top_level.txt": "apex\n",

@@ -22,9 +22,14 @@ TITLES = {
 }
 RULES = {
     Rule.HALF: "FP32 inputs are cast to the half type, and inputs of the other half type too.",
+    Rule.HALF_IF_FIRST: "As half, if the first input is a float16, bfloat16 or float32 tensor; "
+    "else nothing is cast.",
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",
+    Rule.FLOAT_UNLESS_SAME_SIZE: "As float, unless the tensor already has the size asked for, "
+    "so that nothing is summed.",
     Rule.PROMOTE: "Inputs are cast to the widest floating dtype among them.",
+    Rule.PROMOTE_UNLESS_SCALAR: "As promote, unless one of the inputs has no dimension.",
     Rule.LIKE_FIRST: "Inputs are cast to the dtype of the first, which the call writes into.",
     Rule.POWER: "As half from the first multiplication on.",
     Rule.BANNED: "A call with a half input runs in FP32 and warns once; with "

@@ -1,0 +1,78 @@
+"""Observers of casts: `ampatch.report`, while one is on.
+
+While `observers` is not empty, every patched call runs through an `ObservedCall`, and the
+weight cache reports the half copies that it makes.  Whoever adds an observer also calls
+`CastState.watch(+1)`, which takes the fast paths out; without an observer nothing here runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class CastObserver(Protocol):
+    """What an observer is told, in the thread that makes the call."""
+
+    def call_begins(self, function: Callable) -> None:
+        """`function`, the original, is called now; its arguments have been cast."""
+
+    def was_cast(self, function: Callable, before: Tensor, after: Tensor) -> None:
+        """A call of `function` got `after` in the place of `before`: a new cast, or a half copy
+        that an earlier call has made.
+        """
+
+    def call_ends(self, function: Callable, result: Any) -> None:
+        """`function` has returned `result`; None if it raised."""
+
+    def copies_made(self, halves: Sequence[Tensor]) -> None:
+        """The weight cache has cast weights, all of them in one batch."""
+
+
+observers: list[CastObserver] = []
+
+
+class ObservedCall:
+    """One call of a patched function, to be called in the place of `function`."""
+
+    def __init__(self, function: Callable, args: Any, kwargs: dict) -> None:
+        self._function = function
+        self._before = _tensors_in((args, kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watching = list(observers)
+        for observer in watching:
+            observer.call_begins(self._function)
+        self.note_casts(self._before, (args, kwargs))
+        result = None
+        try:
+            result = self._function(*args, **kwargs)
+            return result
+        finally:
+            for observer in watching:
+                observer.call_ends(self._function, result)
+
+    def note_casts(self, before: Any, after: Any) -> None:
+        """Report each tensor that is another one in `after` than in its place in `before`."""
+        for old, new in zip(_tensors_in(before), _tensors_in(after), strict=False):
+            if old is not new:
+                for observer in observers:
+                    observer.was_cast(self._function, old, new)
+
+
+def note_copies(halves: Sequence[Tensor]) -> None:
+    """Report half copies of weights that one cast has made."""
+    for observer in observers:
+        observer.copies_made(halves)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in _tensors_in(item)]

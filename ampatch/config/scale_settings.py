@@ -1,0 +1,99 @@
+"""The settings of a dynamic loss scale, and their defaults, which stand here alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from ..errors import did_you_mean
+from .validation import positive_number, whole_number
+
+# Between these two a scale and its reciprocal are normal FP32 numbers.
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleSettings:
+    """Start, growth, backoff and limits, with `torch.amp.GradScaler`'s meaning and defaults.
+
+    The constructor brings the limits into the range that FP32 can invert, and
+    checks nothing else; `changed` checks.
+    """
+
+    init_scale: float = 2.0**16
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_loss_scale: float = 2.0**-24
+    max_loss_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        for name in ("min_loss_scale", "max_loss_scale"):
+            object.__setattr__(self, name, min(max(getattr(self, name), SMALLEST), LARGEST))
+
+    def bounded(self, value: float) -> float:
+        """`value` within floor and cap.  Raises `ValueError` unless it is positive and finite."""
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"loss scale {value!r}: expected a positive finite number.")
+        return min(max(float(value), self.min_loss_scale), self.max_loss_scale)
+
+    def changed(self, what: str, given: dict[str, Any]) -> ScaleSettings:
+        """These settings with those in `given` changed.
+
+        Raises `TypeError` or `ValueError`, beginning with `what`, for an unknown name, a wrong
+        value, or settings that contradict each other.
+        """
+        for name in given:
+            if name not in SETTINGS:
+                hint = did_you_mean(name, SETTINGS) or f" Known are: {', '.join(SETTINGS)}."
+                raise TypeError(f"{what}: {name!r} is no setting of a loss scale.{hint}")
+        checked = {
+            name: whole_number(f"{what}: {name}={value!r}", value, least=1)
+            if name == "growth_interval"
+            else positive_number(f"{what}: {name}={value!r}", _limit(name, value))
+            for name, value in given.items()
+        }
+        new = dataclasses.replace(self, **checked)
+        new.check_together(what)
+        return new
+
+    def check_together(self, what: str) -> None:
+        """Raise `ValueError`, beginning with `what`, where the settings contradict each other."""
+        if self.growth_factor <= 1.0:
+            raise ValueError(
+                f"{what}: growth_factor={self.growth_factor!r}: expected a number above 1."
+            )
+        if self.backoff_factor >= 1.0:
+            raise ValueError(
+                f"{what}: backoff_factor={self.backoff_factor!r}: expected a number below 1."
+            )
+        if self.min_loss_scale > self.max_loss_scale:
+            raise ValueError(
+                f"{what}: min_loss_scale {self.min_loss_scale:g} is above max_loss_scale "
+                f"{self.max_loss_scale:g}. Expected min_loss_scale <= max_loss_scale."
+            )
+
+
+SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleSettings))
+
+
+def _limit(name: str, value: Any) -> Any:
+    """A limit that came as a string, which `initialize` takes too, as its number."""
+    if name in ("min_loss_scale", "max_loss_scale") and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value  # refused as any other string
+    return value
+
+
+def invertible(value: float) -> float:
+    """`value` as a static loss scale.  Raises `ValueError` unless FP32 holds it and its inverse."""
+    number = float(value)
+    if not SMALLEST <= number <= LARGEST:
+        raise ValueError(
+            f"loss_scale={value!r}: expected, for a static scale, a positive finite number from "
+            f"{SMALLEST:g} to {LARGEST:g}, which FP32 can invert."
+        )
+    return number
