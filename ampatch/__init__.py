@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
@@ -43,7 +44,8 @@ from .errors import AmpatchError, BannedFunctionError
 from .moved import keep_old_paths
 
 if TYPE_CHECKING:
-    from .diagnose import debug, gradient_range, report
+    from .diagnose import debug, report
+    from .diagnose.gradient_range import gradient_range
 
 __all__ = [
     "AmpatchError",
@@ -91,9 +93,7 @@ _DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
 def __getattr__(name: str) -> Any:
     if name not in _DIAGNOSTICS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import diagnose
-
-    found = globals()[name] = getattr(diagnose, name)
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What ampatch raises, and how its messages are put together.  A leaf.
+"""The exceptions of ampatch, and helpers for their messages.  A leaf.
 
 Wrong values are `ValueError`, wrong types `TypeError`, and calls in the wrong
 order or on the wrong object `AmpatchError` (a `RuntimeError`).  Each message
@@ -31,16 +31,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def type_name(value: object) -> str:
-    """The type of `value` as a reader would write it: `torch.nn.Linear`, `str`."""
+    """The type of `value` as a person would write it: `torch.nn.Linear`, `str`."""
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"
 
 
-class TakingOut:
-    """Many things to be taken out, each of them whatever happens to the others.
+class UndoAll:
+    """Steps of an undo: each runs, whatever the others raise, and errors are raised at the end.
 
-    `what` is the user's call.
+    `what` is the user's call, with which the message of several errors begins.
     """
 
     def __init__(self, what: str) -> None:
@@ -57,9 +57,9 @@ class TakingOut:
             return None
 
     def end(self) -> None:
-        """Raise what was raised: one error as it is, several as a group.
+        """Raise the errors: one as it is, several as an `ExceptionGroup`.
 
-        Where Python has no groups the first is raised, and names the others.
+        Before Python 3.11 several errors are an `AmpatchError` that names them.
         """
         if not self._errors:
             return
@@ -67,8 +67,8 @@ class TakingOut:
         if len(self._errors) == 1 or interrupts:
             raise (interrupts or self._errors)[0]
         message = (
-            f"{self._what}: {len(self._errors)} parts could not be taken out as they should; the "
-            "rest is as it was."
+            f"{self._what}: {len(self._errors)} parts could not be undone; the others are as they "
+            "were before."
         )
         group = getattr(builtins, "ExceptionGroup", None)
         if group is not None:
@@ -78,5 +78,5 @@ class TakingOut:
 
 
 def _are_alike(one: BaseException, other: BaseException) -> bool:
-    """Whether two errors say the same: one thing that is wrong may be met several times."""
+    """Whether two errors say the same: several steps may meet one fault."""
     return type(one) is type(other) and one.args == other.args

@@ -1,6 +1,6 @@
-"""The logger "ampatch": rank 0 only, silent at verbosity 0, no message more than a few times.
+"""The logger "ampatch": rank 0 only, silent at verbosity 0, each message at most three times.
 
-A leaf.  Nothing in ampatch prints; applications decide what they show.
+A leaf.  The engine does not print; applications decide what they show.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 import torch.distributed
 
-_REPEATS = 3  # of one and the same message
+_REPEATS = 3  # times that the same message is logged
 
 
 class _Noise(logging.Filter):
@@ -38,7 +38,7 @@ logger.addFilter(_noise)
 
 
 def set_verbosity(verbosity: int) -> None:
-    """0: say nothing; anything else: log.  What was said before may be said again."""
+    """0 logs nothing, any other number logs.  Repeated messages are counted anew."""
     _noise.reset(verbosity)
 
 

@@ -1,4 +1,4 @@
-"""Old module paths that scripts import or pickles name.  They work until version 0.2, with a warning.
+"""Old module paths that scripts import or pickles name: until 0.2 they work, with a warning.
 
 A copied hook names `ampatch.hooks`, a saved graph of torch.fx names `ampatch.models.cast_tensors`,
 and a script may import `ampatch.training`.

@@ -141,7 +141,8 @@ TASKS = {
     "characters": Task(
         title="Characters: transformer, AdamW",
         about=(
-            "Next character in sources of this Python's standard library; lower is better. O2 skips\n"
+            "Next character in sources of this Python's standard library; lower is better. O2 "
+            "skips\n"
             "steps in float16 until the scale has come down: there the embedding's gradient is\n"
             "float16 too, and that of a frequent character overflows."
         ),

@@ -24,9 +24,10 @@ from torch import nn
 from workers import machine
 
 import ampatch
-from ampatch.casting.policy import CastState
-from ampatch.casting.rules import CHOOSERS, replacement
+from ampatch.casting.cast_state import CastState
+from ampatch.casting.rules import CHOOSERS
 from ampatch.casting.tables import Rule
+from ampatch.casting.wrapper import replacement
 
 ROUNDS, CALLS = 60, 2000
 FULL = torch.randn(4, 4)
@@ -139,7 +140,8 @@ def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
     print(
-        f"Nanoseconds of processor time per call, {ROUNDS} interleaved rounds of {CALLS}: median and quartiles."
+        f"Nanoseconds of processor time per call, {ROUNDS} interleaved rounds of {CALLS}: "
+        "median and quartiles."
     )
     print(f"{machine()}.")
     print(DESIGN, end="\n\n")

@@ -3,9 +3,9 @@
     python benchmarks/levers.py [--rounds 31] [--out FILE.md]
 
 Taken away are the nodes that cast many weights (each weight is then cast by itself), batches
-(lists of tensors are then dealt with tensor by tensor), the short way of `F.linear` and
-convolutions (they then go the general way), and bare calls (torch's own frames around `step` and
-`zero_grad` are then called).  A column without Python's garbage collector says what that costs.
+(lists of tensors are then dealt with tensor by tensor), and bare calls (torch's own frames
+around `step` and `zero_grad` are then called).  A column without Python's garbage collector says
+what that costs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from models import DISPATCH_BOUND
 from systems import AUTOCAST, HALF, make_step
 from workers import machine, measure, ratios, table
 
-from ampatch.casting import batched_casts, linear_fast_path
+from ampatch.casting import batched_casts
 from ampatch.scaling import optimizer
 from ampatch.torch_private import foreach
 
@@ -31,7 +31,7 @@ AGAIN = "autocast again"
 BATCHES = ("copy_", "add_", "mul_")
 SYSTEMS = [
     *(AUTOCAST, AGAIN, f"{AUTOCAST} without gc", HALF),
-    *("O1", "O1 without nodes", "O1 without batches", "O1 without short way"),
+    *("O1", "O1 without nodes", "O1 without batches"),
     *("O1 without bare calls", "O1 without gc"),
     *("O2", "O2 without batches", "O2 without bare calls"),
 ]
@@ -47,8 +47,6 @@ def make(name: str, system: str) -> Callable[[], None]:
     elif lever == "batches":
         for batch in BATCHES:
             setattr(foreach, batch, functools.partial(foreach.one_by_one, batch))
-    elif lever == "short way":
-        linear_fast_path.NAMES = frozenset()
     elif lever == "bare calls":
         optimizer.bare_step = lambda original, managed: None
         optimizer.is_bare_zero_grad = lambda original, managed: False

@@ -106,7 +106,10 @@ def sessions(_: int) -> Iterator[str]:
                 rows.append([level, count, *[f"{x * 1e3:.3f}" for x in times]])
         yield f"### Many small models, {title}\n\nMilliseconds.\n"
         yield table(["", "models", opening, *asked, "`deactivate()`"], rows)
-    yield "### Memory of a session\n\nKilobytes for each of 1000, with gradients and all else that training makes.\n"
+    yield (
+        "### Memory of a session\n\n"
+        "Kilobytes for each of 1000, with gradients and all else that training makes.\n"
+    )
     head = ["", "Python, opened", "Python, trained", "resident, opened", "resident, trained"]
     rows = []
     for level in ("O1", "O2"):

@@ -93,7 +93,10 @@ def parameters(rounds: int) -> Iterator[str]:
         steps_rows.append([f"{tensors:,}", *[f"{each} ({ratio})" for each, ratio in pairs]])
         cells = [alone(in_and_out, tensors, level) for level in ("O1", "O2")]
         open_rows.append([f"{tensors:,}", *[f"{x * 1e3:.1f}" for cell in cells for x in cell]])
-    yield "### Many parameters: training step\n\nMicroseconds per parameter tensor; in brackets the time relative to autocast.\n"
+    yield (
+        "### Many parameters: training step\n\n"
+        "Microseconds per parameter tensor; in brackets the time relative to autocast.\n"
+    )
     yield table(["tensors", *systems], steps_rows)
     yield "### Many parameters: coming in and going out\n\nMilliseconds.\n"
     calls = [f"{level} `{call}`" for level in ("O1", "O2") for call in ("initialize", "deactivate")]
@@ -136,7 +139,10 @@ def elements(rounds: int) -> Iterator[str]:
         milliseconds = f"{statistics.median(found[system]) * 1e3:.0f}"
         ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
         rows.append([system, milliseconds, ratio, f"{peak / MEGABYTE:.0f}", f"{peak / base:.3f}"])
-    yield "### 100 million elements\n\nSix Linear(4096, 4096), batch 32. Time with SGD; peak tensor memory of a step with Adam.\n"
+    yield (
+        "### 100 million elements\n\n"
+        "Six Linear(4096, 4096), batch 32. Time with SGD; peak tensor memory of a step with Adam.\n"
+    )
     yield table(["", "ms per step", "to autocast", "peak MB", "to autocast"], rows)
 
 
@@ -177,7 +183,11 @@ def functions(_: int) -> Iterator[str]:
     for level in ("O1", "O2"):
         found = [alone(calls_of_a_step, level, count) for count in counts]
         rows.append([level, *[f"{python} / {native}" for python, native in found]])
-    yield "### Patched functions\n\nPython / C functions called in a training step of the 8-layer MLP, with so many registered functions of the user's.\n"
+    yield (
+        "### Patched functions\n\n"
+        "Python / C functions called in a training step of the 8-layer MLP, with so many "
+        "registered functions of the user's.\n"
+    )
     yield table(["", *map(str, counts)], rows)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from workers import machine
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 ROUNDS = 40
 
@@ -57,7 +57,7 @@ def row(name: str) -> str:
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
-    inputs, managed = torch.randn(batch, width), registry.managed(optimizer)
+    inputs, managed = torch.randn(batch, width), registry.optimizers.managed(optimizer)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """Time of a training step, and of an evaluation, relative to torch.autocast + GradScaler.
 
-    python benchmarks/training_step.py [--tables training,evaluation,compute] [--rounds 31] [--out FILE.md]
+    python benchmarks/training_step.py [--tables training,evaluation,compute] [--rounds 31]
+        [--out FILE.md]
 
 Side by side on one thread: every system in a process of its own, in turns.  What
 is given is the median and the quartiles of the ratios within a round.  The

@@ -1,4 +1,4 @@
-"""The `apex` package is registered before a test module imports its client, as `ampatch run` does."""
+"""Registers the `apex` package before a test module imports its client, as `ampatch run` does."""
 
 from __future__ import annotations
 

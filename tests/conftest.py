@@ -14,8 +14,17 @@ from old_torch import lacking
 from torch_snapshot import changes, snapshot
 
 import ampatch
+from ampatch.casting import rebind
 from ampatch.log import set_verbosity
 from ampatch.scaling import scale_value
+
+# These bind no function of torch's.  Looking for one in all their modules, at the start and end
+# of each session, took most of the time of the tests.
+rebind._NOT_THE_USERS = (
+    *rebind._NOT_THE_USERS,
+    *("_pytest", "hypothesis", "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "pygments"),
+    *("rich", "scipy", "setuptools", "sklearn", "sympy"),
+)
 
 # torch rewraps these at the first instance of each optimizer class; let it, once.
 for _optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.LBFGS):
@@ -31,12 +40,23 @@ def torch_is_as_we_found_it():
     hook = sys.excepthook
     yield
     sys.excepthook = hook  # init_process_group replaces it for good
-    ours = set(ampatch.session.session.registry.installation._originals)
+    ours = set(map(id, ampatch.session.session.registry.installation.replacements))
     ampatch.deactivate()
     assert changes(before, snapshot()) == []
     assert not ours & set(torch.jit._builtins._get_builtin_table()), "left in torch.jit's table"
     state = ampatch.session.session.registry.state
     assert state.process is None and not state.overridden and not state.thread.frames
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n`, each worker takes half of the files, and then what the other has left.
+
+    Otherwise each of them runs tests of each file, and makes what a file's tests share.
+    """
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +77,16 @@ def opt_level(request) -> str:
 def half(request) -> torch.dtype:
     """Each of the half types."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def warm_trials():
+    """The trials of sweeps are forked from a process that has imported torch."""
+    from warm_python import popen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subprocess.Popen", popen)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What `initialize` refuses before it changes anything."""
+"""Checks of arguments; those of `initialize` run before it changes anything."""
 
 from __future__ import annotations
 
@@ -61,12 +61,15 @@ def as_models(models: Any) -> list[nn.Module]:
 
 
 def as_optimizers(optimizers: Any) -> list[Any]:
-    """The optimizers as a list.  What has `param_groups` and `step` counts as one (LARC)."""
+    """The optimizers as a list.  Any object with `param_groups` and `step` is one (LARC).
+
+    Raises `TypeError` for anything else.
+    """
     if optimizers is None:
         return []
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for index, optimizer in enumerate(listed):
-        if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+        if not is_optimizer(optimizer):
             where = (
                 f"optimizers[{index}]" if isinstance(optimizers, (list, tuple)) else "optimizers"
             )
@@ -82,6 +85,20 @@ def as_optimizers(optimizers: Any) -> list[Any]:
                 "from it without __slots__."
             )
     return list({id(optimizer): optimizer for optimizer in listed}.values())
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether an object has what `initialize` needs of an optimizer."""
+    return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
+def one_optimizer(optimizer: Any, call: str) -> None:
+    """Raise `TypeError` for an object that is no optimizer."""
+    if not is_optimizer(optimizer):
+        raise TypeError(
+            f"{call}(optimizer=...): expected an object with param_groups and step, "
+            f"got {type_name(optimizer)}."
+        )
 
 
 def _no_repeats(argument: str, listed: list[Any]) -> None:
@@ -118,8 +135,8 @@ def optimizers_own_parameters(
 def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
     """Raise `AmpatchError` for DDP around parameters that are about to change dtype.
 
-    New data gives a parameter a new AccumulateGrad node; DDP's hooks hang on
-    the old one, and the ranks would drift apart silently.
+    New data gives a parameter a new AccumulateGrad node.  DDP's hooks are on the old
+    node, so the ranks would silently train different weights.
     """
     if not properties.casts_model:
         return
@@ -141,13 +158,13 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
 def _around(model: nn.Module) -> list[nn.Module]:
     """The DistributedDataParallel that a model, or a part of it, was put into earlier.
 
-    Nothing in the model knows of it, so the living objects are searched; only
-    where a process group is up, since there is no DDP without one.
+    The model holds no reference to it, so all living objects are searched.  There is no
+    DDP without a process group, so without one nothing is searched.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return []
-    gc.collect()  # one that nobody uses any more does no harm
+    gc.collect()  # garbage is no reason to refuse
     inside = {id(module) for module in model.modules()}
     return [
         outer
@@ -160,7 +177,7 @@ def _around(model: nn.Module) -> list[nn.Module]:
 def not_sharded(models: list[nn.Module], properties: Properties) -> None:
     """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
 
-    FSDP keeps views of its own on their data, and would go on gathering the old.
+    FSDP keeps its own views of their data, and would go on gathering the old data.
     """
     for index, model in enumerate(models):
         by_wrapper = any(_is_fsdp(module) for module in model.modules())
@@ -177,7 +194,7 @@ def not_sharded(models: list[nn.Module], properties: Properties) -> None:
 
 
 def _is_fsdp(module: nn.Module) -> bool:
-    """FSDP's first version; its class is not imported just to ask."""
+    """FSDP's first version; importing its class for this question would be slow."""
     return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
 
 
@@ -270,17 +287,15 @@ def _fused_sgd_moves(dtype: torch.dtype) -> bool:
     return bool((parameter < 1).all())
 
 
-def a_loss(loss: Any) -> None:
+def floating_loss(loss: Any, call: str) -> None:
     """Raise `TypeError` for a loss that is no floating tensor."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
-            f"ampatch.scale_loss(loss=...): expected a tensor, got {type_name(loss)}."
+            f"{call}(loss=...): expected a floating tensor, got {type_name(loss)}."
             " Pass the loss itself, not loss.item()."
         )
     if not loss.is_floating_point():
-        raise TypeError(
-            f"ampatch.scale_loss(loss=...): expected a floating tensor, got {loss.dtype}."
-        )
+        raise TypeError(f"{call}(loss=...): expected a floating tensor, got {loss.dtype}.")
 
 
 def loss_number(loss_id: Any, count: int, call: str) -> None:
@@ -293,7 +308,7 @@ def loss_number(loss_id: Any, count: int, call: str) -> None:
 
 
 def slow_half_note(models: list[nn.Module], properties: Properties) -> str | None:
-    """What to say of float16 on a CPU, or None."""
+    """The warning about float16 on a CPU, or None."""
     if properties.dtype is not torch.float16 or properties.opt_level == "O0":
         return None
     for model in models:

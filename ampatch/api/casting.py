@@ -1,4 +1,4 @@
-"""Casting under the user's control: decorators, registrations, `disable_casts`, `precision`."""
+"""Casting controlled by the user: decorators, registrations, `disable_casts`, `precision`."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import Any
 import torch
 
 from ..casting import user_functions
-from ..casting.policy import Policy, Under
+from ..casting.contexts import PolicyContext
+from ..casting.policy import Policy
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
-from ..errors import did_you_mean
-from ..session.session import cast_state, registry
+from ..config.overrides import PRECISIONS
+from ..config.validation import word
+from ..session.registry import cast_state, registry
 
 
 def half_function(function: Any) -> Any:
-    """Decorator: the function's floating arguments are cast to the half type.
+    """Decorator: casts the function's floating arguments to the half type.
 
-    For functions, methods, static and class methods (above or below
-    `@staticmethod`) and subclasses of `torch.autograd.Function`: of these the
-    inputs of `apply` are cast, and `backward` runs under the casting its
-    forward ran under.  Raises `TypeError` for anything else.
+    It takes functions, methods, static and class methods (above or below `@staticmethod`)
+    and subclasses of `torch.autograd.Function`.  Of these it casts the inputs of `apply`,
+    and `backward` runs with the casting that its forward ran with.  Raises `TypeError` for
+    anything else.
     """
     return _decorated(function, Rule.HALF, "ampatch.half_function")
 
 
 def float_function(function: Any) -> Any:
-    """As `half_function`, casting half arguments to FP32."""
+    """As `half_function`, but casts half arguments to FP32."""
     return _decorated(function, Rule.FLOAT, "ampatch.float_function")
 
 
 def promote_function(function: Any) -> Any:
-    """As `half_function`, casting to the widest floating dtype among the arguments."""
+    """As `half_function`, but casts to the widest floating dtype among the arguments."""
     return _decorated(function, Rule.PROMOTE, "ampatch.promote_function")
 
 
@@ -49,61 +51,64 @@ def _decorated(function: Any, rule: Rule, what: str) -> Any:
 def register_half_function(module: Any, name: str | None = None) -> None:
     """As `half_function`, for a function that lives elsewhere.
 
-    `register_half_function(package.module, "function")` or one dotted string
-    `"package.module.function"`, which may not be imported yet.  Before or
-    after `initialize`.  The module may be a class, the name that of a method or
-    of an autograd Function class.  It holds for this session and those to come, until
-    `unregister_function`; registered again the function follows the new rule.  Raises `AttributeError` if the module lacks
-    the name, `TypeError` for what `half_function` refuses.
+    `register_half_function(package.module, "function")`, or one dotted string
+    `"package.module.function"`, whose module need not be imported yet.  The module may be a
+    class, and the name that of a method or of an autograd Function class.  It may be called
+    before or after `initialize`.  It holds for this session and later ones, until
+    `unregister_function`.  Registered again the function follows the new rule.
+
+    Raises:
+        AttributeError: the module lacks the name.
+        TypeError: `half_function` would refuse the object.
     """
     registry.register(module, name, Rule.HALF)
 
 
 def register_float_function(module: Any, name: str | None = None) -> None:
-    """As `register_half_function`, casting half arguments to FP32."""
+    """As `register_half_function`, but casts half arguments to FP32."""
     registry.register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: Any, name: str | None = None) -> None:
-    """As `register_half_function`, casting to the widest dtype among the arguments."""
+    """As `register_half_function`, but casts to the widest dtype among the arguments."""
     registry.register(module, name, Rule.PROMOTE)
 
 
 def unregister_function(module: Any, name: str | None = None) -> None:
-    """Take back what one of the three `register_*_function` did, which `deactivate` leaves standing.
+    """Undo one of the three `register_*_function`, which `deactivate` does not undo.
 
-    The function is what it was, at once, and later sessions leave it alone.  It is named as
-    there, or in the other of the two ways.  Raises `ValueError` if it is not registered.
+    The function casts nothing from now on, in this session and in later ones.  It is named
+    in either of the two ways of `register_half_function`.  Raises `ValueError` if it is not
+    registered.
     """
     registry.unregister(module, name)
 
 
-def disable_casts() -> Under:
-    """Context manager and decorator: no casting in this thread.
+def disable_casts() -> PolicyContext:
+    """Context manager and decorator: nothing is cast in this thread.
 
-    Like torch's grad mode it belongs to the thread, so that while a generator or task
-    is suspended inside the block, what else runs in the thread is under it too.  As a
-    decorator of generators and `async` functions it covers only their own steps.  Worker
-    threads start without it; forked processes inherit it, spawned ones know of no session.
+    Like torch's grad mode it belongs to the thread: while a generator or task is suspended
+    inside the block, other code in the thread runs without casts too.  As a decorator of
+    generators and `async` functions it covers only their own steps.  New threads cast.
+    Forked processes inherit the block; spawned processes have no session.
     """
     return registry.state.under(lambda: None, by_user=True)
 
 
-def precision(dtype: str) -> Under:
+def precision(dtype: str) -> PolicyContext:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
-    For threads and tasks as `disable_casts`.  Raises `ValueError` for another word.  Without casting in force it changes nothing.
+    It belongs to the thread, as `disable_casts` does.  Without an open session that casts it
+    changes nothing.  Raises `ValueError` for another word.
     """
-    if dtype not in ("float", "half"):
-        raise ValueError(
-            f'ampatch.precision({dtype!r}): expected "float" or "half".'
-            + did_you_mean(str(dtype), ("float", "half"))
-        )
+    word(f"ampatch.precision({dtype!r})", dtype, PRECISIONS)
 
     def forced() -> Policy | None:
         policy = registry.state.current()
         if policy is None or not policy.follows_tables:
             return policy
-        return policy.forced(torch.float32 if dtype == "float" else policy.half_type)
+        return policy.forced(
+            torch.float32 if dtype == "float" else policy.half_type or policy.half_to
+        )
 
     return registry.state.under(forced, by_user=True)

@@ -1,4 +1,4 @@
-"""`initialize`, and what undoes, changes or watches it."""
+"""`initialize`, and the functions that undo, change or observe it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ..config.overrides import Overrides, parse
 from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
-from ..session.transfer import Handover
+from ..session.registry import registry
+from ..session.session import Session
+from ..session.transfer import Transfer
 from . import argument_checks
 
 
@@ -51,62 +52,68 @@ def initialize(
 
     Args:
         models: a `torch.nn.Module`, or a list or tuple of them.  They are changed in
-            place and returned, so references held elsewhere stay good.
-        optimizers: an optimizer, or a list or tuple, or None.  At O2 their
-            `param_groups` then hold the FP32 master weights.
-        enabled: False makes this call, `scale_loss` and the rest do nothing.
-        opt_level: `"O0"` FP32; `"O1"` torch's functions cast their arguments, weights
-            stay FP32; `"O2"` the model in half with FP32 master weights in the optimizer;
-            `"O3"` everything in half.  `"O4"` and `"O5"` are O1 and O2 in bfloat16.
-        cast_model_type: dtype of weights and inputs, None as the level says, False for
-            models that are left as they are.
-        patch_torch_functions: whether torch's functions are patched, None as the level says.
+            place and returned, so existing references to them stay valid.
+        optimizers: an optimizer, or a list or tuple of them, or None.  At O2 their
+            `param_groups` then hold FP32 master weights.
+        enabled: False makes this call, `scale_loss` and the other functions do nothing.
+        opt_level: `"O0"` trains in FP32.  At `"O1"` torch's functions cast their arguments,
+            and weights stay in FP32.  At `"O2"` the model is in the half type, with FP32
+            master weights in the optimizer.  At `"O3"` everything is in the half type.
+            `"O4"` and `"O5"` are O1 and O2 in bfloat16.
+        cast_model_type: dtype of weights and inputs.  None: the opt level's.  False: models
+            are left as they are.
+        patch_torch_functions: whether torch's functions are patched.  None: the opt level's.
         keep_batchnorm_fp32: whether BatchNorm and SyncBatchNorm stay in FP32 when the
-            model is cast, None as the level says.
-        master_weights: whether the optimizer works on FP32 copies of half weights, None as
-            the level says.
-        loss_scale: `"dynamic"`, or a positive number (a numeric string will do), None
-            for the level's: dynamic for float16 at O1 and O2, else 1.0.
-        cast_model_outputs: dtype of the models' floating outputs; None for FP32 at O0,
-            O2 and O3 and for no cast at O1.
-        num_losses: how many independent loss scalers (`loss_id` of `scale_loss`).
+            model is cast.  None: the opt level's.
+        master_weights: whether the optimizer updates FP32 copies of half weights.  None: the
+            opt level's.
+        loss_scale: `"dynamic"`, or a positive number, which may be a string.  None: the opt
+            level's, which is `"dynamic"` for float16 at O1 and O2, and 1.0 otherwise.
+        cast_model_outputs: dtype of the models' floating outputs.  None: FP32 at O0, O2 and
+            O3, and no cast at O1.
+        num_losses: number of independent loss scalers (`loss_id` of `scale_loss`).
         verbosity: 0 silences the logger "ampatch".
-        min_loss_scale, max_loss_scale: bounds of a dynamic loss scale; the floor is
-            2**-24 unless given and never 0.
+        min_loss_scale, max_loss_scale: limits of a dynamic loss scale.  None as the lower
+            limit means 2**-24; it is never 0.
         dtype: the half type, `torch.float16` or `torch.bfloat16`, on every device.
         overrides: precision by module path (globs), module class or function, such as
             `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`, at O1, O2
-            and O3.  In a half model (O2, O3) an overridden module or function takes and
-            gives the dtype around it, and computes in its own.  No effect at O0.
-        init_scale, growth_interval, growth_factor, backoff_factor: of the dynamic loss
-            scale, with `torch.amp.GradScaler`'s meaning.
-        max_consecutive_skips: after so many skipped steps in a row one error is logged
-            that names parameters, the scale's history and what to try.  Fused optimizers
-            skip and count on the device; what they count arrives without a wait, on an
-            accelerator up to about a quarter of this number later.
-        allow_banned: whether a function unsafe in half (binary_cross_entropy) runs in FP32
-            with a warning (True) or is refused (False).
-        process_group: ranks that share their gradients' overflow flag.
-        patch_scope: `"process"` casts every call while the session is open, `"model"`
-            those in a managed model's forward or on its parameters or half tensors.
+            and O3.  In a half model (O2, O3) such a module or function computes in its own
+            precision; its inputs and outputs have the dtype of the code around it.  At O0
+            overrides have no effect.
+        init_scale: the first dynamic loss scale.
+        growth_interval: number of clean steps in a row after which the dynamic scale grows.
+        growth_factor: the factor by which it grows, above 1.
+        backoff_factor: the factor by which it shrinks after an overflow, below 1.
+        max_consecutive_skips: after this many skipped steps in a row one error is logged.
+            It names parameters and the scale's history, and says what to try.  Fused
+            optimizers count on the device, and the host does not wait for the count: on an
+            accelerator the message may come up to a quarter of this number later.
+        allow_banned: whether a function that is unsafe in half (binary_cross_entropy) runs
+            in FP32 with a warning (True) or is refused (False).
+        process_group: the ranks that share one overflow flag.
+        patch_scope: `"process"` casts every call while the session is open.  `"model"` casts
+            calls in the forward of a managed model, and calls on its parameters or on half
+            tensors.
 
-    Called again on objects that are managed already it puts them under the new settings:
-    weights and masters keep their FP32 values, optimizers their state.
+    A second call with managed models and optimizers puts them under the new settings.
+    Weights and masters keep their FP32 values, optimizers keep their state.
 
     Returns:
-        `models` if no optimizers were given, else `(models, optimizers)`: the very objects.
+        `models` if no optimizers were given, else `(models, optimizers)`: the objects that
+        were passed in.
 
     Raises:
-        TypeError, ValueError: for an argument that is wrong; it is named.
-        AmpatchError: for a model wrapped in DistributedDataParallel too early, or sharded
-            (FSDP) at another level than O1.
-        In each case, and whatever else is raised, nothing has been changed; objects
-        that an earlier call manages stay managed by it.
+        TypeError, ValueError: an argument is wrong; the message names it.
+        AmpatchError: a model was wrapped in DistributedDataParallel before this call, or is
+            sharded (FSDP) and the opt level is not O1.
+        After any exception nothing has been changed.  Objects that an earlier call manages
+        stay managed by it.
 
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
-    and `AMPATCH_ENABLED` (`0`) override the arguments of the same names, and
-    `AMPATCH_SETTINGS`, a JSON object, those it names (`{"keep_batchnorm_fp32": false}`);
-    `ValueError` names one that is wrong.
+    and `AMPATCH_ENABLED` (`0`) replace the arguments of the same names.
+    `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
+    (`{"keep_batchnorm_fp32": false}`).  `ValueError` names a variable that is wrong.
     """
     given = {name: value for name, value in locals().items() if name in ARGUMENTS}
     given["overrides"] = overrides
@@ -116,10 +123,8 @@ def initialize(
     overrides = given.pop("overrides")
     properties = properties_for(opt_level, dtype, **given)
     rules = parse(overrides)
-    listed_models, listed_optimizers = (
-        argument_checks.as_models(models),
-        argument_checks.as_optimizers(optimizers),
-    )
+    listed_models = argument_checks.as_models(models)
+    listed_optimizers = argument_checks.as_optimizers(optimizers)
     if properties.enabled:
         _check(listed_models, listed_optimizers, properties, rules)
     if properties.opt_level == "O0" and any(rules):
@@ -129,12 +134,12 @@ def initialize(
         properties,
         rules=rules,
         process_group=process_group,
-        apex_flavour=registry.opens_as_apex,
+        has_apex_tables=registry.opens_as_apex,
     )
-    with Handover(registry, listed_models, listed_optimizers):
+    with Transfer(registry, listed_models, listed_optimizers):
         session.open(listed_models, listed_optimizers)
     registry.close_empty()
-    registry.tell("on_initialize", properties)
+    registry.observers.notify("on_initialize", properties)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
         logger.warning(note)
@@ -184,7 +189,7 @@ def _check(
     models: list[nn.Module], optimizers: list[Any], properties: Properties, rules: Overrides
 ) -> None:
     """Refuse what `initialize` cannot do with these models and optimizers."""
-    argument_checks.optimizers_own_parameters(models, optimizers, registry.half_of)
+    argument_checks.optimizers_own_parameters(models, optimizers, registry.half_weights.half_of)
     argument_checks.not_wrapped_before(models, properties)
     argument_checks.not_sharded(models, properties)
     argument_checks.weights_convert(models, properties)
@@ -195,15 +200,17 @@ def _check(
 
 
 def set_opt_level(model: nn.Module, opt_level: Any) -> None:
-    """Put a managed model under another opt level, now.
+    """Put a managed model under another opt level at once.
 
-    Weights keep their FP32 values, optimizers their state.  Call it between
-    steps.  Other models that were given to `initialize` with it keep their level, and
-    dynamic loss scales that they need stay as they are.  Raises `AmpatchError` for a
-    model that no open session manages, `ValueError` for a level in another half type
-    than that of those other models.
+    Weights keep their FP32 values, optimizers keep their state.  Call it between steps.
+    Other models of the same `initialize` keep their level, and the dynamic loss scales
+    that they need stay as they are.
+
+    Raises:
+        AmpatchError: no open session manages the model.
+        ValueError: the level is unknown, or is in another half type than the other models.
     """
-    session = registry.session_of_model(model)
+    session = registry.models.session_of(model)
     if session is None:
         raise AmpatchError(
             f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r}): this "
@@ -213,47 +220,59 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """A plain copy of a managed model: no hooks or patches, FP32 weights from the masters."""
-    session = registry.session_of_model(model)
-    if session is None:
+    """A plain copy of a managed model: no hooks or patches, FP32 weights from the masters.
+
+    Raises `AmpatchError` for a model that no open session manages.
+    """
+    session = registry.models.session_of(model)
+    managed = None if session is None else session.models.find(model)
+    if managed is None:
         raise AmpatchError(
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
             "ampatch.initialize; copy.deepcopy does for a plain model."
         )
-    return session.plain_copy(model)
+    return managed.plain_copy()
 
 
 def cache_info() -> Any:
-    """Hits, misses and entries of the weight cache of the session opened last."""
-    return registry.latest("ampatch.cache_info()").cache_info()
+    """`hits`, `misses` and `entries` of the weight cache of the session opened last.
+
+    Raises `AmpatchError` when no session is open.
+    """
+    return registry.latest("ampatch.cache_info()").policies.cache.info()
 
 
 def deactivate() -> None:
-    """Take everything out: torch, models and optimizers are as they were.
+    """Undo every `initialize`: torch, models and optimizers are as they were.
 
-    Half weights get their masters' FP32 values.  Harmless when nothing is open.  What
-    cannot be taken out does not keep the rest: its error is raised at the end, several as
-    an `ExceptionGroup` (an `AmpatchError` that names them where Python has no groups).
+    Half weights become FP32 weights with their masters' values.  Without an open session
+    the call does nothing.  Where a part cannot be undone, the other parts still are, and
+    the error is raised at the end.  Several errors are raised as an `ExceptionGroup`, or,
+    before Python 3.11, as an `AmpatchError` that names them.
     """
     try:
         registry.close_all()
     finally:
-        registry.tell("on_deactivate")
+        registry.observers.notify("on_deactivate")
 
 
 def observe(observer: Any) -> Callable[[], None]:
-    """Have an object told of what happens; returns a function that ends it.
+    """Call an object's methods when something happens; returns a function that ends this.
 
-    Its methods, each optional: `on_initialize(properties)`, `on_loss(loss, loss_id)`
-    with the unscaled loss of each `scale_loss`, `on_scale(scale, loss_id)` with the scale it
-    is then multiplied by (a float, or a tensor that changes in place later),
-    `on_step(optimizer, skipped)` where
-    `skipped` is a bool or a 0-dim tensor to read later, `on_metrics(values)`,
-    `on_close(session)` and `on_deactivate()`.
+    The methods, each optional:
+
+        on_initialize(properties)
+        on_loss(loss, loss_id): the unscaled loss of each `scale_loss`.
+        on_scale(scale, loss_id): the scale that this loss is multiplied by, a float, or a
+            0-dim tensor whose value changes later.
+        on_step(optimizer, skipped): `skipped` is a bool, or a 0-dim tensor to be read later.
+        on_metrics(values): the numbers of a `log_metrics`, as a dict.
+        on_close(session)
+        on_deactivate()
     """
-    return registry.observe(observer)
+    return registry.observers.add(observer)
 
 
 def log_metrics(**values: float) -> None:
-    """Report numbers of the training (accuracy, ...) to whoever observes it: the sweep, say."""
-    registry.tell("on_metrics", {name: float(value) for name, value in values.items()})
+    """Report numbers of the training (accuracy, ...) to its observers, such as the sweep."""
+    registry.observers.notify("on_metrics", {name: float(value) for name, value in values.items()})

@@ -7,8 +7,8 @@
         scaled_loss.backward()
     optimizer.step()
 
-New code has more from `ampatch.initialize`: it knows the models, so it can
-keep half copies of weights for the length of a forward and name parameters.
+New code should call `ampatch.initialize`: it knows the models, so it can keep half
+copies of weights for the length of a forward, and name parameters in messages.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from torch import Tensor
 from ..config import environment
 from ..config.opt_levels import properties_for
 from ..config.validation import whole_number
-from ..errors import AmpatchError, type_name
+from ..errors import AmpatchError
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
+from . import argument_checks
 
 
 def init(
@@ -37,29 +39,33 @@ def init(
     """Cast torch's functions as O1 does, on every device, and return a `Handle`.
 
     Args:
-        enabled: False changes nothing and gives a handle that does nothing.
+        enabled: False changes nothing, and returns a handle that does nothing.
         loss_scale: `"dynamic"` or a positive number.
-        enable_caching: only remembered, as `has_cache`. Half copies of weights live for
-            one forward of a model, and `init` knows no models: weights are cast at each use.
+        enable_caching: stored as `has_cache` and otherwise ignored.  Half copies of weights
+            live for one forward of a model, and `init` knows no models: weights are cast at
+            each use.
         verbose: log more than warnings.
         allow_banned: whether `binary_cross_entropy` on half tensors runs in FP32 with a
             warning (True) or raises `NotImplementedError`.
 
     In-place functions such as `Tensor.exp_` raise `NotImplementedError` on half tensors.
 
-    While one handle is active a second `init` returns the same handle, and warns if it
-    was asked for something else; after `handle._deactivate()` it makes a new one.
+    While a handle is active a second `init` returns the same handle, and warns if its
+    arguments differ; after `handle._deactivate()` it makes a new one.
 
-    The environment variables `AMPATCH_OPT_LEVEL` (`O0`, or the `O1` this is),
-    `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE` and `AMPATCH_ENABLED` (`0`) count here too.
-    Raises `AmpatchError` where they ask for O2 or O3, which need the models.
+    The environment variables `AMPATCH_OPT_LEVEL` (`O0` or `O1`), `AMPATCH_DTYPE`,
+    `AMPATCH_LOSS_SCALE` and `AMPATCH_ENABLED` (`0`) apply here too.
+
+    Raises:
+        TypeError, ValueError: an argument or a variable is wrong.
+        AmpatchError: `AMPATCH_OPT_LEVEL` is O2 or O3, which need the models.
     """
     wanted = environment.read()
     dtype, level = wanted.dtype or "float16", wanted.opt_level or "O1"
     loss_scale = wanted.loss_scale or loss_scale
     if level not in ("O0", "O1", "O4"):
         raise AmpatchError(
-            f"ampatch.init(): AMPATCH_OPT_LEVEL={level} asks for a converted model, and init "
+            f"ampatch.init(): AMPATCH_OPT_LEVEL={level} needs a converted model, and init "
             "knows no models. Expected O0 or O1; call ampatch.initialize(model, optimizer) "
             f"in the script for {level}."
         )
@@ -71,7 +77,7 @@ def init(
             return _again(session, asked)
     set_verbosity(1)
     properties = properties_for(level.replace("O0", "O1"), dtype, verbosity=1, **asked)
-    session = Session(properties, apex_flavour=True)
+    session = Session(properties, has_apex_tables=True)
     session.handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])
     (logger.info if verbose else logger.debug)("ampatch.init: %s", properties)
@@ -114,18 +120,21 @@ class Handle:
 
     @property
     def has_cache(self) -> bool:
-        """What `init` was told by `enable_caching`."""
+        """The argument `enable_caching` of `init`."""
         return self._has_cache
 
     def remove_cache(self, param: Tensor) -> None:
-        """Forget half copies of a weight, after a write to it that nothing can notice."""
+        """Drop half copies of a weight, after a write to it that ampatch cannot see."""
         self._clear_cache()
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """Context manager: yields the scaled loss; after it gradients are unscaled.
 
-        An optimizer never seen before is taken into care on the spot: from then on its
-        `step()` does nothing after an overflow.
+        An optimizer that is not managed yet is managed from now on: its `step()` does
+        nothing after an overflow.
+
+        Raises `TypeError` for a loss that is no floating tensor or an object that is no
+        optimizer, `AmpatchError` for an optimizer that `ampatch.initialize` manages.
         """
         if isinstance(optimizer, WrappedOptimizer):
             return optimizer.scale_loss(loss)
@@ -134,49 +143,50 @@ class Handle:
         return self._scaled(loss, optimizer, loss_id=0)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> WrappedOptimizer:
-        """An optimizer with its own `scale_loss`, and a loss scale for each of `num_loss` losses."""
+        """An optimizer with its own `scale_loss`, with a loss scale for each of `num_loss` losses.
+
+        Raises `TypeError` or `ValueError` for a wrong argument.
+        """
         whole_number(f"wrap_optimizer(num_loss={num_loss!r})", num_loss, least=1)
-        _check_optimizer(optimizer, "wrap_optimizer")
+        argument_checks.one_optimizer(optimizer, "wrap_optimizer")
         if not self.is_active():
             return WrappedOptimizer(optimizer, self, range(1))
-        self._take_into_care(optimizer)
+        self._managed(optimizer)
         return WrappedOptimizer(optimizer, self, self._session.add_scalers(num_loss))
 
     def _scaled(self, loss: Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[Tensor]:
-        if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            given = loss.dtype if isinstance(loss, Tensor) else type_name(loss)
-            raise TypeError(f"scale_loss(loss=...): expected a floating tensor, got {given}.")
-        _check_optimizer(optimizer, "scale_loss")
+        argument_checks.floating_loss(loss, "scale_loss")
+        argument_checks.one_optimizer(optimizer, "scale_loss")
         return self._session.scaled_backward(
             loss,
-            [self._take_into_care(optimizer)],
+            [self._managed(optimizer)],
             loss_id,
             delay_unscale=False,
             delay_overflow_check=False,
         )
 
-    def _take_into_care(self, optimizer: Any) -> Any:
-        known = registry.session_of(optimizer)
+    def _managed(self, optimizer: Any) -> Any:
+        known = registry.optimizers.session_of(optimizer)
         if known is not None and known is not self._session:
             raise AmpatchError(
                 f"<{type(optimizer).__name__}> was given to ampatch.initialize; use "
                 "ampatch.scale_loss for it, or leave it to the handle alone."
             )
-        return self._session.managed(optimizer) or self._session.manage_optimizer(optimizer)
+        return self._session.optimizers.find(optimizer) or self._session.manage_optimizer(optimizer)
 
     def _clear_cache(self) -> None:
-        self._session._drop_cache()
+        self._session.policies.cache.close()
 
     def _deactivate(self) -> None:
-        """Take the patches out and give the optimizers their own methods back."""
+        """Remove the patches and restore the optimizers' own methods."""
         self._session.close()
 
 
 class WrappedOptimizer:
     """An optimizer and its losses: what `Handle.wrap_optimizer` returns.
 
-    `scale_loss(loss)` takes the loss scales in turn, beginning anew after `step`.
-    Everything else is the optimizer's own.
+    `scale_loss(loss)` uses the loss scales in turn, and starts again after `step`.
+    Every other attribute is the optimizer's own.
     """
 
     def __init__(self, optimizer: Any, handle: Handle, loss_ids: range) -> None:
@@ -205,11 +215,3 @@ class WrappedOptimizer:
 
     def __repr__(self) -> str:
         return f"WrappedOptimizer({self._optimizer!r})"
-
-
-def _check_optimizer(optimizer: Any, call: str) -> None:
-    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
-        raise TypeError(
-            f"{call}(optimizer=...): expected an object with param_groups and step, "
-            f"got {type_name(optimizer)}."
-        )

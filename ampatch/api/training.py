@@ -14,11 +14,12 @@ from torch import Tensor
 from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
 from ..log import logger
-from ..scaling.loss_scaler import Scaler
+from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
-from ..session.session import Session, registry
+from ..session.registry import registry
+from ..session.session import Session
 from . import argument_checks
 
 
@@ -35,31 +36,33 @@ def scale_loss(
         with ampatch.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    After the block the gradients in the optimizers' `param_groups` are FP32
-    and unscaled, added to what was there before.  At O2 `p.grad` of a half weight of the
-    model is the FP32 gradient of its master, the same tensor: look at it, change it, assign to
-    it or set it to None between the block and the step, and that counts.  Inside the block
-    `p.grad` is what autograd has left: scaled, in the half type, of this block alone.  If they hold an inf or NaN
-    under a dynamic loss scale, the next `optimizer.step()` does nothing.
+    After the block the gradients in the optimizers' `param_groups` are FP32 and unscaled,
+    added to the gradients that were there before.  If they hold an inf or NaN under a
+    dynamic loss scale, the next `optimizer.step()` does nothing.
+
+    At O2 `p.grad` of a half weight of the model is the FP32 gradient of its master, the same
+    tensor.  Between the block and the step it can be read, changed, replaced or set to None.
+    Inside the block `p.grad` is what autograd has left: the scaled gradient of this block
+    alone, in the half type.
 
     Args:
-        loss: floating tensor, usually 0-dim; the yielded loss is FP32.
-        optimizers: those whose parameters the loss reaches: one, or a list or tuple.
+        loss: floating tensor, usually 0-dim.  The context yields it in FP32, scaled.
+        optimizers: the optimizers whose parameters the loss reaches: one, or a list or tuple.
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
-        model: not needed; accepted because apex had it.
+        model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients scaled, to add those of another loss first.
-        delay_overflow_check: let the loss scale react only with the next check.
+        delay_overflow_check: update the loss scale only with the next overflow check.
 
     Raises:
-        TypeError: `loss` is no floating tensor.
+        TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `loss_id` is out of range.
         AmpatchError: `initialize` was not called, or not with these optimizers.
     """
-    argument_checks.a_loss(loss)
+    argument_checks.floating_loss(loss, "ampatch.scale_loss")
     if isinstance(optimizers, (list, tuple)):
-        session, managed = _in_care(optimizers)
+        session, managed = _managed_optimizers(optimizers)
     else:
-        session, one = registry.care_of(optimizers) or _not_given(optimizers, "optimizers")
+        session, one = registry.optimizers.find(optimizers) or _not_given(optimizers, "optimizers")
         managed = [one]
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
@@ -68,18 +71,18 @@ def scale_loss(
     return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
 
 
-def _in_care(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
-    """The session of several optimizers, the last one's, and our side of each."""
+def _managed_optimizers(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
+    """The session of the last of several optimizers, and each of them as managed."""
     session = registry.latest("ampatch.scale_loss(...)")
     managed = {}
     for index, optimizer in enumerate(optimizers):
-        found = registry.care_of(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
+        found = registry.optimizers.find(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
         session, managed[id(optimizer)] = found
     return session, list(managed.values())
 
 
 def _not_given(optimizer: Any, where: str) -> NoReturn:
-    """Raise `AmpatchError` for an optimizer in nobody's care."""
+    """Raise `AmpatchError` for an optimizer that no session manages."""
     registry.latest("ampatch.scale_loss(...)")
     raise AmpatchError(
         f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
@@ -88,13 +91,13 @@ def _not_given(optimizer: Any, where: str) -> NoReturn:
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors that `optimizer.step` updates: the FP32 masters at O2, else the parameters.
+    """Yield the tensors that `optimizer.step` updates: FP32 masters at O2, else parameters.
 
     For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
     """
-    managed = registry.managed(optimizer)
+    managed = registry.optimizers.managed(optimizer)
     if managed is not None:
-        managed.take_unscaled()  # what a plain backward left in half weights
+        managed.gradients.in_halves.add_to_masters()  # what a plain backward left in half weights
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -102,11 +105,12 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 def state_dict() -> dict[str, dict[str, Any]]:
     """The loss scalers of all open sessions: those of the session opened last in apex's format.
 
-    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`, to which come
-    `"dynamic": False` for a static scale, and the settings that
-    `set_loss_scale_settings` has changed.  The scalers of the other sessions are called
-    `"session0.loss_scaler0"`, ..., numbered in the order in which `initialize` opened them.
-    Waits for the device.
+    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`.  An entry also holds
+    `"dynamic": False` for a static scale, and the settings that `set_loss_scale_settings`
+    has changed.  The scalers of the other sessions are called `"session0.loss_scaler0"`,
+    ..., numbered in the order in which `initialize` opened them.  Waits for the device.
+
+    Raises `AmpatchError` when no session is open.
     """
     registry.latest("ampatch.state_dict()")
     return {name: scaler.state_dict() for name, scaler in _named_scalers().items()}
@@ -115,13 +119,16 @@ def state_dict() -> dict[str, dict[str, Any]]:
 def load_state_dict(state: dict[str, Any]) -> None:
     """Restore the loss scalers of all open sessions.
 
-    Takes what `state_dict` gave, apex's checkpoints, and the `state_dict()` of a
-    `torch.amp.GradScaler`, which then goes to every loss of the session opened last.  If
-    it holds nothing of the other sessions, theirs stay as they are; it is logged.  A
-    dynamic scale is not loaded into a static scaler nor the other way round; it is logged.
+    `state` comes from `state_dict`, from a checkpoint of apex, or from
+    `torch.amp.GradScaler.state_dict()`, which then goes to every loss of the session opened
+    last.  Without entries for the other sessions their scalers stay as they are.  A dynamic
+    scale is not loaded into a static scaler, nor a static one into a dynamic scaler.  Both
+    are logged.
 
-    Raises `TypeError` or `ValueError` if the entries are not those of the open sessions, and
-    changes nothing.
+    Raises:
+        TypeError, ValueError: the entries are wrong, or not those of the open sessions.
+            Nothing has been changed then.
+        AmpatchError: no session is open.
     """
     session = registry.latest("ampatch.load_state_dict(...)")
     scalers = _named_scalers()
@@ -146,8 +153,8 @@ def load_state_dict(state: dict[str, Any]) -> None:
         scalers[name].load_state_dict(state[name])
     if expected == own and others:
         logger.warning(
-            "ampatch.load_state_dict(state): it holds nothing of the sessions that were opened "
-            "before the last; their loss scales stay as they are: %s.",
+            "ampatch.load_state_dict(state): state has no entries for the sessions that were "
+            "opened before the last one; their loss scales stay as they are: %s.",
             ", ".join(f"{name} at {scalers[name].get():g}" for name in others),
         )
 
@@ -169,26 +176,30 @@ def _refuse(found: set[str], expected: list[str]) -> NoReturn:
     unknown = sorted(found - set(expected))
     missing = [name for name in expected if name not in found]
     raise ValueError(
-        f"ampatch.load_state_dict(state): it holds {sorted(found)}, expected {expected}"
+        f"ampatch.load_state_dict(state): state holds {sorted(found)}, expected {expected}"
         + (f"; missing: {', '.join(missing)}" if missing else "")
         + (f"; unknown: {', '.join(unknown)}" if unknown else "")
-        + ". Call initialize as often, in the same order, and with the num_losses of the saved run; "
-        "entries of sessions that are not wanted any more may be taken out of the dictionary."
+        + ". Call initialize as often, in the same order and with the same num_losses as in the "
+        "saved run; remove entries of sessions that no longer exist from the dictionary."
     )
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The present loss scale of the session opened last.  Waits for the device."""
+    """The present loss scale of the session opened last.  Waits for the device.
+
+    Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` when no session
+    is open.
+    """
     session = registry.latest("ampatch.loss_scale()")
     argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.loss_scale")
     return session.scalers[loss_id].get()
 
 
 def set_loss_scale(value: float, loss_id: int = 0) -> None:
-    """Set the loss scale of the session opened last, within its floor and cap.
+    """Set the loss scale of the session opened last; a dynamic one stays within its limits.
 
-    Raises `TypeError` or `ValueError` unless `value` is a positive finite number (or such
-    a one in a string), and changes nothing.
+    `value` is a positive finite number, which may be a string.  Raises `TypeError` or
+    `ValueError` for anything else, and changes nothing then.
     """
     session = registry.latest("ampatch.set_loss_scale(...)")
     argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale")
@@ -198,7 +209,7 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
 
 
 def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
-    """The rules of a dynamic loss scale of the session opened last; empty for a static scale.
+    """The settings of a dynamic loss scale of the session opened last; {} for a static scale.
 
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
     `min_loss_scale`, `max_loss_scale`.
@@ -210,21 +221,21 @@ def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
 
 
 def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
-    """Change rules of a dynamic loss scale: the keys of `loss_scale_settings`, as keywords.
+    """Change settings of a dynamic loss scale: the keys of `loss_scale_settings`, as keywords.
 
-    They count from now on.  A new `init_scale` starts the scale anew from there; new
-    limits draw it in at once.  They go into `state_dict()`, and come back from it.
+    They hold from now on.  A new `init_scale` becomes the present scale.  New limits apply
+    to the present scale at once.  `state_dict()` saves the changed settings.
 
     Raises:
-        TypeError, ValueError: for a setting that is unknown or wrong.
-        AmpatchError: if the loss scale is static.
-        In each case nothing has been changed.
+        TypeError, ValueError: a setting is unknown or wrong.
+        AmpatchError: the loss scale is static.
+        After any of these nothing has been changed.
     """
     session = registry.latest("ampatch.set_loss_scale_settings(...)")
     what = "ampatch.set_loss_scale_settings(...)"
     argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale_settings")
     scaler = session.scalers[loss_id]
-    if scaler.settings is None:
+    if not isinstance(scaler, DynamicScaler):
         raise AmpatchError(
             f"{what}: loss scale {loss_id} is static and has no settings. Use "
             'ampatch.set_loss_scale, or initialize(..., loss_scale="dynamic").'
@@ -233,24 +244,24 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
 
 
 def step_was_skipped(optimizer: Any) -> bool:
-    """Whether the last `optimizer.step()` was left out because of an overflow.
+    """Whether the last `optimizer.step()` was skipped because of an overflow.
 
     Waits for the device if the optimizer is a fused one, which decides there.
-    Raises `AmpatchError` for an optimizer that `initialize` was not given.
+    Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
-    managed = _known(optimizer, "step_was_skipped")
+    managed = _managed(optimizer, "step_was_skipped")
     return managed is not None and bool(managed.skipped)
 
 
 def step_counts(optimizer: Any) -> StepCounts:
-    """How many steps were `taken`, `skipped` and `skipped_in_a_row` (the last ones), as ints.
+    """The numbers of steps `taken`, `skipped` and `skipped_in_a_row` (the latest), as ints.
 
-    Counted since `initialize`; a step with a closure is one step.  Waits for the device
-    if the optimizer is a fused one; steps replayed in a CUDA graph are counted too.
-    With `enabled=False` nothing is counted.  Raises `AmpatchError` for an optimizer that
-    `initialize` was not given.
+    They are counted since `initialize`; a step with a closure is one step.  Steps that a
+    CUDA graph replays are counted too.  With `enabled=False` nothing is counted.  Waits for
+    the device if the optimizer is a fused one.  Raises `AmpatchError` for an optimizer that
+    was not given to `initialize`.
     """
-    managed = _known(optimizer, "step_counts")
+    managed = _managed(optimizer, "step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()
 
 
@@ -260,12 +271,13 @@ def hold_scheduler(scheduler: Any) -> Any:
         scheduler = ampatch.hold_scheduler(StepLR(optimizer, 30))
 
     Its `step()` then does nothing if the optimizer has skipped every step since the
-    scheduler's last.  For any object with `step` and `optimizer`, built before or after
-    `initialize`, until `deactivate`.  Of a `SequentialLR` or `ChainedScheduler` hold the
-    outer one.  With a fused optimizer `scheduler.step()` waits for the device.
+    scheduler's last one.  `scheduler` is any object with `step` and `optimizer`, built
+    before or after `initialize`.  Hold the outer one of a `SequentialLR` or
+    `ChainedScheduler`.  With a fused optimizer `scheduler.step()` waits for the device.
+    `deactivate` ends it.
 
     Raises:
-        TypeError: `scheduler` has no `step` of its class or no `optimizer`.
+        TypeError: the class of `scheduler` has no `step`, or `scheduler` no `optimizer`.
         AmpatchError: its optimizer was not given to `initialize`.
     """
     if (
@@ -275,17 +287,18 @@ def hold_scheduler(scheduler: Any) -> Any:
     ):
         raise TypeError(
             "ampatch.hold_scheduler(scheduler=...): expected an object with .optimizer whose class "
-            f"has step(), such as a torch.optim.lr_scheduler.LRScheduler, got {type_name(scheduler)}."
+            "has step(), such as a torch.optim.lr_scheduler.LRScheduler, got "
+            f"{type_name(scheduler)}."
         )
-    if _known(scheduler.optimizer, "hold_scheduler") is not None:
+    if _managed(scheduler.optimizer, "hold_scheduler") is not None:
         registry.schedulers.hold(scheduler)
     return scheduler
 
 
-def _known(optimizer: Any, call: str) -> Any:
-    """Our side of an optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    managed = registry.managed(optimizer)
-    if managed is None and registry.session_of(optimizer) is None:
+def _managed(optimizer: Any, call: str) -> Any:
+    """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
+    managed = registry.optimizers.managed(optimizer)
+    if managed is None and registry.optimizers.session_of(optimizer) is None:
         raise AmpatchError(
             f"ampatch.{call}(<{type(optimizer).__name__}>): this "
             "optimizer was not given to ampatch.initialize."

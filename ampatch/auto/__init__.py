@@ -1,11 +1,11 @@
-"""Mixed precision for a script that has no line about it: `ampatch run --auto`.
+"""Mixed precision for a script without AMP code: `ampatch run --auto`.
 
-Functions cast as at O1.  Every `torch.optim.Optimizer` is noticed as it is
-built, every `backward()` is a `scale_loss` block around itself, so that
-gradients are always the true ones, and every `step()` is that of the engine:
-it does nothing after an overflow.
+Functions cast as at O1.  Every `torch.optim.Optimizer` is managed from its
+construction.  Every `backward()` runs in a `scale_loss` block of its own, so the
+gradients that the script sees are always unscaled.  A `step()` after an overflow
+is skipped.
 """
 
-from .control import start, why_not
+from .control import check, start
 
-__all__ = ["start", "why_not"]
+__all__ = ["check", "start"]

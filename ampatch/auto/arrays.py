@@ -1,6 +1,6 @@
-"""Results that leave for NumPy leave in FP32, as the script expects them.
+"""Half tensors become FP32 arrays in NumPy, which a script without AMP code expects.
 
-NumPy has no bfloat16 at all, and sums of float16 overflow at 65504.
+NumPy has no bfloat16, and sums of float16 overflow at 65504.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casting.patches import PatchSet
+from ..session.facade import PatchSet
 
 
 def put(patches: PatchSet, half: torch.dtype) -> None:
-    """Have `Tensor.numpy`, and with it `numpy.asarray(tensor)`, give FP32 for `half` tensors."""
+    """Make `Tensor.numpy` and `numpy.asarray(tensor)` return FP32 for `half` tensors."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)

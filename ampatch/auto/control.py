@@ -1,4 +1,4 @@
-"""Put it all in, and take it out again when the session closes."""
+"""Starts mixed precision in a process; its patches go when the session closes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..casting.patches import PatchSet
+import ampatch
+
 from ..config.environment import Asked
 from ..config.opt_levels import properties_for
 from ..log import logger, set_verbosity
-from ..session.session import Session, registry
+from ..session import facade
+from ..session.facade import PatchSet, Session
 from . import arrays, gradient_hooks, loading, refusals
 from .backward import Passes
 
 
-def why_not(asked: Asked) -> str | None:
-    """Why this cannot be had without a line in the script, or None."""
+def check(asked: Asked) -> None:
+    """Raise `ValueError` for an opt level that `--auto` cannot have."""
     if asked.opt_level in (None, "O0", "O1", "O4"):
-        return None
-    return (
+        return
+    raise ValueError(
         f"--auto with opt level {asked.opt_level}: it converts a model's weights and hooks its "
         "inputs and outputs, and a script without AMP code never says which module is the model, "
         "nor when it is complete. Expected --opt-level O1 (or O0); for "
@@ -32,10 +34,10 @@ def why_not(asked: Asked) -> str | None:
 
 
 def start(asked: Asked) -> Session | None:
-    """Begin, in this process, with what is `asked` (by default O1 in float16).
+    """Start mixed precision in this process with the settings `asked` (default: O1, float16).
 
-    Returns the session, which ends it when it closes; None at O0 and where
-    `AMPATCH_ENABLED` is 0: nothing is changed then.
+    Returns the session; closing it ends mixed precision.  Returns None and changes nothing
+    at O0 and if `AMPATCH_ENABLED` is 0.
     """
     if not asked.enabled or asked.opt_level == "O0":
         return None
@@ -43,10 +45,7 @@ def start(asked: Asked) -> Session | None:
     properties = properties_for(
         asked.opt_level or "O1", asked.dtype or torch.float16, loss_scale=asked.loss_scale
     )
-    session = Session(properties)
-    session.scales_by_itself = True
-    session.open([], [])
-    session.cast_on_accelerators()
+    session = facade.open_automatic_session(properties)
     patches = PatchSet()
     passes = Passes(session)
     refusals.put(patches)
@@ -54,15 +53,15 @@ def start(asked: Asked) -> Session | None:
     arrays.put(patches, properties.dtype)
     patches.replace(torch.autograd, "backward", passes.around)
     gradient_hooks.put(patches, passes)
-    for name in ("__init__", "__setstate__"):  # built, and copied or unpickled
-        patches.replace(Optimizer, name, lambda original: _noticing(original, session))
+    for name in ("__init__", "__setstate__"):  # for new ones, and for copied or unpickled ones
+        patches.replace(Optimizer, name, lambda original: _managing(original, session))
     ending = _Ending(session, patches)
-    ending.stop_observing = registry.observe(ending)
+    ending.stop_observing = ampatch.observe(ending)
     return session
 
 
 class _Ending:
-    """Told by the session when it closes."""
+    """Observer that undoes the patches when the session closes."""
 
     def __init__(self, session: Session, patches: PatchSet) -> None:
         self._session = session
@@ -70,32 +69,28 @@ class _Ending:
         self.stop_observing: Callable[[], None]
 
     def on_close(self, session: Session) -> None:
-        """Take the patches out, if it is this session that closes."""
+        """Undo the patches, if this is the session that closes."""
         if session is self._session:
             self._patches.undo()
             self.stop_observing()
 
 
-def _noticing(original: Callable, session: Session) -> Callable:
+def _managing(original: Callable, session: Session) -> Callable:
     @functools.wraps(original)
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        if session.is_open and session.managed(optimizer) is None:
-            _take_into_care(session, optimizer)
+        if session.is_open and facade.managed_optimizer(optimizer) is None:
+            _manage(session, optimizer)
 
     return method
 
 
-def _take_into_care(session: Session, optimizer: Any) -> None:
-    first = not any(True for _ in session.optimizers())
-    managed = session.manage_optimizer(optimizer)
-    managed.forget_found_state()
+def _manage(session: Session, optimizer: Any) -> None:
+    is_first = not session.optimizers.alive()
+    managed = facade.manage_optimizer(session, optimizer)
     devices = {parameter.device.type for parameter in managed.parameters()}
-    session.cast_on(devices)
-    if first:
-        registry.refresh()  # torch's gradient tools are ours while there are optimizers
-        if "cpu" in devices and session.properties.dtype is torch.float16:
-            logger.warning(
-                "The model is on the CPU, where float16 products are often many times slower "
-                "than float32. For speed pass --dtype bfloat16."
-            )
+    if is_first and "cpu" in devices and session.properties.dtype is torch.float16:
+        logger.warning(
+            "The model is on the CPU, where float16 products are often many times slower "
+            "than float32. For speed pass --dtype bfloat16."
+        )

@@ -1,8 +1,8 @@
-"""Hooks of the script's that run inside a backward pass: they see true gradients too.
+"""The script's hooks inside a backward pass get unscaled gradients.
 
-`x.register_hook(lambda grad: grad.clamp(-1, 1))` would clip scaled numbers
-otherwise.  Hooks that come after a gradient has been accumulated (an optimizer
-step inside the backward pass) wait for the end of the pass.
+Otherwise `x.register_hook(lambda grad: grad.clamp(-1, 1))` would clip scaled numbers.
+Hooks that run after a gradient has been accumulated (an optimizer step inside the
+backward pass) wait for the end of the pass.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting.patches import PatchSet
+from ..session.facade import PatchSet
 from .backward import Passes
 
-_WRAPPED = "_ampatch_sees_true_gradients"
+_WRAPPED = "_ampatch_gets_unscaled_gradients"
 
 
 def put(patches: PatchSet, passes: Passes) -> None:
-    """Replace the functions that hang hooks on tensors and modules."""
+    """Replace the functions that register hooks on tensors and modules."""
 
     def wrapping(wrap: Callable[[Callable, Passes], Callable]) -> Callable[[Any], Any]:
         def make(original: Callable) -> Callable:
             @functools.wraps(original)
             def register(self: Any, hook: Callable, *args: Any, **kwargs: Any) -> Any:
-                if not hasattr(hook, _WRAPPED):  # tensor subclasses send it through here again
+                if not hasattr(hook, _WRAPPED):  # a tensor subclass calls this a second time
                     hook = wrap(hook, passes)
                     setattr(hook, _WRAPPED, True)
                 return original(self, hook, *args, **kwargs)
@@ -49,7 +49,7 @@ def _on_tensor(hook: Callable, passes: Passes) -> Callable:
         scale = passes.scale
         if scale is None:
             return hook(grad)
-        shown = _true(grad, scale)
+        shown = _unscaled(grad, scale)
         before = shown._version
         given = hook(shown)
         if given is None and shown._version == before:
@@ -65,7 +65,7 @@ def _on_module(hook: Callable, passes: Passes) -> Callable:
         scale = passes.scale
         if scale is None:
             return hook(module, *grads)
-        given = hook(module, *(_all_true(several, scale) for several in grads))
+        given = hook(module, *(_all_unscaled(several, scale) for several in grads))
         if given is None:
             return None
         if isinstance(given, Tensor):
@@ -96,24 +96,24 @@ def _retaining(original: Callable, passes: Passes) -> Callable:
     return retain_grad
 
 
-def _all_true(grads: Any, scale: Any) -> Any:
+def _all_unscaled(grads: Any, scale: Any) -> Any:
     if isinstance(grads, tuple):
-        return tuple(None if grad is None else _true(grad, scale) for grad in grads)
-    return None if grads is None else _true(grads, scale)
+        return tuple(None if grad is None else _unscaled(grad, scale) for grad in grads)
+    return None if grads is None else _unscaled(grads, scale)
 
 
-def _true(grad: Tensor, scale: Any) -> Tensor:
-    """Unscaled; half gradients in FP32, where they do not underflow."""
+def _unscaled(grad: Tensor, scale: Any) -> Tensor:
+    """The unscaled gradient; a half gradient in FP32, where it does not underflow."""
     wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    return wide / _beside(scale, grad)
+    return wide / _on_device_of(scale, grad)
 
 
 def _scaled(given: Any, like: Any, scale: Any) -> Any:
     if not isinstance(given, Tensor):
         return given
-    scaled = given * _beside(scale, given)
+    scaled = given * _on_device_of(scale, given)
     return scaled.to(like.dtype) if isinstance(like, Tensor) else scaled
 
 
-def _beside(scale: Any, tensor: Tensor) -> Any:
+def _on_device_of(scale: Any, tensor: Tensor) -> Any:
     return scale.to(tensor.device) if isinstance(scale, Tensor) else scale

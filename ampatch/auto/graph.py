@@ -1,4 +1,4 @@
-"""Where a backward pass will leave gradients."""
+"""The tensors that get gradients from a backward pass."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.autograd.function import BackwardCFunction
 
 
 def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """The leaves that `roots` reach, and whether there may be more than can be seen.
+    """The leaves that `roots` reach, and whether there may be leaves that the graph hides.
 
-    An `autograd.Function` in Python may run a backward pass of its own over what is hidden in
-    it, as `torch.utils.checkpoint(use_reentrant=True)` does.
+    A Python `autograd.Function` may run a backward pass of its own over a hidden graph, as
+    `torch.utils.checkpoint(use_reentrant=True)` does.
     """
     found = [root for root in roots if root.is_leaf and root.requires_grad]
     todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(todo)  # holds them: a node's Python side is made anew once it is dropped
+    seen = set(todo)  # holds the nodes: a dropped one would come back as a new Python object
     hidden = False
     while todo:
         node = todo.pop()
@@ -36,11 +36,12 @@ def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
     return found, hidden
 
 
-class Strays:
+class OtherGradients:
     """Context manager for one scaled pass: gradients of tensors that no optimizer holds.
 
-    They come out unscaled too: inputs that a script perturbs, weights it updates by hand or
-    not at all, results with `retain_grad`.  An overflow in them moves no scale.
+    They are unscaled too: those of inputs that a script perturbs, of weights that it updates
+    by hand or not at all, of results with `retain_grad`.  An overflow in them does not change
+    the loss scale.
     """
 
     def __init__(self, held: set[int], scaler: Any, scale: Any) -> None:
@@ -50,20 +51,20 @@ class Strays:
         self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Set aside what is in `.grad` of these, to tell it from what the pass adds."""
+        """Take the present `.grad` of these tensors away until the end of the pass."""
         for tensor in tensors:
             if id(tensor) not in self._held and id(tensor) not in self._aside:
                 self._aside[id(tensor)] = (tensor, tensor.grad)
                 tensor.grad = None
 
-    def __enter__(self) -> Strays:
+    def __enter__(self) -> OtherGradients:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             fresh = [t.grad for t, _ in self._aside.values() if t.grad is not None]
             with torch.no_grad():
-                self._scaler.unscale_([_numbers(grad) for grad in fresh], self._scale)
+                self._scaler.unscale_([_real_values(grad) for grad in fresh], self._scale)
         for tensor, earlier in self._aside.values():
             if kind is not None or tensor.grad is None:
                 tensor.grad = earlier
@@ -71,7 +72,7 @@ class Strays:
                 tensor.grad = earlier.add_(tensor.grad)
 
 
-def _numbers(grad: Tensor) -> Tensor:
+def _real_values(grad: Tensor) -> Tensor:
     """The tensor of real numbers in a gradient that may be sparse or complex."""
     values = grad._values() if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values

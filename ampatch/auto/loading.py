@@ -1,4 +1,4 @@
-"""A DataLoader prepares data as it would without us, in this process or in its workers."""
+"""A DataLoader prepares data without casts, in this process or in its workers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data._utils import fetch
-
-from ..casting.patches import PatchSet
-from ..session.session import registry
+from ..session.facade import PatchSet, casts_off
+from ..torch_private.data_loading import FETCHERS
 
 
 def put(patches: PatchSet) -> None:
     """Cast nothing while items are fetched from a dataset and collated."""
-    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+    for fetcher in FETCHERS:
         patches.replace(fetcher, "fetch", _uncast)
 
 
 def _uncast(original: Callable) -> Callable:
     @functools.wraps(original)
     def fetch(*args: Any, **kwargs: Any) -> Any:
-        with registry.state.under(lambda: None):
+        with casts_off():
             return original(*args, **kwargs)
 
     return fetch

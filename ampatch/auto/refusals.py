@@ -1,7 +1,7 @@
-"""Scripts that have AMP code of their own are told so, before two engines meet in them.
+"""Refuses scripts that have AMP code of their own.
 
-apex's `initialize` and `init` come here too: ampatch's stand behind them.  torch's are let
-through where they are switched off.
+apex's `initialize` and `init` are refused too, because they call ampatch's.  torch's
+`GradScaler` and `autocast` are accepted while they are switched off.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.amp.autocast_mode import autocast
 
 import ampatch
 
-from ..casting.patches import PatchSet
 from ..errors import AmpatchError
+from ..session.facade import PatchSet
 
 
 def put(patches: PatchSet) -> None:
-    """Have the ways into other AMP code refuse."""
+    """Replace the entry points of other AMP code by functions that raise."""
     for name in ("initialize", "init"):
         patches.replace(ampatch, name, functools.partial(_refusing, f"ampatch.{name}"))
     patches.replace(torch.amp.GradScaler, "__init__", _refusing_scaler)
@@ -34,7 +34,7 @@ def _error(what: str, instead: str) -> AmpatchError:
 
 
 def _refusing(what: str, original: Callable) -> Callable:
-    """Refuses with `enabled=False` too: the script's `scale_loss` would find our session."""
+    """Refuses `enabled=False` too: the script's `scale_loss` would use the session of --auto."""
 
     @functools.wraps(original)
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -45,7 +45,7 @@ def _refusing(what: str, original: Callable) -> Callable:
     return refuse
 
 
-_TORCHS = "Run it with Python as it is, switch its AMP off, or take these lines out of it."
+_INSTEAD_OF_TORCH = "Run it with plain Python, switch its AMP off, or remove these lines."
 
 
 def _refusing_scaler(original: Callable) -> Callable:
@@ -53,7 +53,7 @@ def _refusing_scaler(original: Callable) -> Callable:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if self.is_enabled():
-            raise _error("torch.amp.GradScaler", _TORCHS)
+            raise _error("torch.amp.GradScaler", _INSTEAD_OF_TORCH)
 
     return __init__
 
@@ -62,7 +62,7 @@ def _refusing_autocast(original: Callable) -> Callable:
     @functools.wraps(original)
     def __enter__(self: Any) -> Any:
         if self._enabled:
-            raise _error("torch.autocast", _TORCHS)
+            raise _error("torch.autocast", _INSTEAD_OF_TORCH)
         return original(self)
 
     return __enter__

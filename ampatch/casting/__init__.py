@@ -1,1 +1,18 @@
-"""The operator side: which dtype a patched torch function computes in."""
+"""The operator side: which dtype a patched torch function computes in.
+
+Where to look first:
+
+* which function follows which rule, and why: `tables`; what a rule chooses: `rules`;
+* what a patched call does: `wrapper` (hot path); functions that need more: `special_ops`;
+* what is in force, and for which thread: `policy`, `cast_state`, `contexts`;
+* half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`,
+  `backward_policy` (custom autograd Functions);
+* what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
+  `left_behind`, `places`;
+* functions of the user's: `user_functions`, `registered_functions`;
+* torch.compile and torch.fx: `dynamo_tables`, `recording`;
+* `__torch_function__` and modes: `handlers`, `handler_tables`;
+* torch.autocast beside ampatch: `autocast_regions`, `autocast_switch`, `autocast_answers`,
+  `torch_autocast`, `library_ops`;
+* what is reported: `cast_observers`, `dtype_errors`.
+"""

@@ -13,12 +13,15 @@ from typing import Any
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
-from .policy import CastState, Policy
+from .cast_state import CastState
+from .patches import Replacement
+from .policy import Policy
 
+_POLICY = "_ampatch_policy"
 _UNKNOWN = object()
 
 
-def parts(state: CastState) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def parts(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for what has to be replaced."""
     return [
         (BackwardCFunction, "__init__", lambda original: _noting(original, state)),
@@ -29,14 +32,14 @@ def parts(state: CastState) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 def _noting(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self._ampatch_policy = state.current()
+        setattr(self, _POLICY, state.current())
 
     return __init__
 
 
 def _under_noted(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy: Policy | Any | None = getattr(self, "_ampatch_policy", _UNKNOWN)
+        policy: Policy | Any | None = getattr(self, _POLICY, _UNKNOWN)
         if policy is _UNKNOWN or is_dynamo_compiling() or policy is state.current():
             return original(self, *args)
         with state.under(lambda: policy):

@@ -7,14 +7,14 @@ retained graphs and double backward see what they see in FP32 training.
 
 `Plan` says which weights of a model go together: those that its forwards have used so
 far, in the order of use, in buckets of bounded size (the idea is that of DDP's buckets,
-arXiv 2006.15704).  A bucket is cast when the first of its weights is used: the node then
-runs in the backward pass as soon as that use has been passed, and gradients neither
-arrive late nor wait in half.
+arXiv 2006.15704).  A bucket is cast when the first of its weights is used.  So the backward
+pass runs the node as soon as it has passed that use, and gradients do not arrive late or
+wait in half.
 
 A node with an unused output calls the hooks of that weight with None.  So a weight that
 has hooks, lies in a module with backward hooks, or was not used by a forward or not reached
 by a backward pass before, is left out.
-Where somebody hooks into the graph (`activation.register_hook`) none are cast together.
+In a forward whose graph gets hooks (`activation.register_hook`) none are cast together.
 """
 
 from __future__ import annotations
@@ -26,33 +26,42 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.modules.module
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ..torch_private import foreach
-from ..torch_private.probes import are_ranks, is_batched, is_recording
+from ..torch_private.devices import place_of
+from ..torch_private.distributed import are_ranks, running_ddp
+from ..torch_private.modules import (
+    BACKWARD_HOOKS_CAN_BE_SEEN,
+    GLOBAL_BACKWARD_TABLES,
+    backward_tables,
+)
+from ..torch_private.probes import is_batched, is_recording
+from ..torch_private.tensors import (
+    TENSOR_HOOKS_CAN_BE_SEEN,
+    backward_hooks_of,
+    hooks_of,
+    late_hooks_of,
+)
 
 MOST_WEIGHTS = 32
 MOST_BYTES = 8 * 2**20
 """A bucket's limits; the bytes are those of its FP32 weights."""
 
+HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
+"""Without, no weights are cast together."""
+
 MOST_CHANGES = 64
 """Of a plan.  A model that makes its weights anew again and again has them cast one by one."""
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_hooks_of = operator.attrgetter(*_HOOKS)
-
-HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
-"""Without, no weights are cast together."""
-
 
 class _CastTogether(Function):
-    """FP32 weights in, half copies out; a gradient that does not come goes on as None.
+    """FP32 weights in, half copies out; a missing gradient is passed on as None.
 
-    The weights that it was for are told to the plan, which leaves them out from then on.
+    The plan is given the weights of missing gradients, and leaves them out from then on.
     """
 
     @staticmethod
@@ -69,9 +78,9 @@ class _CastTogether(Function):
             list(map(_layout_of, grads)).count(torch.strided) == len(grads)
             and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
             and not is_recording()
-            and not any(map(is_batched, grads))
+            and not any(map(is_batched, grads))  # type: ignore[arg-type]  # none is None here
         ):
-            return None, None, *copies(grads, torch.float32)
+            return None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
         plan = None if ctx.plan is None else ctx.plan()
         if plan is not None:
             plan.learn((), [key for key, grad in zip(ctx.keys, grads) if grad is None])
@@ -79,7 +88,7 @@ class _CastTogether(Function):
 
 
 _apply = super(Function, _CastTogether).apply
-"""Without what `Function.apply` asks for torch.func's transforms, in which none is cast here."""
+"""`Function.apply` without its questions about torch.func: in its transforms this is not used."""
 
 
 def _layout_of(grad: Tensor | None) -> torch.layout | None:
@@ -98,7 +107,7 @@ def cast_together(
 ) -> Sequence[Tensor]:
     """The copies of FP32 `weights` in `dtype`; `in_graph`: with one node that leads back to them.
 
-    `plan` is told of weights that a backward pass does not reach.
+    `plan` is given the weights that a backward pass does not reach.
     """
     if len(weights) == 1:
         return [weights[0].to(dtype)]
@@ -125,12 +134,12 @@ class Plan:
         self._hook_tables: list[dict] = []
         self._changes = 0
         self._has_hooks = False
-        self.was_hooked = False  # somebody hooked into the graph of the latest forward
+        self.was_hooked = False  # the graph of the latest forward got hooks
         self.bucket_of: dict[int, list[Tensor]] = {}
 
     def begin(self) -> bool:
         """A forward of the model starts: whether weights may be cast together in it."""
-        if not HOOKS_CAN_BE_SEEN or not _hears_of_all(self._model):
+        if not HOOKS_CAN_BE_SEEN or not _may_use_all(self._model):
             return False
         if self._has_hooks or any(self._hook_tables):
             with self._changing:
@@ -152,7 +161,7 @@ class Plan:
         for weight in new if self._changes < MOST_CHANGES else ():
             key = id(weight)
             if key not in self._order and key not in self._left_out:
-                self._order[key], self._places[key] = weight, _place(weight)
+                self._order[key], self._places[key] = weight, place_of(weight)
                 changed = True
         if changed:
             self._changes += 1
@@ -160,16 +169,16 @@ class Plan:
 
     def _divide(self) -> None:
         """Divide the weights into buckets; drop those that have left the model."""
-        modules = list(self._model.modules())
-        own = {id(p) for module in modules for p in module._parameters.values() if p is not None}
+        parts = list(self._model.modules())
+        own = {id(p) for module in parts for p in module._parameters.values() if p is not None}
         if self._changes == MOST_CHANGES:
             own = set()
         self._left_out.update(key for key in self._order if key not in own)
         self._order = {key: weight for key, weight in self._order.items() if key in own}
-        self._hook_tables = [*_GLOBAL_TABLES]
-        for module in modules:
-            self._hook_tables += [module._backward_hooks, module._backward_pre_hooks]
-        hooked = _below_hooks(modules) if any(self._hook_tables) else set()
+        self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
+        for module in parts:
+            self._hook_tables += backward_tables(module)
+        hooked = _below_hooks(parts) if any(self._hook_tables) else set()
         self._has_hooks = bool(hooked)
         bucket_of: dict[int, list[Tensor]] = {}
         open_buckets: dict[Any, list[Tensor]] = {}
@@ -185,9 +194,9 @@ class Plan:
 
 
 def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
-    """Those of a bucket that may be cast in one node with `weight`; none, if it may not itself.
+    """The weights of a bucket that may be cast in one node with `weight`; none if it may not.
 
-    One that has another dtype or device by now is not looked for: its copy is not used.
+    A weight that has another dtype or device by now is not left out: its copy is not used.
     """
     if not may_be_planned(weight):
         return []
@@ -195,15 +204,14 @@ def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
     wanting = map(_wants_grad, bucket)
     if (
         all(wanting if wanted else map(operator.not_, wanting))
-        and not any(map(_backward_hooks_of, bucket))
-        and not any(map(_late_hooks_of, bucket))
+        and not any(map(backward_hooks_of, bucket))
+        and not any(map(late_hooks_of, bucket))
     ):
         return bucket
     return [one for one in bucket if one.requires_grad is wanted and may_be_planned(one)]
 
 
 _wants_grad = operator.attrgetter("requires_grad")
-_backward_hooks_of, _late_hooks_of = map(operator.attrgetter, _HOOKS)
 
 
 def may_be_planned(weight: Tensor) -> bool:
@@ -213,7 +221,7 @@ def may_be_planned(weight: Tensor) -> bool:
         and weight.dtype is torch.float32
         and weight.is_leaf
         and weight.layout is torch.strided
-        and not any(_hooks_of(weight))
+        and not any(hooks_of(weight))
     )
 
 
@@ -222,42 +230,24 @@ def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
     return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= MOST_BYTES
 
 
-def _place(weight: Tensor) -> Any:
-    """Weights of one bucket share it: the device and, there, the stream of their use."""
-    if weight.is_cuda:
-        return weight.device, torch.cuda.current_stream(weight.device).cuda_stream
-    return weight.device
-
-
-_GLOBAL_TABLES = [
-    table
-    for name in ("_global_backward_hooks", "_global_backward_pre_hooks")
-    if (table := getattr(torch.nn.modules.module, name, None)) is not None
-]
-
-
-def _below_hooks(modules: list[nn.Module]) -> set[int]:
+def _below_hooks(parts: list[nn.Module]) -> set[int]:
     """Ids of the weights of modules with backward hooks, their children's among them.
 
     Such a hook runs when the gradients of its module are complete, not those of a bucket.
     """
-    if any(_GLOBAL_TABLES):
-        hooked = modules
+    if any(GLOBAL_BACKWARD_TABLES):
+        hooked = parts
     else:
-        hooked = [one for one in modules if one._backward_hooks or one._backward_pre_hooks]
+        hooked = [one for one in parts if any(backward_tables(one))]
     return {id(weight) for module in hooked for weight in module.parameters()}
 
 
-def _hears_of_all(model: nn.Module) -> bool:
-    """Whether nobody asks which weights a pass has left unused: DDP may, other ranks might.
+def _may_use_all(model: nn.Module) -> bool:
+    """Whether all weights of a bucket may count as used when one of them is.
 
-    DDP that looks for unused weights counts all those of a bucket as used.
+    Not under DDP that looks for unused weights, nor where ranks communicate without DDP.
     """
     if not are_ranks():
         return True
-    ddp = (
-        model
-        if isinstance(model, DistributedDataParallel)
-        else getattr(DistributedDataParallel, "_active_ddp_module", None)
-    )
+    ddp = model if isinstance(model, DistributedDataParallel) else running_ddp()
     return ddp is not None and not ddp.find_unused_parameters

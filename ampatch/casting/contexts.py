@@ -1,4 +1,4 @@
-"""A `with` block or decorator that puts a thread under a policy for a while.
+"""Policy contexts: a `with` block or decorator that puts a thread under a policy.
 
 A policy belongs to a thread, as torch's grad mode does: what other generators
 or tasks run in the thread while one of them is suspended inside a `with` block
@@ -15,23 +15,30 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .policy import CastState, Policy
+    from .cast_state import CastState
+    from .policy import Policy
 
 
-class Under:
+class PolicyContext:
     """`with` block or decorator under a policy; nests, and restores what it found.
 
     Decorates functions, generator functions, `async` functions and `async` generators.
+    `has_ended`, if any, says whether the block is over although nothing has left it.
     """
 
-    __slots__ = ("_choose", "_state", "by_user")
+    __slots__ = ("_choose", "_state", "by_user", "has_ended")
 
     def __init__(
-        self, state: CastState, choose: Callable[[], Policy | None], by_user: bool
+        self,
+        state: CastState,
+        choose: Callable[[], Policy | None],
+        by_user: bool,
+        has_ended: Callable[[], bool] | None = None,
     ) -> None:
         self._state = state
         self._choose = choose
         self.by_user = by_user
+        self.has_ended = has_ended
 
     def __enter__(self) -> None:
         self._state.push(self._choose(), self)
@@ -42,22 +49,22 @@ class Under:
     def __call__(self, function: Callable) -> Callable:
         return functools.wraps(function)(self._decorated(function))
 
-    def _again(self) -> Under:
-        return Under(self._state, self._choose, self.by_user)
+    def _again(self) -> PolicyContext:
+        return PolicyContext(self._state, self._choose, self.by_user)
 
     def _decorated(self, function: Callable) -> Callable:
         for matches, decorated in _STEPWISE:
             if matches(function):
                 return decorated(self._again, function)
 
-        def under(*args: Any, **kwargs: Any) -> Any:
+        def in_context(*args: Any, **kwargs: Any) -> Any:
             with self._again():
                 return function(*args, **kwargs)
 
-        return under
+        return in_context
 
 
-def _driven(again: Callable[[], Under], steps: Any) -> Generator:
+def _driven(again: Callable[[], PolicyContext], steps: Any) -> Generator:
     """`yield from steps`, each step under a block of its own."""
     advance, sent = steps.send, None
     while True:
@@ -79,21 +86,21 @@ def _driven(again: Callable[[], Under], steps: Any) -> Generator:
 _awaited = types.coroutine(_driven)
 
 
-def _generator(again: Callable[[], Under], function: Callable) -> Callable:
+def _generator(again: Callable[[], PolicyContext], function: Callable) -> Callable:
     def generator(*args: Any, **kwargs: Any) -> Generator:
         return (yield from _driven(again, function(*args, **kwargs)))
 
     return generator
 
 
-def _coroutine(again: Callable[[], Under], function: Callable) -> Callable:
+def _coroutine(again: Callable[[], PolicyContext], function: Callable) -> Callable:
     async def coroutine(*args: Any, **kwargs: Any) -> Any:
         return await _awaited(again, function(*args, **kwargs))
 
     return coroutine
 
 
-def _async_generator(again: Callable[[], Under], function: Callable) -> Callable:
+def _async_generator(again: Callable[[], PolicyContext], function: Callable) -> Callable:
     async def generator(*args: Any, **kwargs: Any) -> AsyncGenerator:
         steps = function(*args, **kwargs)
         step = steps.asend(None)

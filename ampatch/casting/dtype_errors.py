@@ -1,9 +1,9 @@
-"""Errors about dtypes, told with what ampatch has to do with them.
+"""Errors about dtypes, explained: which tensor is half, and which cast made it so.
 
-PyTorch says which two dtypes met.  Where one of them is half because of us, the user
-needs to know which tensor that is and which call made it.  All of it is found when the
-error is there: in the locals of the failing frame, in the autograd graph behind them,
-in the source of the line that bound them.  Calls that go well pay nothing.
+PyTorch says which two dtypes met.  If ampatch made one of them half, the user needs to know
+which tensor it is and which call made it.  The answer is looked for after the error: in
+the locals of the failing frame, in their autograd graphs, in the source of the line that
+bound them.  Calls without an error cost nothing more.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _is_torch_s(frame: FrameType) -> bool:
 def _calls(frame: FrameType, line: int) -> list[str]:
     """The calls in a line that are arguments of others."""
     tree, first = _tree(frame.f_code)
-    inner = {}
+    inner: dict[str, None] = {}  # an ordered set
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Call) and node.lineno + first - 1 == line:
             for argument in (*node.args, *(word.value for word in node.keywords)):
@@ -143,7 +143,7 @@ def _calls(frame: FrameType, line: int) -> list[str]:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """`(frame, line)` of what raised it, innermost first, but for ours."""
+    """`(frame, line)` of what raised it, innermost first, without ampatch's."""
     found, traceback = [], error.__traceback__
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno))
@@ -195,7 +195,9 @@ def _bindings(name: str, frame: FrameType, line: int) -> list[str]:
     tree, first = _tree(frame.f_code)
     lines = set()
     for node in ast.walk(tree) if tree is not None else ():
-        for target in node.targets if isinstance(node, ast.Assign) else ():
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
             names = {inner.id for inner in ast.walk(target) if isinstance(inner, ast.Name)}
             if name in names and node.lineno + first - 1 < line:
                 lines.add(node.lineno + first - 1)

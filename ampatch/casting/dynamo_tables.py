@@ -1,13 +1,12 @@
-"""Dynamo's tables of torch's functions, true while the patches are in.
+"""What torch.compile needs while patches are installed: Dynamo's tables of torch's functions.
 
-torch.compile knows what to do with a function of torch's from tables that it
-fills at their first use, by name.  Filled while the patches are in they would
-have a replacement in each patched place, to be recorded unopened, cast and all,
-and know nothing of the original that the replacement calls: a graph break.
-So here each name leads Dynamo to the original.
+Dynamo fills these tables at their first use, by name.  Filled while the patches are
+installed, they would have a replacement in each patched place, which Dynamo would record
+without tracing the cast, and they would lack the original that the replacement calls:
+a graph break.  So here each name leads Dynamo to the original.
 
-All of it is private to torch: what a version lacks is left as it is.  Dynamo is
-never imported here, which takes seconds; what arrives later is met as it comes.
+All of it is private to torch: what a version lacks is left as it is.  This module never
+imports Dynamo, which takes seconds; it corrects each module when the module is imported.
 """
 
 from __future__ import annotations
@@ -22,31 +21,42 @@ from typing import Any
 import torch
 import wrapt
 
+from .autocast_regions import AutocastRegions
+from .cast_state import CastState
 from .patches import PatchSet
-from .recording import is_by_itself
+from .recording import is_opaque_call
 
 Original = Callable[[Any], Any]
 Correction = Callable[[ModuleType, PatchSet, Original], None]
 
 
-class CompilerTables:
+class DynamoTables:
     """Keeps Dynamo's tables true, from the first patch to `patches.undo`.
 
-    `original` gives what a replacement stands for, and anything else back.  `others` are
-    corrections by the module's name, beside those of the tables.
+    `original` gives what a replacement stands for, and anything else back.
     """
 
     def __init__(
-        self, patches: PatchSet, original: Original, others: dict[str, Correction]
+        self,
+        patches: PatchSet,
+        original: Original,
+        regions: AutocastRegions,
+        ask_state: Callable[[], CastState],
     ) -> None:
         self._patches = patches
         self._original = original
-        self._corrections = {**_CORRECTIONS, **others}
+        self._corrections: dict[str, Correction] = {
+            "torch._dynamo.trace_rules": _correct_rules,
+            "torch._dynamo.variables.torch": _correct_functions,
+            "torch._dynamo.variables.ctx_manager": lambda contexts, patches, original: (
+                _trace_regions(contexts, patches, regions, ask_state)
+            ),
+        }
         self._awaited: set[str] = set()
         self._is_kept = False
 
     def keep(self) -> None:
-        """To be called with each patch; more than once changes nothing."""
+        """To be called before the first patch; more than once changes nothing."""
         if self._is_kept:
             return
         self._is_kept = True
@@ -67,10 +77,10 @@ class CompilerTables:
             self._correct(module)
 
     def _correct(self, module: ModuleType) -> None:
-        self._corrections[module.__name__](module, self._patches, self._torch_s_own)
+        self._corrections[module.__name__](module, self._patches, self._original_of)
 
-    def _torch_s_own(self, function: Any) -> Any:
-        """What `function` stands for; torch's tools, too, have replacements of ours."""
+    def _original_of(self, function: Any) -> Any:
+        """The original of `function`; torch's tools have replacements too."""
         function = self._original(function)
         while _is_ours(function) and hasattr(function, "__wrapped__"):
             function = self._original(function.__wrapped__)
@@ -82,11 +92,18 @@ def _is_ours(function: Any) -> bool:
     return home.partition(".")[0] == __name__.partition(".")[0]
 
 
+def _trace_call(tx: Any, function: Any) -> Any:
+    """Have Dynamo trace a call of `function` where the translator `tx` is."""
+    from torch._dynamo.variables import UserFunctionVariable  # Dynamo runs, so it is there
+
+    return UserFunctionVariable(function).call_function(tx, [], {})
+
+
 def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> None:
     if hasattr(rules, "load_object"):
         patches.replace(rules, "load_object", lambda found: lambda name: original(found(name)))
     if hasattr(rules, "is_callable_allowed"):
-        patches.replace(rules, "is_callable_allowed", _or_by_itself)
+        patches.replace(rules, "is_callable_allowed", _or_opaque)
     _correct_table(
         rules,
         "get_tensor_method",
@@ -95,8 +112,8 @@ def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> 
     )
 
 
-def _or_by_itself(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda obj: is_by_itself(obj) or is_callable_allowed(obj)
+def _or_opaque(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda obj: is_opaque_call(obj) or is_callable_allowed(obj)
 
 
 def _methods(original: Original) -> frozenset:
@@ -111,17 +128,20 @@ def _correct_functions(variables: ModuleType, patches: PatchSet, original: Origi
 
     kind = getattr(variables, "TorchInGraphFunctionVariable", None)
     _correct_table(kind, "_get_handlers", patches, by_original)
-    scalars = getattr(variables, "ops_consuming_unbacked_scalars", None)
+    scalars = getattr(variables, _SCALARS, None)
     if isinstance(scalars, frozenset):
         corrected = frozenset(map(original, scalars))
-        if corrected != scalars:  # filled at an import meanwhile: right once, right for good
-            variables.ops_consuming_unbacked_scalars = corrected
+        if corrected != scalars:  # filled while patches were installed, and never again
+            setattr(variables, _SCALARS, corrected)
+
+
+_SCALARS = "ops_consuming_unbacked_scalars"
 
 
 def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[Any], Any]) -> None:
     """Have the cached function `owner.name` return `correct` of what it returns."""
     found = getattr(owner, name, None)
-    if not hasattr(found, "cache_clear"):
+    if found is None or not hasattr(found, "cache_clear"):
         return
     corrected = functools.cache(lambda: correct(found()))
     is_static = inspect.isclass(owner)
@@ -129,7 +149,41 @@ def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[
     patches.on_undo(found.cache_clear)  # what it remembers may be of the time between
 
 
-_CORRECTIONS: dict[str, Correction] = {
-    "torch._dynamo.trace_rules": _correct_rules,
-    "torch._dynamo.variables.torch": _correct_functions,
-}
+def _trace_regions(
+    contexts: ModuleType,
+    patches: PatchSet,
+    regions: AutocastRegions,
+    ask_state: Callable[[], CastState],
+) -> None:
+    """Dynamo traces regions of torch.autocast by a class of its own, which also enters them.
+
+    Have its `enter` and `exit` trace a push and a pop of the cast state too.
+    """
+    variable = getattr(contexts, "AutocastModeVariable", None)
+    if variable is None or not hasattr(variable, "enter") or not hasattr(variable, "exit"):
+        return
+
+    def traced(tx: Any, method: str) -> None:
+        _trace_call(tx, ask_state).call_method(tx, method, [], {})
+
+    def enter(original: Callable) -> Callable:
+        def entered(region: Any, tx: Any) -> Any:
+            regions.thread.is_tracing = True
+            try:
+                found = original(region, tx)
+            finally:
+                regions.thread.is_tracing = False
+            traced(tx, "enter_region")
+            return found
+
+        return entered
+
+    def leave(original: Callable) -> Callable:
+        def left(region: Any, tx: Any, *args: Any) -> Any:
+            traced(tx, "leave_region")
+            return original(region, tx, *args)
+
+        return left
+
+    patches.replace(variable, "enter", enter)
+    patches.replace(variable, "exit", leave)

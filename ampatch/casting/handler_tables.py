@@ -1,7 +1,7 @@
-"""What handlers of `__torch_function__` hold of torch's functions from before the session.
+"""Tables of torch's functions that handlers of `__torch_function__` filled before the session.
 
 `@implements(torch.nn.functional.linear)` at the top of a module fills a table with the
-original; while a replacement stands in its place, the handler is called with that.
+original.  While a replacement is in its place, the handler is called with the replacement.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from ..torch_private.torch_functions import NESTED_TENSORS, NN, NN_NAME
 
 _DEEP = 4
 _LARGE = 64
@@ -23,11 +25,11 @@ Table = dict | set
 
 
 class HandlerTables:
-    """Tables of functions in which handlers look up what they are called with.
+    """Tables of functions in which handlers look up the function they are called with.
 
-    A table of handlers that has an original gets its replacement beside it, with the same
-    value, and loses it in `give_back`; what was entered under a replacement meanwhile is
-    then found under the original.
+    A table that has an original gets the replacement beside it, with the same value, until
+    `give_back`.  What the user's code entered under a replacement in between is then found
+    under the original.
     """
 
     def __init__(self) -> None:
@@ -38,8 +40,8 @@ class HandlerTables:
 
         `holder` is the mode or the tensor whose handler it is.
         """
-        if type(holder).__module__ == "torch.nested._internal.nested_tensor":
-            return _names_below({"_nn", original.__name__}, original)
+        if type(holder).__module__ == NESTED_TENSORS:
+            return _names_below({NN_NAME, original.__name__}, original)
         found = _Search(original, patched)
         handler = holder.__torch_function__
         found.into_function(getattr(handler, "__func__", handler), 0)
@@ -132,7 +134,7 @@ class _Search:
         elif isinstance(value, (dict, set, frozenset)):
             if patched in value:
                 self.patched = True
-                if not isinstance(value, frozenset):
+                if isinstance(value, (dict, set)):
                     self.entered.append(value)
             elif original in value:
                 if self._can_take(value):
@@ -146,8 +148,8 @@ class _Search:
             return True
         return False
 
-    def _can_take(self, table: Any) -> bool:
-        """Whether a table leads to handlers: counts and records are not for us to add to."""
+    def _can_take(self, table: Any) -> TypeGuard[Table]:
+        """Whether a table leads to handlers: counts and records must not change."""
         if type(table) is set:
             return not self._is_logging
         return isinstance(table, dict) and callable(table[self._pair[0]])
@@ -156,7 +158,7 @@ class _Search:
 def _names_below(names: set[str], original: Callable) -> bool:
     """Whether these names in a handler are of the module that F has some functions from."""
     name = getattr(original, "__name__", "")
-    return "_nn" in names and name in names and getattr(torch._C._nn, name, None) is original
+    return NN_NAME in names and name in names and getattr(NN, name, None) is original
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Calls that somebody asked to see: `__torch_function__` of classes, TorchFunctionModes.
+"""Calls that handlers see: `__torch_function__` of classes, TorchFunctionModes.
 
-Handlers compare what they are called with to torch's functions, and look it up in
-tables.  While `torch.nn.functional.linear` is a replacement of ours, they are given
-that replacement, with the caller's own arguments, before anything is cast; it casts
-when they call it.  A handler that still holds the original, in a table filled before
-the session, is given the original, and its call of it is led to the replacement by
-torch's own machinery: a mode of ours beneath the handler.
+Handlers compare the function they are called with to torch's functions, and look it up
+in tables.  While `torch.nn.functional.linear` is a replacement, they are given the
+replacement, with the caller's own arguments, before anything is cast; it casts when
+they call it.  A handler that still holds the original, in a table filled before the
+session, is given the original.  A TorchFunctionMode beneath the handler then leads its
+call of the original to the replacement.
 """
 
 from __future__ import annotations
@@ -22,44 +22,20 @@ import torch.overrides
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, has_torch_function
 
+from ..torch_private.torch_functions import (
+    STACK_CHANGES,
+    TABLES,
+    count_modes,
+    is_mode_on,
+    original_of_matmul,
+    overloaded_args,
+    pop_mode,
+    push_mode,
+)
+from .cast_state import CastState
 from .patches import PatchSet
-from .policy import CastState
-
-try:
-    from torch._C import _is_torch_function_mode_enabled as is_mode_on
-    from torch.overrides import (
-        _get_overloaded_args,
-        _len_torch_function_stack,
-        _pop_mode,
-        _push_mode,
-    )
-except ImportError:  # no way to ask: handlers see the original, and the casts
-
-    def is_mode_on() -> bool:
-        """No mode is known of."""
-        return False
-
-    def _len_torch_function_stack() -> int:
-        return 0
-
-    def _pop_mode() -> Any:
-        raise NotImplementedError("no mode is known of")
-
-    def _push_mode(mode: Any) -> None:
-        raise NotImplementedError("no mode is known of")
-
-    def _get_overloaded_args(relevant: Iterable) -> list:
-        found = [value for value in relevant if has_torch_function((value,))]
-        return list({type(value): value for value in found}.values())
-
 
 _OPERATOR = torch.Tensor.__matmul__
-
-
-try:
-    from torch.utils import _device
-except ImportError:
-    _device = None
 
 
 class Handled(Exception):
@@ -67,22 +43,22 @@ class Handled(Exception):
 
 
 def wants_to_see(value: Any) -> bool:
-    """Whether the class of `value` has a say in torch's calls, here and now."""
+    """Whether the class of `value` handles torch's calls, here and now."""
     return not is_dynamo_compiling() and has_torch_function((value,))
 
 
 def is_asked(args: tuple, kwargs: dict) -> bool:
-    """Whether a call with these arguments is somebody's to handle."""
+    """Whether a handler wants a call with these arguments."""
     return not is_dynamo_compiling() and has_torch_function(tuple(_leaves(args, kwargs)))
 
 
-def hand_over(
+def call_handlers(
     state: CastState, patched: Callable, original: Callable, args: Any, kwargs: dict
 ) -> Any:
     """What `torch.overrides.handle_torch_function` does, with the function each handler knows."""
     if original is _OPERATOR:  # of which torch speaks as of the method
-        patched, original = torch.Tensor.matmul, torch._C.TensorBase.matmul
-    overloaded = _get_overloaded_args(tuple(_leaves(args, kwargs)))
+        patched, original = torch.Tensor.matmul, original_of_matmul()
+    overloaded = overloaded_args(tuple(_leaves(args, kwargs)))
     types = tuple(map(type, overloaded))
 
     def ask(handler: Any) -> Any:
@@ -112,7 +88,7 @@ def overridable(made: Callable, original: Callable, state: CastState) -> Callabl
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         if is_asked(args, kwargs):
-            return hand_over(state, patched, original, args, kwargs)
+            return call_handlers(state, patched, original, args, kwargs)
         return made(*args, **kwargs)
 
     return patched
@@ -128,31 +104,31 @@ def _leaves(args: Iterable, kwargs: dict) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _popped() -> Iterator[TorchFunctionMode]:
-    mode = _pop_mode()
+    mode = pop_mode()
     try:
         yield mode
     finally:
-        _push_mode(mode)
+        push_mode(mode)
 
 
 @contextlib.contextmanager
 def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
-    _push_mode(mode)
+    push_mode(mode)
     try:
         yield
     finally:
-        _pop_mode()
+        pop_mode()
 
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """No mode sees what is done here: our work in hooks is none of the user's calls."""
-    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    """No mode sees the calls made here: work in ampatch's hooks is no call of the user's code."""
+    modes = [pop_mode() for _ in range(count_modes())]
     try:
         yield
     finally:
         for mode in reversed(modes):
-            _push_mode(mode)
+            push_mode(mode)
 
 
 def unseen_where_modes_are(state: CastState) -> AbstractContextManager[None]:
@@ -166,20 +142,11 @@ _NOTHING = contextlib.nullcontext()
 def fresh_tables(patches: PatchSet) -> None:
     """Have torch's tables of overridable functions name what is in torch now.
 
-    torch fills them once; filled before they would know no replacement, filled meanwhile
-    they would know them for good.
+    torch fills them once.  Filled before the patches they would lack the replacements, filled
+    while the patches are installed they would keep them.
     """
-    for name in _TABLES:
-        if hasattr(getattr(torch.overrides, name, None), "cache_clear"):
-            patches.replace(torch.overrides, name, lambda found: functools.cache(found.__wrapped__))
-
-
-_TABLES = (
-    "get_ignored_functions",
-    "get_testing_overrides",
-    "_get_overridable_functions",
-    "_get_tensor_methods",
-)
+    for name in TABLES:
+        patches.replace(torch.overrides, name, lambda found: functools.cache(found.__wrapped__))
 
 
 class _LedBack(TorchFunctionMode):
@@ -199,7 +166,7 @@ class _LedBack(TorchFunctionMode):
 
 
 class FunctionModes:
-    """Notes whether this thread is in a TorchFunctionMode: calls go the long way meanwhile.
+    """Notes whether this thread is in a TorchFunctionMode: calls then take the slow path.
 
     Each change of torch's own stack is followed by a look at it, so that no order of
     entries and exits confuses it, nor a mode entered before or left after.
@@ -217,15 +184,13 @@ class FunctionModes:
             self._patches.undo()
         elif not len(self._patches):
             self._patches.on_undo(self._forget)
-            for owner in (torch.overrides, _device):
-                for name in ("_push_mode", "_pop_mode"):
-                    if hasattr(owner, name):
-                        self._patches.replace(owner, name, self._looking)
+            for owner, name in STACK_CHANGES:
+                self._patches.replace(owner, name, self._looking)
             self.look()
 
     def look(self) -> None:
         """Find out how it is in this thread."""
-        thread, is_in = threading.get_ident(), _len_torch_function_stack() > 0
+        thread, is_in = threading.get_ident(), count_modes() > 0
         with self._lock:
             if is_in is (thread in self._threads):
                 return

@@ -1,12 +1,12 @@
-"""Replacements that others still hold when the patches are out: they get the originals.
+"""Replacements that other code still holds when the patches are out: it gets the originals.
 
 Modules imported while patches were in have bound replacements wherever a module's top
 level puts things: globals, tables keyed by functions, class attributes, defaults.  torch's
-own are among them (`torch.ao` has tables of functions), so all of these are looked
-through, and only these; what was imported before holds what it held.
+own modules are among them (`torch.ao` has tables of functions), so all of these modules
+are searched.  Modules imported before are not: they hold what they held.
 
-Who has put something over a replacement means to put it back one day (`mock.patch`,
-pytest's `monkeypatch`); what they keep for that is found by the collector's lists.
+Tools that replace a replacement keep it, to restore it later (`mock.patch`, pytest's
+`monkeypatch`).  They are found by the garbage collector's lists of referrers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from ..log import logger
 
-# Of exactly these kinds: what iterating over others does is anybody's.
+# Of exactly these types: iterating over others may run any code.
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _CONTAINERS = frozenset((*_DICTS, list, set, collections.deque))
 _PLAIN = frozenset((str, bytes, int, float, bool, complex, type(None)))
@@ -161,11 +161,11 @@ def _like(found: Any, items: list[Any]) -> Any:
     return make(items)
 
 
-def hand_over(pairs: list[tuple[Any, Any]]) -> None:
-    """Give those who keep a replacement, to put it back, the original: `pairs` of these two.
+def give_to_keepers(pairs: list[tuple[Any, Any]]) -> None:
+    """Give the originals to objects that keep replacements, `(replacement, original)` pairs.
 
-    Found are attributes of objects, dicts, lists, and tuples in these.  To be called when
-    nothing else of ours refers to the replacements any more.
+    It looks at attributes of objects, dicts, lists, and tuples in these.  To be called when
+    nothing of ampatch's refers to the replacements any more.
     """
     while pairs:
         replacement, original = pairs.pop()

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.library
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.compiler import is_dynamo_compiling
 
-from .autocast_regions import AutocastRegions, autocast_on
+from ..torch_private.custom_ops import OPERATOR_CLASSES, qualified_name, registered_kernels
+from .autocast_answers import casting_policy
+from .cast_state import CastState
 from .patches import PatchSet
-from .policy import CastState
+from .torch_autocast import autocast_on
 
 _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
 
@@ -29,9 +30,8 @@ _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
 class LibraryOps:
     """Has operators with an autocast kernel run it while our casts are in force."""
 
-    def __init__(self, state: CastState, regions: AutocastRegions, patches: PatchSet) -> None:
+    def __init__(self, state: CastState, patches: PatchSet) -> None:
         self._state = state
-        self._regions = regions
         self._patches = patches
         self._is_watching = False
 
@@ -47,9 +47,9 @@ class LibraryOps:
         self._is_watching = False
 
     def _watch_if_needed(self) -> None:
-        if not self._is_watching and any("/Autocast" in place for place in _registered()):
+        if not self._is_watching and any("/Autocast" in place for place in registered_kernels()):
             self._is_watching = True
-            for owner in (OpOverload, OpOverloadPacket):
+            for owner in OPERATOR_CLASSES:
                 self._patches.replace(owner, "__call__", self._calling)
 
     def _registering(self, original: Callable) -> Callable:
@@ -69,8 +69,8 @@ class LibraryOps:
                 return original(self_, *args, **kwargs)
             devices = [
                 device
-                for device in _devices_of(_name(self_))
-                if self._regions.counts_as_autocast(device) is not None
+                for device in _devices_of(qualified_name(self_))
+                if casting_policy(state, device) is not None
             ]
             if not devices:
                 return original(self_, *args, **kwargs)
@@ -80,18 +80,7 @@ class LibraryOps:
         return __call__
 
 
-def _registered() -> set[str]:
-    """`namespace/name/key` of every kernel registered from Python."""
-    return getattr(torch.library, "_impls", set())
-
-
-def _name(operator: OpOverload | OpOverloadPacket) -> str:
-    if isinstance(operator, OpOverload):
-        return operator._schema.name
-    return operator._qualified_op_name
-
-
 def _devices_of(name: str) -> list[str]:
     place = name.replace("::", "/")
-    registered = _registered()
+    registered = registered_kernels()
     return [device for key, device in _DEVICES.items() if f"{place}/{key}" in registered]

@@ -3,7 +3,7 @@
 A `PatchSet` replaces attributes of modules and classes and remembers what it
 covered, so that `undo` leaves every owner as it was found.  It knows nothing
 of tensors and dtypes: what to replace is decided in `install.py`, what a
-replacement does in `casts.py`.
+replacement does in `wrapper.py`.
 
 Three rules keep the restore exact:
 
@@ -11,10 +11,10 @@ Three rules keep the restore exact:
 * an inherited name is deleted, not written back: of the 696 callables on
   `torch.Tensor` only 64 are its own, and a written-back copy would hide any
   later change to the base;
-* what somebody else put over a replacement afterwards is left alone.  The
-  replacement beneath it is inert by then, since no policy is in force; whoever keeps it
-  to put it back is given the original, and where it comes back all the same, the next
-  `replace` there puts the original in its place first.
+* what other code put over a replacement afterwards is left alone.  The replacement
+  beneath it does nothing by then, since no policy is in force.  Objects that keep it to
+  put it back are given the original; if it comes back all the same, the next `replace`
+  there restores the original first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from typing import Any, NamedTuple
 import wrapt
 
 from ..log import logger
-from .left_behind import hand_over
+from .left_behind import give_to_keepers
+
+Replacement = tuple[Any, str, Callable[[Any], Any]]
+"""`(owner, name, make)`: what `PatchSet.replace` takes."""
 
 _INHERITED = object()
 _retired: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # what they covered
@@ -98,9 +101,12 @@ class PatchSet:
                 _tell_left_alone(getattr(entry.owner, "__name__", entry.owner), entry.name)
                 self._left_alone.append((entry.put, entry.original))
 
-    def hand_over(self) -> None:
-        """Find who keeps replacements that `undo` left alone; nobody of ours may by now."""
-        hand_over(self._left_alone)
+    def give_to_keepers(self) -> None:
+        """Give the originals to objects that keep replacements which `undo` left alone.
+
+        To be called when nothing of ampatch's refers to the replacements any more.
+        """
+        give_to_keepers(self._left_alone)
 
 
 def _put_back(owner: Any, name: str, found: Any) -> None:
@@ -112,5 +118,5 @@ def _put_back(owner: Any, name: str, found: Any) -> None:
 
 def _tell_left_alone(owner: Any, name: str) -> None:
     logger.warning(
-        "%s.%s was replaced by somebody else after ampatch patched it; left as it is.", owner, name
+        "%s.%s was replaced by other code after ampatch patched it; left as it is.", owner, name
     )

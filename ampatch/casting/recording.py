@@ -1,8 +1,4 @@
-"""Arguments that are no ordinary tensors: torch.fx proxies, torch's own tracing tensors.
-
-Every private name of torch is imported here with a fallback, so that a torch
-that moves them costs a feature and not the import.
-"""
+"""Calls that are recorded into a graph: by torch.fx, through a proxy, or by Dynamo."""
 
 from __future__ import annotations
 
@@ -10,25 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-try:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    _INTERNAL: tuple[type, ...] = (FakeTensor, FunctionalTensor)
-except ImportError:
-    _INTERNAL = ()
-
-try:
-    from torch._C import DispatchKey, _dispatch_tls_is_dispatch_key_excluded
-
-    def _below_autograd() -> bool:
-        return _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
-except ImportError:
-
-    def _below_autograd() -> bool:
-        return False
 
 
 class Recorded(Exception):
@@ -43,11 +20,11 @@ class Recorded(Exception):
         return self._proxy.tracer.create_proxy("call_function", patched, tuple(args), kwargs)
 
 
-def by_itself(function: Callable) -> Callable:
-    """`function` for a graph of Dynamo's to hold as an object.
+def opaque_call(function: Callable) -> Callable:
+    """`function` as an object that a graph of Dynamo's holds.
 
-    Torch's functions stand in a graph's code by name, so that the graph, run under
-    another policy than the one it was recorded under, would find a replacement there.
+    A graph's code names torch's functions.  Run under another policy than the one it was
+    recorded under, it would find a replacement under the name, and cast by the new policy.
     """
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -56,24 +33,14 @@ def by_itself(function: Callable) -> Callable:
     return recorded
 
 
-_BY_ITSELF = by_itself(len).__code__
+_OPAQUE_CALL = opaque_call(len).__code__
 
 
-def is_by_itself(function: Any) -> bool:
-    """Whether it comes from `by_itself`."""
-    return getattr(function, "__code__", None) is _BY_ITSELF
+def is_opaque_call(function: Any) -> bool:
+    """Whether it comes from `opaque_call`."""
+    return getattr(function, "__code__", None) is _OPAQUE_CALL
 
 
 def proxy_of(value: Any) -> Any:
     """`value` if it is a torch.fx proxy, else None."""
     return value if isinstance(value, torch.fx.Proxy) else None
-
-
-def is_internal(value: Tensor) -> bool:
-    """Whether torch itself is computing with this tensor, below the calls a user made.
-
-    torch.compile's backends and decompositions run torch's Python functions on
-    tracing tensors from inside a dispatch handler, where autograd is excluded.
-    The dispatcher's autocast is off there too.
-    """
-    return isinstance(value, _INTERNAL) and _below_autograd()

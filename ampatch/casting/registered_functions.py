@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from ..log import logger
 from . import user_functions
-from .install import Installation, parse_place, raw_attribute, resolve_user_place, when_importable
+from .install import Installation
+from .places import parse_place, raw_attribute, resolve_user_place, when_imported
 from .tables import Rule
 
 
@@ -91,7 +92,7 @@ class RegisteredFunctions:
         elif place.owner not in self._awaited:
             self._awaited.add(place.owner)
             logger.info("%s will be patched when %s is imported.", place, place.owner)
-            when_importable(place.owner, lambda module: self._arrived(place.owner))
+            when_imported(place.owner, lambda module: self._arrived(place.owner))
 
     def _arrived(self, title: str) -> None:
         self._awaited.discard(title)

@@ -1,14 +1,8 @@
-"""HOT PATH: what a patched call does.
+"""What the rules mean: the dtype that a rule chooses for a call, and how a value is cast.
 
-Every rule is a choice of dtype.  `replacement(original, rule, state)` returns
-a plain function (torch.compile sees through plain functions; it silently
-unwraps wrapt's proxies) that asks for the policy in force, casts the arguments
-and calls the original.  Each Python call costs as much as a small kernel: what
-an argument mostly is, is settled without one.
-
-Never cast: `out=` calls, float64, complex, integer and bool tensors, tensors
-on devices the policy does not cover.  Lists, tuples and namedtuples are cast
-inside; the caller's containers are left as they are.
+Never cast: float64, complex, integer and bool tensors, tensors on devices the policy
+does not cover.  Lists, tuples and namedtuples are cast inside; the caller's containers
+are left as they are.
 """
 
 from __future__ import annotations
@@ -21,18 +15,21 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from ..errors import BannedFunctionError
-from .cast_observers import ObservedCall, observers
-from .dtype_errors import note_call
-from .handlers import Handled, hand_over, is_asked, is_mode_on, wants_to_see
-from .policy import FOLLOW, CastState, Policy
-from .recording import Recorded, by_itself, is_internal, proxy_of
+from ..torch_private.torch_functions import unhandled
+from ..torch_private.tracing_tensors import is_internal
+from .handlers import Handled, wants_to_see
+from .policy import Policy
+from .recording import Recorded, proxy_of
 from .tables import Rule
 
-_CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
+"""The dtype that the tensors of a call `(args, kwargs)` are cast to; None: it is not cast."""
+
+TENSORS = frozenset((Tensor, Parameter))
+SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
+
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_TENSORS = frozenset((Tensor, Parameter))
-_SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
 
 
 class NoHalfKernel(Exception):
@@ -44,7 +41,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
     kind = type(value)
     if kind is Tensor or kind is Parameter:
         dtype = value.dtype
-        if dtype is to or dtype not in _CASTABLE:
+        if dtype is to or dtype not in CASTABLE:
             return value
         if policy.devices is not None and value.device.type not in policy.devices:
             return value
@@ -53,7 +50,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
         if kind is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
         return value.to(to)
-    if kind in _SCALARS:
+    if kind in SCALARS:
         return value
     return _cast_uncommon(value, to, policy)
 
@@ -66,7 +63,7 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
         inside, changed = [], False
         for item in value:
-            new = item if type(item) in _SCALARS else cast(item, to, policy)
+            new = item if type(item) in SCALARS else cast(item, to, policy)
             changed = changed or new is not item
             inside.append(new)
         if not changed:
@@ -94,33 +91,21 @@ def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple
     )
 
 
-def call_in(
-    to: torch.dtype, original: Callable, patched: Callable, args: Any, kwargs: dict, policy: Policy
-) -> Any:
-    """`original` with its arguments cast to `to`; where torch.fx records, `patched` recorded."""
-    try:
-        cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
-    except Recorded as proxy:
-        return proxy.record(patched, args, kwargs)
-    except NoHalfKernel:
-        cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
-    return original(*cast_args, **cast_kwargs)
-
-
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
-    if type(value) not in _TENSORS and wants_to_see(value):
-        with torch._C.DisableTorchFunctionSubclass():  # our look at it is not the user's call
-            return castable(value, policy)
-    return value.dtype in _CASTABLE and (
+    if type(value) not in TENSORS and wants_to_see(value):
+        with unhandled():  # our look at it is not the user's call
+            dtype, device = value.dtype, value.device
+        return dtype in CASTABLE and (policy.devices is None or device.type in policy.devices)
+    return value.dtype in CASTABLE and (
         policy.devices is None or value.device.type in policy.devices
     )
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
     """A tensor's dtype, which no handler is asked for."""
-    if type(value) not in _TENSORS and wants_to_see(value):
-        with torch._C.DisableTorchFunctionSubclass():
+    if type(value) not in TENSORS and wants_to_see(value):
+        with unhandled():
             return value.dtype
     return value.dtype
 
@@ -146,7 +131,7 @@ def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32 if dtypes else None
 
 
-def _half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.half_to
 
 
@@ -156,7 +141,7 @@ def _half_if_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | N
     return None if is_other else policy.half_to
 
 
-def _float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.float_to
 
 
@@ -186,18 +171,24 @@ def _widest_unless_scalar(args: tuple, kwargs: dict, policy: Policy) -> torch.dt
 
 def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     first = args[0] if args else kwargs.get("input")
-    is_ours = isinstance(first, Tensor) and castable(first, policy)
-    return dtype_of(first) if is_ours else None
+    if isinstance(first, Tensor) and castable(first, policy):
+        return dtype_of(first)
+    return None
 
 
 def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    return policy.float_to if policy.apex_flavour else None
+    return policy.float_to if policy.apex_tables else None
 
 
-CHOOSERS: dict[Rule, Callable[[tuple, dict, Policy], torch.dtype | None]] = {
-    Rule.HALF: _half,
+def never(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """Only an override of the function casts it."""
+    return None
+
+
+CHOOSERS: dict[Rule, Choose] = {
+    Rule.HALF: choose_half,
     Rule.HALF_IF_FIRST: _half_if_first,
-    Rule.FLOAT: _float,
+    Rule.FLOAT: choose_float,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
     Rule.FLOAT_UNLESS_SAME_SIZE: _float_unless_same_size,
     Rule.PROMOTE: widest,
@@ -206,149 +197,3 @@ CHOOSERS: dict[Rule, Callable[[tuple, dict, Policy], torch.dtype | None]] = {
 }
 BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _single}
 APEX_CHOOSERS = {Rule.FLOAT: _apex_float}
-
-
-def replacement(
-    original: Callable, choose: Callable, state: CastState, installed: Callable | None = None
-) -> Callable:
-    """A plain function that stands in for `original` and casts to what `choose` says.
-
-    `installed` is what torch has in its place, if that is not the function itself.
-    """
-    is_half, is_float = choose is _half, choose is _float
-    by_object = by_itself(original)
-
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        policy, call = state.process, original
-        if state.overridden:  # as `state.current()`, without the price of a call
-            if state.modes and not is_dynamo_compiling() and is_mode_on():
-                return hand_over(state, recorded, original, args, kwargs)
-            own = state.thread.policy
-            if own is not FOLLOW:
-                policy = own
-                if is_dynamo_compiling():
-                    call = by_object
-            if observers and not is_dynamo_compiling():
-                call = ObservedCall(original, args, kwargs)
-        if (
-            policy is None
-            or ("out" in kwargs and kwargs["out"] is not None)
-            or (policy.gate is not None and not policy.gate(args, kwargs))
-        ):
-            for arg in (*args, *kwargs.values()) if kwargs else args:
-                kind = type(arg)
-                if not (kind in _TENSORS or kind in _SCALARS) and is_asked(args, kwargs):
-                    return hand_over(state, recorded, original, args, kwargs)
-            return call(*args, **kwargs)
-        if policy.special:
-            if is_asked(args, kwargs):
-                return hand_over(state, recorded, original, args, kwargs)
-            to = policy.special.get(original)
-            return overridden(call, to, choose, recorded, args, kwargs, policy, state)
-        if is_half:
-            to = policy.half_to
-        elif is_float:
-            to = policy.float_to
-        else:
-            to = choose(args, kwargs, policy)
-            if to is None:
-                if is_asked(args, kwargs):
-                    return hand_over(state, recorded, original, args, kwargs)
-                return call(*args, **kwargs)
-        try:
-            cast_args = []
-            for arg in args:
-                kind = type(arg)
-                if kind is tuple:  # of numbers, mostly: a shape, a stride
-                    for item in arg:
-                        if type(item) not in _SCALARS:
-                            arg = cast(arg, to, policy)
-                            break
-                elif not (kind in _SCALARS or (kind in _TENSORS and arg.dtype is to)):
-                    arg = cast(arg, to, policy)
-                cast_args.append(arg)
-            cast_kwargs = {}
-            for name, arg in kwargs.items():
-                cast_kwargs[name] = arg if type(arg) in _SCALARS else cast(arg, to, policy)
-        except Handled:
-            return hand_over(state, recorded, original, args, kwargs)
-        except Recorded as proxy:
-            return proxy.record(recorded, args, kwargs)
-        except NoHalfKernel:
-            cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
-        try:
-            return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
-        except RuntimeError as error:
-            note_call(error, recorded, args, kwargs, to)
-            raise
-
-    recorded = patched if installed is None else installed
-    return patched
-
-
-def overridden(
-    original: Callable,
-    to: torch.dtype | None,
-    choose: Callable,
-    patched: Callable,
-    args: Any,
-    kwargs: dict,
-    policy: Policy,
-    state: CastState,
-) -> Any:
-    """A patched call under a policy with overrides of functions; `to` is this one's, if any.
-
-    Casts are off inside an overridden function: the rows of what it calls itself
-    (F.softmax calls Tensor.softmax) would have the last word.
-    In a model without casts (O2, O3) the code around the call expects the dtype
-    it put in, so that the result goes back to the widest of the arguments.
-    """
-    if to is None:
-        to = choose(args, kwargs, policy) if policy.follows_tables else None
-        return (
-            original(*args, **kwargs)
-            if to is None
-            else call_in(to, original, patched, args, kwargs, policy)
-        )
-    with state.under(lambda: None):
-        output = call_in(to, original, patched, args, kwargs, policy)
-    found = None if policy.follows_tables else widest(args, kwargs, policy)
-    if found is None:
-        return output
-    after = cast(output, found, policy)
-    if isinstance(original, ObservedCall):
-        original.note_casts(output, after)
-    return after
-
-
-def banned(original: Callable, choose: Callable, state: CastState) -> Callable:
-    """FLOAT, or an error where the policy does not allow it, for calls with half arguments."""
-
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = state.table_policy()
-        if policy is None or not _has_half(args, kwargs, policy):
-            call = ObservedCall(original, args, kwargs) if observers else original
-            return call(*args, **kwargs)
-        choose(policy)
-        return floated(*args, **kwargs)
-
-    floated = replacement(original, _float, state)
-    return patched
-
-
-def refuse(message: str, warn: Callable[[str], None]) -> Callable[[Policy], None]:
-    """What `banned` does with a half call: raise `message`, or `warn` of it once and go on."""
-
-    def decide(policy: Policy) -> None:
-        if not policy.allow_banned:
-            raise BannedFunctionError(message)
-        warn(message)
-
-    return decide
-
-
-def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
-    return any(
-        value.dtype in (torch.float16, torch.bfloat16) and castable(value, policy)
-        for value in tensors_in((*args, *kwargs.values()))
-    )

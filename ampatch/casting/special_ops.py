@@ -1,4 +1,4 @@
-"""What a table of names cannot say: torch's parts that need more than a cast.
+"""Parts of torch that need more than a cast, which a table of names cannot say.
 
 Each function here returns `make(original) -> replacement` for one place, or a
 list of `(where, name, make)` for `install.py` to put in.
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
+from ..torch_private import attention
+from ..torch_private.modules import FLAT_WEIGHTS
 from .cast_observers import ObservedCall, observers
+from .cast_state import CastState
 from .handlers import unseen_where_modes_are
-from .policy import CastState, Policy
+from .policy import Policy
 from .rules import cast, castable
 
 Make = Callable[[Callable], Callable]
@@ -73,14 +76,15 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
         policy = state.table_policy()
         if policy is not None:
             with unseen_where_modes_are(state):
-                input = _like_weights(input, self._flat_weights[0], policy)
+                weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())
+                input = _like_weights(input, weights[0], policy)
         return original(self, input, batch_sizes)
 
     return check_input
 
 
 def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
-    """What stands in for `input` where its dtype is compared to the weights'."""
+    """An input to compare to the weights: in their dtype, if the casts will bring it there."""
     if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input
@@ -97,7 +101,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
     def get_fastpath_enabled() -> bool:
         policy = state.table_policy()
         if is_dynamo_compiling():
-            return policy is None and getattr(torch.backends.mha, "_is_fastpath_enabled", True)
+            return policy is None and attention.is_fast_path_enabled()
         if policy is None or not original():
             return original()
         with unseen_where_modes_are(state):
@@ -107,7 +111,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
 
 def _left_alone(asking: FrameType, policy: Policy) -> bool:
-    """Whether the module whose method runs in the frame `asking` is none of the policy's."""
+    """Whether the policy casts nothing of the module whose method runs in the frame `asking`."""
     found = asking.f_locals
     module, inputs = found.get("self"), []
     if not isinstance(module, nn.Module):
@@ -141,13 +145,13 @@ def _checkpoint(original: Callable, state: CastState) -> Callable:
 
 
 def refused(function: Callable, message: str, state: CastState) -> Callable:
-    """apex's flavour: an in-place function that would have to change a half tensor's dtype."""
+    """With apex's tables: an in-place function that would have to change a half tensor's dtype."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.table_policy()
         if (
             policy is not None
-            and policy.apex_flavour
+            and policy.apex_tables
             and args
             and isinstance(args[0], Tensor)
             and args[0].dtype in (torch.float16, torch.bfloat16)

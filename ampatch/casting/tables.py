@@ -8,7 +8,7 @@ them.  The order of rows does not matter, and within the first five tables no
 `where` is the place of the patch, not of the documentation: where a function
 of `torch.nn.functional` is written in Python, the row names the builtin below
 it (`torch._C._nn`, `torch._VF`, `torch`).  Calls with `out=` and in-place functions
-follow no rule, PyTorch decides about them, but for those that write values in, which
+follow no rule, PyTorch decides about them, except those that write values in, which
 it refuses in another dtype.
 
 The numbers in the reasons are those of FP16.  Bfloat16 has the range of FP32
@@ -34,7 +34,7 @@ class Rule(Enum):
     LIKE_FIRST = "like first"  # that of the first input, which the call writes into
     POWER = "matrix power"  # HALF from the first multiplication on
     BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
-    REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; apex's flavour only
+    REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; with apex's tables only
 
 
 class Row(NamedTuple):
@@ -50,6 +50,9 @@ class Row(NamedTuple):
     why: str
     native: bool = False
 
+
+BUILTINS = {"torch.nn.functional": "torch._C._nn", "torch": "torch._VF"}
+"""Where rows name the builtins below a public namespace."""
 
 # Reasons that several namespaces share.
 
@@ -95,141 +98,44 @@ _DECOMPOSITION = "PyTorch has it in no half type, and it needs the precision."
 _SERIES = "Adds up powers of a matrix, which leave the range of FP16 soon."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
 
+# One name a line would hide the rows.
+# fmt: off
+
 # Names that two namespaces share.
 
 _CONVOLUTIONS = (
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_tbc",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
+    "conv1d", "conv2d", "conv3d", "conv_tbc",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 )
 _RECURRENTS = (
-    "gru",
-    "gru_cell",
-    "lstm",
-    "lstm_cell",
-    "rnn_relu",
-    "rnn_relu_cell",
-    "rnn_tanh",
-    "rnn_tanh_cell",
+    "gru", "gru_cell", "lstm", "lstm_cell",
+    "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell",
 )
 _WRITERS = (
-    "index_add",
-    "index_copy",
-    "index_reduce",
-    "lerp",
-    "masked_scatter",
-    "put",
-    "scatter",
+    "index_add", "index_copy", "index_reduce", "lerp", "masked_scatter", "put", "scatter",
     "scatter_reduce",
 )
 _WRITERS_IN_PLACE = (
-    "__setitem__",
-    "index_add_",
-    "index_copy_",
-    "index_put_",
-    "index_reduce_",
-    "lerp_",
-    "masked_scatter_",
-    "put_",
-    "scatter_",
-    "scatter_add_",
-    "scatter_reduce_",
+    "__setitem__", "index_add_", "index_copy_", "index_put_", "index_reduce_", "lerp_",
+    "masked_scatter_", "put_", "scatter_", "scatter_add_", "scatter_reduce_",
 )
 _TRANSFORMS = (
-    "fft",
-    "fft2",
-    "fftn",
-    "hfft",
-    "hfft2",
-    "hfftn",
-    "ifft",
-    "ifft2",
-    "ifftn",
-    "ihfft",
-    "ihfft2",
-    "ihfftn",
-    "irfft",
-    "irfft2",
-    "irfftn",
-    "rfft",
-    "rfft2",
-    "rfftn",
+    "fft", "fft2", "fftn", "hfft", "hfft2", "hfftn", "ifft", "ifft2", "ifftn", "ihfft", "ihfft2",
+    "ihfftn", "irfft", "irfft2", "irfftn", "rfft", "rfft2", "rfftn",
 )
 _DECOMPOSITIONS = (
-    "cholesky",
-    "cholesky_inverse",
-    "cholesky_solve",
-    "det",
-    "geqrf",
-    "inverse",
-    "logdet",
-    "lu_solve",
-    "orgqr",
-    "ormqr",
-    "pinverse",
-    "qr",
-    "slogdet",
-    "svd",
-    "triangular_solve",
+    "cholesky", "cholesky_inverse", "cholesky_solve", "det", "geqrf", "inverse", "logdet",
+    "lu_solve", "orgqr", "ormqr", "pinverse", "qr", "slogdet", "svd", "triangular_solve",
 )
 _LINALG = (
-    "cholesky",
-    "cholesky_ex",
-    "cond",
-    "det",
-    "eig",
-    "eigh",
-    "eigvals",
-    "eigvalsh",
-    "householder_product",
-    "inv",
-    "inv_ex",
-    "ldl_factor",
-    "ldl_factor_ex",
-    "ldl_solve",
-    "lstsq",
-    "lu",
-    "lu_factor",
-    "lu_factor_ex",
-    "lu_solve",
-    "matrix_rank",
-    "pinv",
-    "qr",
-    "slogdet",
-    "solve",
-    "solve_ex",
-    "solve_triangular",
-    "svd",
-    "svdvals",
-    "tensorinv",
-    "tensorsolve",
+    "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh",
+    "householder_product", "inv", "inv_ex", "ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq",
+    "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank", "pinv", "qr", "slogdet",
+    "solve", "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
 )
 _NATIVES = (
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "true_divide",
-    "floor_divide",
-    "remainder",
-    "fmod",
-    "hypot",
-    "maximum",
-    "minimum",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "equal",
-    "where",
-    "outer",
-    "kron",
+    "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "hypot",
+    "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "equal", "where", "outer", "kron",
 )
 
 # To the half type.
@@ -239,23 +145,15 @@ WHITELIST: tuple[Row, ...] = (
     Row("torch", ("dsmm", "spmm"), Rule.HALF, "Another name of torch.mm: a matrix product."),
     Row("torch", ("addmv", "addr", "mv"), Rule.HALF, _VECTOR),
     Row("torch", _CONVOLUTIONS, Rule.HALF, _CONVOLUTION),
-    Row(
-        "torch",
-        ("_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose"),
-        Rule.HALF,
-        _CONVOLUTION,
-    ),
+    Row("torch", ("_convolution", "convolution", "cudnn_convolution",
+                  "cudnn_convolution_transpose"), Rule.HALF, _CONVOLUTION),
     Row("torch", _RECURRENTS, Rule.HALF, _RECURRENT),
     Row("torch", ("_scaled_dot_product_flash_attention",), Rule.HALF, _ATTENTION),
     Row("torch", ("prelu",), Rule.HALF, _PRELU),
     Row("torch", ("corrcoef", "cov"), Rule.HALF_IF_FIRST, _COVARIANCE),
     Row("torch", ("matrix_power",), Rule.POWER, _POWER),
-    Row(
-        "torch.Tensor",
-        ("__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm"),
-        Rule.HALF,
-        _MATRIX,
-    ),
+    Row("torch.Tensor", ("__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm"),
+        Rule.HALF, _MATRIX),
     Row("torch.Tensor", ("addmv", "addr", "mv"), Rule.HALF, _VECTOR),
     Row("torch.Tensor", ("prelu",), Rule.HALF, _PRELU),
     Row("torch.Tensor", ("corrcoef", "cov"), Rule.HALF_IF_FIRST, _COVARIANCE),
@@ -280,48 +178,19 @@ BLACKLIST: tuple[Row, ...] = (
     Row("torch", ("acos", "arccos", "arcsin", "asin", "erfinv", "tan"), Rule.FLOAT, _STEEP),
     Row("torch", ("reciprocal", "rsqrt"), Rule.FLOAT, _INVERSE),
     Row("torch", ("pow", "square"), Rule.FLOAT, _SQUARE),
-    Row(
-        "torch",
-        (
-            "cosine_similarity",
-            "dist",
-            "frobenius_norm",
-            "norm_except_dim",
-            "pairwise_distance",
-            "pdist",
-            "renorm",
-        ),
-        Rule.FLOAT,
-        _NORM,
-    ),
+    Row("torch", ("cosine_similarity", "dist", "frobenius_norm", "norm_except_dim",
+                  "pairwise_distance", "pdist", "renorm"), Rule.FLOAT, _NORM),
     Row("torch", ("nuclear_norm",), Rule.FLOAT, _SINGULAR),
-    Row(
-        "torch",
-        ("group_norm", "layer_norm", "native_layer_norm", "rms_norm"),
-        Rule.FLOAT,
-        _NORMALIZE,
-    ),
+    Row("torch", ("group_norm", "layer_norm", "native_layer_norm", "rms_norm"),
+        Rule.FLOAT, _NORMALIZE),
     Row("torch", ("logsumexp",), Rule.FLOAT, _SOFTMAX),
     Row("torch", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
     Row("torch", ("cumulative_trapezoid", "trapezoid", "trapz"), Rule.FLOAT, _TOTAL),
     Row("torch", ("cumprod", "cumsum", "prod", "sum"), Rule.FLOAT_UNLESS_DTYPE, _TOTAL),
-    Row(
-        "torch",
-        (
-            "cosine_embedding_loss",
-            "hinge_embedding_loss",
-            "margin_ranking_loss",
-            "triplet_margin_loss",
-        ),
-        Rule.FLOAT,
-        _LOSS,
-    ),
-    Row(
-        "torch",
-        ("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),
-        Rule.FLOAT,
-        _LOG_LOSS,
-    ),
+    Row("torch", ("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss",
+                  "triplet_margin_loss"), Rule.FLOAT, _LOSS),
+    Row("torch", ("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),
+        Rule.FLOAT, _LOG_LOSS),
     Row("torch.Tensor", ("cosh", "exp", "sinh"), Rule.FLOAT, _EXPONENTIAL),
     Row("torch.Tensor", ("log", "log10", "log2"), Rule.FLOAT, _LOGARITHM),
     Row("torch.Tensor", ("expm1", "log1p"), Rule.FLOAT, _NEAR_ZERO),
@@ -333,56 +202,19 @@ BLACKLIST: tuple[Row, ...] = (
     Row("torch.Tensor", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
     Row("torch.Tensor", ("sum_to_size",), Rule.FLOAT_UNLESS_SAME_SIZE, _TOTAL),
     Row("torch.Tensor", ("cumprod", "cumsum", "prod", "sum"), Rule.FLOAT_UNLESS_DTYPE, _TOTAL),
-    Row(
-        "torch.nn.functional",
-        ("cosine_similarity", "pairwise_distance", "pdist"),
-        Rule.FLOAT,
-        _NORM,
-    ),
-    Row(
-        "torch.nn.functional",
-        ("softplus",),
-        Rule.FLOAT,
-        "The logarithm of 1 + exp(x): in FP16 a small exponential disappears beside the 1.",
-    ),
-    Row(
-        "torch._C._nn",
-        (
-            "huber_loss",
-            "l1_loss",
-            "mse_loss",
-            "multi_margin_loss",
-            "multilabel_margin_loss",
-            "smooth_l1_loss",
-        ),
-        Rule.FLOAT,
-        _LOSS,
-    ),
-    Row(
-        "torch._C._nn",
-        ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd", "soft_margin_loss"),
-        Rule.FLOAT,
-        _LOG_LOSS,
-    ),
-    Row(
-        "torch._C._nn",
-        (
-            "upsample_nearest1d",
-            "upsample_nearest2d",
-            "upsample_nearest3d",
-            "_upsample_nearest_exact1d",
-            "_upsample_nearest_exact2d",
-            "_upsample_nearest_exact3d",
-            "upsample_linear1d",
-            "upsample_bilinear2d",
-            "_upsample_bilinear2d_aa",
-            "upsample_bicubic2d",
-            "_upsample_bicubic2d_aa",
-            "upsample_trilinear3d",
-        ),
-        Rule.FLOAT,
-        _RESIZE,
-    ),
+    Row("torch.nn.functional", ("cosine_similarity", "pairwise_distance", "pdist"),
+        Rule.FLOAT, _NORM),
+    Row("torch.nn.functional", ("softplus",), Rule.FLOAT,
+        "The logarithm of 1 + exp(x): in FP16 a small exponential disappears beside the 1."),
+    Row("torch._C._nn", ("huber_loss", "l1_loss", "mse_loss", "multi_margin_loss",
+                         "multilabel_margin_loss", "smooth_l1_loss"), Rule.FLOAT, _LOSS),
+    Row("torch._C._nn", ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd",
+                         "soft_margin_loss"), Rule.FLOAT, _LOG_LOSS),
+    Row("torch._C._nn", ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+                         "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+                         "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+                         "_upsample_bilinear2d_aa", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+                         "upsample_trilinear3d"), Rule.FLOAT, _RESIZE),
     Row("torch._VF", ("cdist",), Rule.FLOAT, _NORM),
     Row("torch._VF", ("norm",), Rule.FLOAT_UNLESS_DTYPE, _NORM),
     Row("torch.linalg", ("matrix_norm", "norm", "vector_norm"), Rule.FLOAT_UNLESS_DTYPE, _NORM),
@@ -408,33 +240,12 @@ PROMOTE: tuple[Row, ...] = (
     Row("torch._VF", ("tensordot",), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch", _NATIVES, Rule.PROMOTE, _NATIVE, native=True),
     Row("torch.Tensor", _NATIVES, Rule.PROMOTE, _NATIVE, native=True),
-    Row(
-        "torch", ("cat", "dstack", "hstack", "stack", "vstack"), Rule.PROMOTE, _NATIVE, native=True
-    ),
-    Row(
-        "torch.Tensor",
-        (
-            "__add__",
-            "__radd__",
-            "__sub__",
-            "__rsub__",
-            "__mul__",
-            "__rmul__",
-            "__div__",
-            "__truediv__",
-            "__floordiv__",
-            "__mod__",
-            "__eq__",
-            "__ne__",
-            "__lt__",
-            "__le__",
-            "__gt__",
-            "__ge__",
-        ),
-        Rule.PROMOTE,
-        _NATIVE,
-        native=True,
-    ),
+    Row("torch", ("cat", "dstack", "hstack", "stack", "vstack"),
+        Rule.PROMOTE, _NATIVE, native=True),
+    Row("torch.Tensor", ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__",
+                         "__div__", "__truediv__", "__floordiv__", "__mod__", "__eq__", "__ne__",
+                         "__lt__", "__le__", "__gt__", "__ge__"),
+        Rule.PROMOTE, _NATIVE, native=True),
 )
 
 # Refused in half.
@@ -470,7 +281,7 @@ BEYOND: tuple[Row, ...] = (
     Row("torch._VF", ("istft", "stft"), Rule.FLOAT, _FOURIER),
 )
 
-# Apex's flavour: these rows come on top, and win over a row above for the same place.
+# Only with apex's tables: these rows come on top, and win over a row above for the same place.
 
 _SPREAD = "Adds up squares of differences, and a square overflows FP16 from 256 on."
 _IN_PLACE = (
@@ -481,82 +292,22 @@ _IN_PLACE = (
 APEX: tuple[Row, ...] = (
     Row("torch", ("std", "var"), Rule.FLOAT, _SPREAD),
     Row("torch.Tensor", ("std", "var"), Rule.FLOAT, _SPREAD),
-    Row(
-        "torch.Tensor",
-        ("cpu",),
-        Rule.FLOAT,
-        "What moves to the CPU is mostly for metrics, whose code expects FP32.",
-    ),
-    Row(
-        "torch.Tensor",
-        ("__ipow__",),
-        Rule.FLOAT,
-        "Rebinds the name, so x **= 2 can give an FP32 result where a square overflows FP16.",
-    ),
-    Row(
-        "torch.nn.functional",
-        ("gelu",),
-        Rule.FLOAT,
-        "Its tanh form cubes the input, which overflows FP16 from 41 on.",
-    ),
-    Row(
-        "torch",
-        ("grid_sampler",),
-        Rule.FLOAT,
-        "Half coordinates have eleven bits, too few to point between the pixels of a large image.",
-    ),
-    Row(
-        "torch",
-        ("ctc_loss",),
-        Rule.FLOAT,
-        "Adds up probabilities of whole sequences, and PyTorch has no half kernel for it.",
-    ),
+    Row("torch.Tensor", ("cpu",), Rule.FLOAT,
+        "What moves to the CPU is mostly for metrics, whose code expects FP32."),
+    Row("torch.Tensor", ("__ipow__",), Rule.FLOAT,
+        "Rebinds the name, so x **= 2 can give an FP32 result where a square overflows FP16."),
+    Row("torch.nn.functional", ("gelu",), Rule.FLOAT,
+        "Its tanh form cubes the input, which overflows FP16 from 41 on."),
+    Row("torch", ("grid_sampler",), Rule.FLOAT,
+        "Half coordinates have eleven bits, too few to point between the pixels of a large image."),
+    Row("torch", ("ctc_loss",), Rule.FLOAT,
+        "Adds up probabilities of whole sequences, and PyTorch has no half kernel for it."),
     Row("torch.nn.functional", ("interpolate",), Rule.FLOAT, _RESIZE),
-    Row(
-        "torch",
-        (
-            "acos_",
-            "arccos_",
-            "arcsin_",
-            "asin_",
-            "cosh_",
-            "exp_",
-            "expm1_",
-            "log_",
-            "log10_",
-            "log2_",
-            "reciprocal_",
-            "rsqrt_",
-            "sinh_",
-            "tan_",
-        ),
-        Rule.REFUSE_IN_PLACE,
-        _IN_PLACE,
-    ),
-    Row(
-        "torch.Tensor",
-        (
-            "acos_",
-            "arccos_",
-            "arcsin_",
-            "asin_",
-            "cosh_",
-            "cumprod_",
-            "cumsum_",
-            "erfinv_",
-            "exp_",
-            "expm1_",
-            "log_",
-            "log10_",
-            "log2_",
-            "pow_",
-            "reciprocal_",
-            "renorm_",
-            "rsqrt_",
-            "sinh_",
-            "tan_",
-        ),
-        Rule.REFUSE_IN_PLACE,
-        _IN_PLACE,
-    ),
+    Row("torch", ("acos_", "arccos_", "arcsin_", "asin_", "cosh_", "exp_", "expm1_", "log_",
+                  "log10_", "log2_", "reciprocal_", "rsqrt_", "sinh_", "tan_"),
+        Rule.REFUSE_IN_PLACE, _IN_PLACE),
+    Row("torch.Tensor", ("acos_", "arccos_", "arcsin_", "asin_", "cosh_", "cumprod_", "cumsum_",
+                         "erfinv_", "exp_", "expm1_", "log_", "log10_", "log2_", "pow_",
+                         "reciprocal_", "renorm_", "rsqrt_", "sinh_", "tan_"),
+        Rule.REFUSE_IN_PLACE, _IN_PLACE),
 )

@@ -10,15 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.autograd import Function
 
 from ..errors import type_name
 from .cast_observers import ObservedCall, observers
-from .policy import CastState, Policy
-from .rules import call_in
+from .cast_state import CastState
+from .rules import Choose
+from .wrapper import call_in
 
-Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
 Make = Callable[[Any], Any]
 Ask = Callable[[], CastState]
 
@@ -30,7 +29,7 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
         policy = ask().table_policy()
         to = None if policy is None else choose(args, kwargs, policy)
         call = ObservedCall(function, args, kwargs) if observers else function
-        if to is None:
+        if policy is None or to is None:
             return call(*args, **kwargs)
         return call_in(to, call, patched, args, kwargs, policy)
 
@@ -38,7 +37,7 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
 
 
 def torch_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
-    """As `user_function`, for one of torch's: casts off inside, or the tables have the last word.
+    """As `user_function`, for one of torch's: without casts inside, which the tables would decide.
 
     Where `choose` gives None the call is not cast at all.
     """
@@ -59,7 +58,7 @@ def torch_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
 
 
 def following(function: Any, choose: Choose, ask: Ask) -> Any:
-    """What stands in for `function`: the like of it, a static method for a static method."""
+    """The replacement of `function`, of the same kind: a static method for a static method."""
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(following(function.__func__, choose, ask))
     return functools.wraps(function)(user_function(function, choose, ask))
@@ -88,9 +87,9 @@ def check(function: Any, what: str) -> None:
 def class_parts(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make]:
     """`{name: make}` for the attributes of an autograd Function class to replace.
 
-    The casts belong in front of `apply`, where autograd sees them and a second
-    derivative finds its way.  Dynamo never calls an `apply` of ours: it goes
-    straight to `forward`, so that one casts too what has not been cast by then.
+    The casts belong in front of `apply`: autograd then records them, and second derivatives
+    work.  Dynamo ignores a replaced `apply` and goes straight to `forward`, so `forward`
+    casts what has not been cast by then.
     """
     return {
         "apply": lambda original: _apply(original, choose, ask),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -63,8 +63,8 @@ class _Forward:
         self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
         self.used: set[int] = set()
         self.alone: dict[int, Tensor] = {}  # weights cast by themselves, in the order of use
-        self.touched: set[int] = set()  # weights whose `.data` somebody may be writing into
-        self.is_hooked = False  # somebody hooks into its graph, and may look at gradients there
+        self.touched: set[int] = set()  # weights whose `.data` the user's code may be writing into
+        self.is_hooked = False  # its graph has hooks, which may look at gradients there
 
 
 class _Thread(threading.local):
@@ -134,8 +134,9 @@ class WeightCache:
         return CacheInfo(self.hits, self.misses, entries)
 
     def forget(self, weight: Tensor) -> None:
-        """Somebody may write into the weight and raise no version: cast it at each use from now
-        to the end of this thread's forward.
+        """Cast the weight at each use, from now to the end of this thread's forward.
+
+        For a weight that may be written into without raising its version.
         """
         forward = self._thread.forward
         while forward is not None:
@@ -151,61 +152,70 @@ class WeightCache:
             forward.graphed, forward.plain = {}, {}
 
     def note_hook(self) -> None:
-        """Somebody hooks into the graph of this thread's forward: no weights are cast together from
-        now on, nor in the model's next forward.
+        """The graph of this thread's forward gets a hook: cast no weights together from now on,
+        nor in the model's next forward.
         """
         forward = self._thread.forward
         if forward is not None:
             forward.is_hooked = True
 
-    def find(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The copy of `weight` in `dtype` made earlier in this forward; None: there is none."""
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """`weight` in `dtype`: the copy made earlier in this forward, or a new one.
+
+        A copy still serves if its weight has the version it was made from, and if it can be
+        saved for the backward pass.
+        """
         forward = self._thread.forward
         if forward is None:
-            return None
-        key = id(weight)
+            return _cast_alone(weight, dtype)
         in_graph = weight.requires_grad and is_grad_enabled()
-        copy = (forward.graphed if in_graph else forward.plain).get(key)
-        if copy is None:
-            return None
-        half, version = copy
+        copies = forward.graphed if in_graph else forward.plain
+        copy = copies.get(id(weight))
+        if copy is not None:
+            half, version = copy
+            if (
+                version == weight._version
+                and half.dtype is dtype
+                and not (forward.in_inference and not torch.is_inference_mode_enabled())
+            ):
+                forward.used.add(id(weight))
+                self.hits += 1
+                return half
+        return self._make(forward, copies, weight, dtype)
+
+    def _make(
+        self, forward: _Forward, copies: _Copies, weight: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """A new copy of `weight`, made together with those that go with it.
+
+        It is not kept where it would leak out of a trace or a transform, or could not be
+        saved for a backward pass.
+        """
         if (
-            version != weight._version
-            or half.dtype is not dtype
-            or (forward.in_inference and not torch.is_inference_mode_enabled())
+            id(weight) in forward.touched
+            or is_recording()
+            or weight.is_inference()
+            or forward.in_inference is not torch.is_inference_mode_enabled()
         ):
-            return None
-        forward.used.add(key)
-        self.hits += 1
-        return half
-
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """`weight` in `dtype`: the copy made earlier in this forward, or a new one."""
-        half = self.find(weight, dtype)
-        return self.make(weight, dtype) if half is None else half
-
-    def make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A new copy of `weight` in `dtype`, made together with those that go with it."""
-        forward = self._thread.forward
-        halves: Sequence[Tensor]
-        if forward is None or id(weight) in forward.touched or _must_be_alone(forward, weight):
-            self.misses += forward is not None
-            half = weight.to(dtype)
-            halves = (half,)
-        else:
-            in_graph = weight.requires_grad and is_grad_enabled()
-            copies = forward.graphed if in_graph else forward.plain
-            together = _together(forward, copies, weight, dtype)
-            versions = list(map(_version_of, together))
-            halves = cast_together(together, dtype, in_graph, forward.plan)
-            copies.update(zip(map(id, together), zip(halves, versions)))
-            forward.kept.append(together)
-            forward.used.add(id(weight))
-            self.misses += len(together)
-            half = copies[id(weight)][0]
+            self.misses += 1
+            return _cast_alone(weight, dtype)
+        together = _together(forward, copies, weight, dtype)
+        versions = list(map(_version_of, together))
+        halves = cast_together(together, dtype, copies is forward.graphed, forward.plan)
+        copies.update(zip(map(id, together), zip(halves, versions)))
+        forward.kept.append(together)
+        forward.used.add(id(weight))
+        self.misses += len(together)
         if observers:
             note_copies(halves)
-        return half
+        return copies[id(weight)][0]
+
+
+def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    half = weight.to(dtype)
+    if observers:
+        note_copies((half,))
+    return half
 
 
 _version_of = operator.attrgetter("_version")
@@ -228,17 +238,6 @@ def _together(
         known = copies.keys() | forward.touched
         found = [one for one in found if id(one) not in known]
     return found or [weight]  # it has got hooks, say
-
-
-def _must_be_alone(forward: _Forward, weight: Tensor) -> bool:
-    """Whether a copy may not be kept: it would leak out of a trace or a transform, or could not be
-    saved for a backward pass.
-    """
-    return (
-        is_recording()
-        or weight.is_inference()
-        or forward.in_inference is not torch.is_inference_mode_enabled()
-    )
 
 
 def _learn(plan: Plan, forward: _Forward) -> None:

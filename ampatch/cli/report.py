@@ -1,4 +1,4 @@
-"""The command `ampatch report`: a sweep's table, pictures and page once more, without a run.
+"""The command `ampatch report`: table, pictures and page of a stored sweep, without a run.
 
 Exit codes: 0; 1 when something cannot be written; 2 for a wrong command line.
 """
@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ampatch.cli.sweep import add_tensorboard, check_tensorboard, write_shown
+from ampatch.cli.sweep_output import add_tensorboard, check_tensorboard, write_shown
 
 
-def add_to(commands: Any) -> None:
-    """Add the parser of this command to the subparsers `commands`."""
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "report",
         help="make a sweep's table, pictures and HTML page again, from stored results",
@@ -24,21 +24,23 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("directory", metavar="DIR", help="what ampatch sweep wrote to")
     add_tensorboard(parser)
-    parser.set_defaults(command=command, parser=parser)
+    parser.set_defaults(command=run, parser=parser)
 
 
-def command(options: argparse.Namespace) -> int:
-    from ampatch.sweep.results import read_results
-    from ampatch.sweep.table import write_results
+def run(options: argparse.Namespace) -> int:
+    """Print the table and write the files; returns the exit code."""
+    from ampatch.sweep.report.results import read_results
+    from ampatch.sweep.report.table import write_results
 
     check_tensorboard(options)
     directory = Path(options.directory)
+    parser: argparse.ArgumentParser = options.parser
     try:
         results = read_results(directory)
     except (OSError, ValueError) as error:
-        options.parser.error(str(error))
+        parser.error(str(error))
     if results is None:
-        options.parser.error(f"{directory}: there are no results of a sweep in this directory.")
+        parser.error(f"{directory}: there are no results of a sweep in this directory.")
     write_results(results, sys.stdout)
     try:
         write_shown(directory, options.tensorboard)

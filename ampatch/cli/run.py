@@ -1,9 +1,14 @@
-"""The command `ampatch run`: its options, and what it sets up before the script starts."""
+"""The command `ampatch run`: its options, and what is set up before the script starts.
+
+Exit codes: the script's own; 1 if an exception ends it; 130 after Ctrl-C; 2 for a wrong
+command line.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +18,7 @@ _WITH_VALUE = ("--opt-level", "--dtype", "--loss-scale")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What comes up to SCRIPT or `-m MODULE` is ours; the rest belongs to the script."""
+    """The arguments up to SCRIPT or `-m MODULE`, and the script's own after it."""
     cut = 0
     while cut < len(argv) and argv[cut].startswith("-") and argv[cut] != "-m":
         cut += 2 if argv[cut] in _WITH_VALUE else 1
@@ -22,15 +27,15 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def add_parser(commands: Any) -> None:
-    """Add `run` to the subcommands."""
+    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "run",
         help="run one script at a given opt level",
         usage="ampatch run [options] SCRIPT [SCRIPT ARGUMENTS]\n"
         "       ampatch run [options] -m MODULE [SCRIPT ARGUMENTS]",
-        description="Runs SCRIPT as Python would, with what its initialize is given replaced by "
-        "these options, or, with --auto, in mixed precision all by itself. `from apex import amp` finds ampatch, unless an apex is installed. "
-        "Options come before SCRIPT.",
+        description="Runs SCRIPT as Python would. These options replace the arguments of its "
+        "initialize; with --auto a script without AMP code runs in mixed precision. `from apex "
+        "import amp` finds ampatch, unless an apex is installed. Options come before SCRIPT.",
         epilog="Exit status: the script's own; 1 if an exception ends it; 130 after Ctrl-C; 2 for "
         "a wrong command line. Under torchrun: torchrun --nproc-per-node 2 -m ampatch run SCRIPT",
         allow_abbrev=False,
@@ -63,11 +68,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     parser.add_argument("script", nargs="?", metavar="SCRIPT")
-    parser.set_defaults(command=run_command, parser=parser)
+    parser.set_defaults(command=run, parser=parser)
 
 
 def _option(name: str) -> Callable[[str], str]:
-    """An option's text, checked as the variable of the same name."""
+    """A type of option: text that is checked like the variable of the same name."""
 
     def check(text: str) -> str:
         from ampatch.config import environment
@@ -81,15 +86,12 @@ def _option(name: str) -> Callable[[str], str]:
     return check
 
 
-def run_command(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the script or module; returns its exit code."""
     if options.module is None and options.script is None:
         options.parser.error("the following arguments are required: SCRIPT")
-    from ampatch import auto
-    from ampatch.cli.diagnose import run_debugged
-    from ampatch.config import environment
     from ampatch.launch import children
-    from ampatch.launch.script import ModuleMissing, check_script, run_module, run_script
+    from ampatch.launch.script import check_script
 
     given = {
         "AMPATCH_OPT_LEVEL": options.opt_level,
@@ -98,21 +100,37 @@ def run_command(options: argparse.Namespace) -> int:
     }
     os.environ.update({name: value for name, value in given.items() if value is not None})
     try:
-        asked = environment.read()
+        children.check(options.auto)
         if options.script is not None:
             check_script(options.script)
     except (AmpatchError, OSError, ValueError) as error:
         options.parser.error(str(error))
-    if options.auto and (reason := auto.why_not(asked)) is not None:
-        options.parser.error(reason)
     children.start(options.auto)
+    return run_debugged(lambda: _execute(options)) if options.debug else _execute(options)
 
-    def execute() -> int:
-        if options.script is not None:
-            return run_script(options.script, options.arguments).exit_code
-        try:
-            return run_module(options.module, options.arguments).exit_code
-        except ModuleMissing as error:
-            options.parser.error(str(error))
 
-    return run_debugged(execute) if options.debug else execute()
+def _execute(options: argparse.Namespace) -> int:
+    from ampatch.launch.script import ModuleMissing, run_module, run_script
+
+    if options.script is not None:
+        return run_script(options.script, options.arguments).exit_code
+    try:
+        return run_module(options.module, options.arguments).exit_code
+    except ModuleMissing as error:
+        parser: argparse.ArgumentParser = options.parser
+        parser.error(str(error))
+
+
+def run_debugged(execute: Callable[[], int]) -> int:
+    """`execute()` with every model watched; the finding goes to the standard error at the end.
+
+    `execute` runs the script and returns its exit code.
+    """
+    from ampatch.diagnose.nonfinite import debug
+
+    with debug() as debugger:
+        code = execute()
+    found = debugger.report
+    steps = f"{debugger.step} optimizer steps"
+    print(f"ampatch: {found or f'no inf or NaN in {steps}.'}", file=sys.stderr)
+    return code

@@ -1,4 +1,4 @@
-"""The command `ampatch sweep`: its options, and what it does with them.
+"""The command `ampatch sweep`: its options, and a sweep with them.
 
 The sweep itself is imported when it runs.  Exit codes: 0; 1 when no run went
 well or the sweep could not go on; 2 for a wrong command line; 130 after Ctrl-C.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
+from ampatch.cli.sweep_output import add_tensorboard, check_tensorboard, write_shown
 
-def add_to(commands: Any) -> None:
-    """Add the parser of this command to the subparsers `commands`."""
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "sweep",
         help="run a script at several opt levels and compare them",
@@ -29,7 +30,7 @@ def add_to(commands: Any) -> None:
     _add_what(parser)
     _add_measures(parser)
     _add_how(parser)
-    parser.set_defaults(command=command, parser=parser)
+    parser.set_defaults(command=run, parser=parser)
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
@@ -128,17 +129,10 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add_tensorboard(how)
 
 
-def add_tensorboard(parser: Any) -> None:
-    parser.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="also write event files for TensorBoard, to DIR/tensorboard",
-    )
-
-
-def command(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the sweep, print and write its results; returns the exit code."""
     from ampatch.sweep import Sweep, SweepError
-    from ampatch.sweep.progress import progress_on
+    from ampatch.sweep.execution.progress import progress_on
 
     check_tensorboard(options)
     try:
@@ -179,37 +173,9 @@ def command(options: argparse.Namespace) -> int:
     return _report(plan, stopped, options.tensorboard) or code
 
 
-def check_tensorboard(options: argparse.Namespace) -> None:
-    """Refuse --tensorboard where it cannot be had, before anything is done."""
-    from ampatch.sweep.events import check
-
-    if options.tensorboard:
-        try:
-            check()
-        except ImportError as error:
-            options.parser.error(f"--tensorboard: {error}")
-
-
-def write_shown(directory: Path, tensorboard: bool) -> None:
-    """Make of the stored results what people look at, and say where it lies."""
-    from ampatch.sweep.events import write_events
-    from ampatch.sweep.report import write_report
-
-    lacking = write_report(directory)
-    if tensorboard:
-        write_events(directory)
-    events = ", tensorboard/" if tensorboard else ""
-    print(
-        f"Written to {directory}: report.html, plots/{events}, summary.json, .csv, .md; runs and "
-        "their logs in runs/."
-    )
-    if lacking:
-        print(lacking, file=sys.stderr)
-
-
 def _report(plan: Any, stopped: str, tensorboard: bool) -> int:
-    """Print and write what there is; 1 if no run went well."""
-    from ampatch.sweep.table import write_results
+    """Print and write the results so far; returns 1 if no run went well."""
+    from ampatch.sweep.report.table import write_results
 
     results = plan.results
     write_results(results, sys.stdout)

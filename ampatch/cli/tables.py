@@ -1,21 +1,53 @@
-"""Run `ampatch tables` with the options that `cli` parsed."""
+"""The command `ampatch tables`.
+
+Exit codes: 0; 1 where no row names NAME, or --check finds a function out of reach; 2 for
+a wrong command line or a MODULE that cannot be imported.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
-from ampatch.casting.tables import Rule
 
-from ..diagnose.tables import content, formats
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
+    parser = commands.add_parser(
+        "tables",
+        help="which function gets which dtype, and why",
+        description="Prints what is patched, where, by which rule and why, what this torch lacks "
+        "of it, and where torch.autocast for CUDA and apex differ.",
+        epilog="Exit status: 0; 1 where no row names NAME, or --check finds a function out of "
+        "reach; 2 for a wrong command line or a MODULE that cannot be imported.",
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="only functions with this in their name, or that match it: 'torch.linalg.*'",
+    )
+    parser.add_argument("--rule", help="only the rows with this rule, such as half or float")
+    parser.add_argument(
+        "--format",
+        choices=("text", "markdown", "json"),
+        default="text",
+        help="markdown is docs/op_tables.md (default: text)",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="MODULE",
+        help="import a module or a .py file and name each patched function that it holds from "
+        "before the patches: what is rebound, what is out of reach and how to write it",
+    )
+    parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is asked for.
+    """Print the rows or the result of --check; returns the exit code."""
+    from ampatch.casting.tables import Rule
+    from ampatch.diagnose.tables import content, formats
 
-    Returns 0; 1 where nothing is found for the name asked for, or a check finds
-    a function out of reach.
-    """
     rules = [rule.value for rule in Rule]
     if options.rule not in (None, *rules):
         options.parser.error(f"unknown rule {options.rule!r}; expected one of {', '.join(rules)}")
@@ -42,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from ..diagnose.tables import bound
+    from ampatch.diagnose.tables import bound
 
     if (options.rule, options.name, options.format) != (None, None, "text"):
         options.parser.error("--check goes with no other option")

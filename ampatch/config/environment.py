@@ -1,6 +1,6 @@
-"""The environment variables that override what a script gives, and how they are read.
+"""The environment variables that replace arguments of a script, and how they are read.
 
-| variable | overrides |
+| variable | replaces |
 |---|---|
 | `AMPATCH_OPT_LEVEL` | `opt_level` |
 | `AMPATCH_DTYPE` | `dtype` |
@@ -8,7 +8,7 @@
 | `AMPATCH_ENABLED` | `enabled`, where it is `0` |
 | `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"keep_batchnorm_fp32": false}` |
 
-One that is empty counts as not set.
+An empty variable counts as not set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What the environment asks for; None, and `enabled` True, where it says nothing."""
+    """What the environment asks for; None, and `enabled` True, for variables that are not set."""
 
     opt_level: str | None = None
     dtype: torch.dtype | None = None
@@ -45,7 +45,7 @@ class Asked:
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Asked:
-    """What the variables say.  Raises `ValueError` that names the one that is wrong."""
+    """The values of the variables.  Raises a `ValueError` that names a wrong one."""
 
     def value(name: str, parse: Any) -> Any:
         text = environment.get(name, "")
@@ -61,17 +61,17 @@ def read(environment: Mapping[str, str] = os.environ) -> Asked:
 
 
 def opt_level(name: str, text: str) -> str:
-    """`"O0"` to `"O5"` from what stands in `name`, a variable or an option."""
+    """`"O0"` to `"O5"` from the text of `name`, a variable or an option."""
     return _checked(name, text, level_name, "O0, O1, O2 or O3 (the letter O, not the digit zero)")
 
 
 def dtype(name: str, text: str) -> torch.dtype:
-    """The half type from what stands in `name`."""
+    """The half type from the text of `name`."""
     return _checked(name, text, half_type, "float16 or bfloat16; for FP32 use opt level O0")
 
 
 def loss_scale(name: str, text: str) -> str | float:
-    """`"dynamic"` or a number from what stands in `name`."""
+    """`"dynamic"` or a number from the text of `name`."""
     return _checked(name, text, _scale, '"dynamic" or a positive number that FP32 can invert')
 
 

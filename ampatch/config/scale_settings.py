@@ -48,7 +48,7 @@ class ScaleSettings:
             if name not in SETTINGS:
                 hint = did_you_mean(name, SETTINGS) or f" Known are: {', '.join(SETTINGS)}."
                 raise TypeError(f"{what}: {name!r} is no setting of a loss scale.{hint}")
-        checked = {
+        checked: dict[str, Any] = {
             name: whole_number(f"{what}: {name}={value!r}", value, least=1)
             if name == "growth_interval"
             else positive_number(f"{what}: {name}={value!r}", _limit(name, value))

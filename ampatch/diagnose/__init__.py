@@ -1,4 +1,4 @@
-"""Answers: where a NaN comes from, how large gradients are, what is cast, what is installed."""
+"""Diagnostics: the origin of a NaN, the size of gradients, what is cast, what is installed."""
 
 from .explain import CastReport, report
 from .finding import Report

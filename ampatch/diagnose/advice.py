@@ -1,4 +1,4 @@
-"""Where time could be won, from what a `CastReport` counted.
+"""Advice on speed, from the counts of a `CastReport`.
 
 Sizes in multiples of 8: NVIDIA, "Matrix Multiplication Background User's Guide"
 (DU-09799-001), on Tensor Core requirements for float16.
@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from . import doctor
+from .dtype_names import dtype_name
 
 if TYPE_CHECKING:
     from .explain import CastReport
 
-SHOWN = 10  # layers and bounces that are named
+SHOWN = 10  # at most so many layers and bounces are named
 
 
 def advice(found: CastReport) -> list[str]:
-    """One sentence for each thing to do; measures the CPU if it ran in half."""
+    """One sentence for each piece of advice; measures the CPU if it ran in half."""
     return [*_slow_halves(found), *_bounces(found), *_odd_sizes(found), *_nothing_in_half(found)]
 
 
@@ -35,7 +36,7 @@ def _slow_halves(found: CastReport) -> Iterator[str]:
                 other for other, ratios in speeds.items() if all(r > 1 for r in ratios.values())
             ]
             what = (
-                f'{fast[0]} is faster than FP32 here: dtype="{doctor.short(fast[0])}".'
+                f'{fast[0]} is faster than FP32 here: dtype="{dtype_name(fast[0])}".'
                 if fast
                 else 'opt_level="O0" would be faster here.'
             )

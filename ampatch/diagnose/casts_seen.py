@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casting.cast_observers import observers
-from ampatch.session.session import registry
+from ampatch.casting.tables import BUILTINS
+from ampatch.session import facade
 
 from .storages import StorageNotes
 from .trees import tensors_in
@@ -76,14 +76,11 @@ class CastWatch:
 
     def start(self) -> None:
         """Count from now on."""
-        observers.append(self)
-        registry.state.watch(+1)
+        facade.watch_casts(self)
 
     def stop(self) -> None:
         """Count no more; a second call does nothing."""
-        if self in observers:
-            observers.remove(self)
-            registry.state.watch(-1)
+        facade.stop_watching_casts(self)
 
     # What the engine tells: see `CastObserver`
 
@@ -138,9 +135,9 @@ class CastWatch:
 
 def name_of(original: Any) -> str:
     """A function's name as people write it."""
-    made = registry.installation.replaced_by(original)
+    made = facade.replacement_of(original)
     named = original if made is None else made
     module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", str(named))
-    if module == "torch._C._nn" and hasattr(torch.nn.functional, name):
+    if module == BUILTINS["torch.nn.functional"] and hasattr(torch.nn.functional, name):
         module = "torch.nn.functional"
     return f"{module}.{name}" if module else name

@@ -1,6 +1,6 @@
-"""What `ampatch doctor` reports: versions, devices, and how fast the half types are here.
+"""The report of `ampatch doctor`: versions, devices, and the speed of the half types here.
 
-It is what a report about a problem should begin with.
+A report about a problem should begin with it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 import ampatch
 from ampatch._version import __version__
 from ampatch.config.environment import VARIABLES
+from ampatch.diagnose.dtype_names import dtype_name
 from ampatch.diagnose.tables import content
 
 MEASURE_FOR = 0.15  # seconds for each operator and dtype
 
 
-EXTRAS = ("numpy", "rich", "matplotlib", "scikit-learn", "tensorboard")
+EXTRAS = ("numpy", "rich", "matplotlib", "scikit-learn", "scipy", "tensorboard")
 
 
 def write_report(stream: TextIO) -> None:
@@ -54,14 +55,14 @@ def as_dict() -> dict[str, Any]:
         "apex": _apex(),
         "environment": environment(),
         "speed": {
-            device: {short(dtype): ratios for dtype, ratios in found.items()}
+            device: {dtype_name(dtype): ratios for dtype, ratios in found.items()}
             for device, found in speeds.items()
         },
     }
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Names and values, one a line."""
+    """Pairs of a name and its value."""
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "ampatch", __version__
     for package in ("torch", "wrapt"):
@@ -78,7 +79,7 @@ def facts() -> Iterator[tuple[str, str]]:
 
 
 def cuda_devices() -> list[str]:
-    """Names, with compute capabilities: Tensor Cores for float16 from 7.0, for bfloat16 from 8.0."""
+    """Names with compute capability; Tensor Cores: float16 from 7.0, bfloat16 from 8.0."""
     return [
         "{} ({}.{})".format(
             torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index)
@@ -88,13 +89,13 @@ def cuda_devices() -> list[str]:
 
 
 def environment() -> dict[str, str | None]:
-    """Each variable that ampatch reads, and any other of its prefix: perhaps one misspelt."""
+    """Each variable that ampatch reads, and others with its prefix, which may be misspelt."""
     others = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
     return {name: os.environ.get(name) for name in dict.fromkeys((*VARIABLES, *others))}
 
 
 def _apex() -> str:
-    """Whether NVIDIA's apex, or something by its name, would be imported."""
+    """Whether `import apex` finds a package, and where."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "not installed"
@@ -102,17 +103,17 @@ def _apex() -> str:
 
 
 def devices() -> list[str]:
-    """What is measured."""
+    """The device types that are measured."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def measure(device: str) -> dict[torch.dtype, dict[str, float]]:
-    """How fast a matmul and a convolution are in each half type, as multiples of FP32's speed."""
+    """Speed of a matmul and a convolution in each half type, relative to FP32."""
     with ampatch.disable_casts():
-        single = [_time(run, device) for run in _operators(device, torch.float32)]
+        single = [_time(run, device) for run in operators(device, torch.float32)]
         found = {}
         for dtype in (torch.float16, torch.bfloat16):
-            half = [_time(run, device) for run in _operators(device, dtype)]
+            half = [_time(run, device) for run in operators(device, dtype)]
             ratios = [base / seconds for base, seconds in zip(single, half, strict=True)]
             found[dtype] = dict(zip(("matmul", "conv2d"), ratios, strict=True))
     return found
@@ -122,23 +123,19 @@ def speed_lines(device: str, speeds: dict[torch.dtype, dict[str, float]]) -> Ite
     """A line for each half type."""
     for dtype, ratios in speeds.items():
         yield (
-            f"{device:<6}{short(dtype):<10}"
+            f"{device:<6}{dtype_name(dtype):<10}"
             + "   ".join(f"{name} {ratio:.2g}x" for name, ratio in ratios.items())
         )
 
 
 def fast(speeds: dict[torch.dtype, dict[str, float]]) -> str:
-    """Names of the half types that are faster than FP32 at all that was measured."""
-    found = [short(dtype) for dtype, ratios in speeds.items() if min(ratios.values()) > 1]
+    """Names of the half types that are faster than FP32 in every measurement."""
+    found = [dtype_name(dtype) for dtype, ratios in speeds.items() if min(ratios.values()) > 1]
     return ", ".join(found) or "no half type"
 
 
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
-    """A matmul and a convolution with their backward passes, which can be the slow ones."""
+def operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
+    """A matmul and a convolution, each with its backward pass, which can be slower."""
 
     def leaf(*shape: int) -> Any:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
@@ -148,7 +145,10 @@ def _operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
         (leaf(side, side), leaf(side, side)),
         (leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)),
     ]
-    functions = [torch.matmul, functools.partial(torch.nn.functional.conv2d, padding=1)]
+    functions: list[Callable[..., Any]] = [
+        torch.matmul,
+        functools.partial(torch.nn.functional.conv2d, padding=1),
+    ]
 
     def training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
         result = function(*inputs)
@@ -159,7 +159,7 @@ def _operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
 
 
 def _time(run: Callable[[], Any], device: str) -> float:
-    """The shortest of the times that `run` takes within `MEASURE_FOR` seconds."""
+    """The shortest time of `run` within `MEASURE_FOR` seconds."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -177,7 +177,7 @@ def _time(run: Callable[[], Any], device: str) -> float:
 
 
 def _version(package: str) -> str | None:
-    """The installed version of `package`, which need not have been imported; None without."""
+    """The installed version of `package`, or None; the package is not imported."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

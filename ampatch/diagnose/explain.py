@@ -3,6 +3,7 @@
 with ampatch.report(model) as casts:
     train(model)
 print(casts)
+
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 import ampatch
+from ampatch.torch_private.modules import CONVOLUTIONS
 
 from .advice import advice
 from .casts_seen import HALVES, CastWatch
+from .dtype_names import dtype_name
 from .explain_text import as_text
 from .models import Models, check_model
 from .trees import tensors_in
@@ -39,7 +41,7 @@ def report(model: nn.Module | None = None) -> CastReport:
 
 @dataclasses.dataclass
 class ModuleUse:
-    """One module: its class, and the dtypes that its forward took and gave, where it did."""
+    """One module: its class, its calls, and the dtypes of its inputs and outputs."""
 
     kind: str
     calls: int = 0
@@ -49,7 +51,7 @@ class ModuleUse:
 
 
 class CastReport:
-    """Counts while it is active; as text it is the report so far.
+    """Counts while it is active; `str` of it is the report so far.
 
     `functions`, `batches` and `bounces` are `CastWatch`'s; `modules` has a
     `ModuleUse` for each module by its path.
@@ -78,7 +80,7 @@ class CastReport:
         self.remove()
 
     def on_deactivate(self) -> None:
-        """Everything ampatch put in is taken out; what watches a model of the user's, too."""
+        """`ampatch.deactivate()` also ends a report of a given model."""
         if not self._models.takes_all:
             self.remove()
 
@@ -99,14 +101,14 @@ class CastReport:
         return self._watch.used
 
     def advice(self) -> list[str]:
-        """Where time could be won; may take a second to measure this CPU."""
+        """Where time could be won; measuring this CPU may take a second."""
         return advice(self)
 
     def __str__(self) -> str:
         return as_text(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `bytes` are those that casts wrote."""
+        """The report for JSON; `bytes` are the bytes that casts wrote."""
         return {
             "functions": {
                 name: {**dataclasses.asdict(calls), "to": _named(calls.to)}
@@ -129,19 +131,15 @@ class CastReport:
         }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _named(counts: dict[torch.dtype, int]) -> dict[str, int]:
     return {dtype_name(dtype): n for dtype, n in counts.items()}
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:
-    """The sizes of a layer that decide whether Tensor Cores take it."""
+    """The sizes of a layer that decide whether Tensor Cores are used."""
     if isinstance(module, nn.Linear):
         return {"in_features": module.in_features, "out_features": module.out_features}
-    if isinstance(module, _ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         groups = module.groups
         return {
             "in_channels": module.in_channels // groups,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .dtype_names import dtype_name
+
 if TYPE_CHECKING:
     import torch
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def as_text(found: CastReport) -> str:
-    """Three parts with a line between them."""
+    """Three parts, separated by empty lines."""
     parts = [functions(found), modules(found), tips(found)]
     return "\n\n".join("\n".join(part) for part in parts)
 
@@ -29,11 +31,14 @@ def functions(found: CastReport) -> list[str]:
             calls.casts,
             calls.cached,
             calls.bytes,
-            ", ".join(f"{n} {_short(dtype)}" for dtype, n in calls.to.items()),
+            ", ".join(f"{n} {dtype_name(dtype)}" for dtype, n in calls.to.items()),
         )
         for name, calls in ordered
     ]
-    total = [sum(row[column] for row in rows) for column in range(1, 5)]
+    total = [
+        sum(getattr(calls, column) for _, calls in ordered)
+        for column in ("calls", "casts", "cached", "bytes")
+    ]
     head = ("function", "calls", "casts", "cached", "bytes cast", "tensors cast to")
     lines = _table([head, *rows, ("all", *total, "")])
     together = found.batches
@@ -65,15 +70,11 @@ def tips(found: CastReport) -> list[str]:
 
 
 def _dtypes(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(map(_short, dtypes))) or "-"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return ", ".join(sorted(map(dtype_name, dtypes))) or "-"
 
 
 def _table(rows: Sequence[Sequence[object]], left: tuple[int, ...] = (0, 5)) -> list[str]:
-    """Aligned columns, `left` ones to the left."""
+    """Aligned columns; those in `left` are aligned to the left."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""What `ampatch.debug` says of the first non-finite value."""
+"""The report of `ampatch.debug` about the first non-finite value."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from types import CodeType
 
 import torch
 
-SHOWN = 10  # parameters that the text names; `parameters` has them all
+SHOWN = 10  # the text names so many parameters; `parameters` holds all
 
 
 @dataclasses.dataclass
 class Report:
     """The first non-finite value, and the operator that made it.
 
-    `operator` is PyTorch's name for it ("aten.addmm"; "" if it ran where it cannot be
-    seen: in compiled code, in another thread).  `module` is the path of the module it
-    ran in ("" for the model itself, None outside of the model: in the loss, say),
-    `module_class` its class, `location` the line of your code, `phase` `"forward"`,
-    `"backward"` or `"step"` (in the optimizer).  `value` is `"inf"` or `"nan"`, `dtype`
-    the dtype of the operator's output, `largest_input` the largest absolute finite
-    number among its inputs, None if not known; `input_is_finite` says whether that
-    was all.  `where` is where it was noticed: the output of a module, a gradient, the
-    loss, a weight.  `step` counts optimizer steps since `debug`, from 0; `rank` is
-    this process's in torch.distributed, None without.  `parameters` are the names of
-    those whose gradients (weights, if a step made it) were non-finite in the same
-    step; more may come until the step ends.
+    Attributes:
+        operator: PyTorch's name of the operator ("aten.addmm"); "" if it could not be seen,
+            because it ran in compiled code or in another thread.
+        module: the path of the module in which it ran; "" for the model itself, None
+            outside of the model, such as in the loss.
+        module_class: the class of that module.
+        location: the line of the script.
+        phase: "forward", "backward", or "step" (in the optimizer).
+        value: "inf" or "nan".
+        dtype: the dtype of the operator's output.
+        largest_input: the largest absolute finite number among its inputs; None if unknown.
+        input_is_finite: whether all inputs were finite.
+        where: where the value was noticed: a module's output, a gradient, the loss, a weight.
+        step: the number of optimizer steps since `debug`, from 0.
+        rank: the rank in torch.distributed; None without it.
+        parameters: names of the parameters with non-finite gradients (weights, if a step made
+            the value) in the same step; more may come until the step ends.
     """
 
     module: str | None
@@ -77,7 +82,7 @@ class Report:
 
 
 def location(code: CodeType | None, line: int) -> str:
-    """A line of code as people look for it: file, number and what is written there."""
+    """A line of code: file, line number, and the text of the line."""
     if code is None:
         return ""
     text = linecache.getline(code.co_filename, line).strip()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check() -> None:
-    """Raise `ImportError` where matplotlib is missing."""
+    """Raise `ImportError` if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""How large gradients are, and what float16 would lose of them.
+"""The size of gradients, and the share of them that float16 would lose.
 
     with ampatch.gradient_range(model) as gradients:
         train(model)
     print(gradients.report())
 
-Gradients are looked at when an optimizer is about to step on them: complete,
-unscaled, at O2 those of the FP32 masters.
+Gradients are counted just before an optimizer's step: complete and unscaled, at O2
+those of the FP32 masters.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from torch.optim.optimizer import (
 )
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.session.facade import session_of
 
 from .gradient_text import as_text
 from .histogram import SMALLEST, Counts, Histogram, Suggestion
 from .models import Models, check_model
 from .storages import values
 
-WORST = 5  # parameters that are named
+WORST = 5  # so many parameters are named
 
 
 def gradient_range(model: nn.Module | None = None) -> GradientRange:
     """Count a model's gradients by binary exponent, at each step of its optimizers.
 
-    Works at any opt level and on plain models, before or after `initialize`; None
-    counts those of every model that runs.  The `GradientRange` returned is a context
-    manager; `remove()` or, for a model that was given, `ampatch.deactivate()` end it as well.
+    Works at any opt level and on plain models, before or after `initialize`.  With None
+    the gradients of every model that runs are counted.  The `GradientRange` returned is a
+    context manager; `remove()` ends it as well, and `ampatch.deactivate()` if a model was
+    given.
 
-    Raises `TypeError` if `model` is no module.
+    Raises `TypeError` if `model` is not a module.
     """
     check_model(model, "gradient_range")
     return GradientRange(model)
 
 
 class GradientRange:
-    """Counts while it is active; `report()` says what was counted so far."""
+    """Counts while it is active; `report()` returns the counts so far."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.steps = 0
@@ -76,7 +77,7 @@ class GradientRange:
         self.remove()
 
     def report(self, lost: float = 0.001) -> GradientReport:
-        """What was counted so far; `lost` is the share that a static scale may lose.
+        """The counts so far; `lost` is the share that a static scale may lose.
 
         Waits for the device.  Raises `ValueError` unless `0 <= lost < 1`.
         """
@@ -87,15 +88,15 @@ class GradientRange:
             self.steps, self.skipped, self._scale, self._floor, total, by_parameter, suggestion
         )
 
-    # What the engine and torch's optimizers tell
+    # Called by ampatch and by torch's optimizers
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """A skipped step's gradients overflowed: they say nothing of the range."""
+        """Gradients of a skipped step have overflowed; they are not counted."""
         if skipped is True and self._mine(optimizer):
             self.skipped += 1
 
     def on_deactivate(self) -> None:
-        """Everything ampatch put in is taken out; what watches a model of the user's, too."""
+        """`ampatch.deactivate()` also ends the counting for a given model."""
         if not self._models.takes_all:
             self.remove()
 
@@ -104,7 +105,7 @@ class GradientRange:
             self._count(optimizer)
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if _closure(args, kwargs):  # it has computed the gradients
+        if _closure(args, kwargs):  # the closure has computed the gradients
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
@@ -114,7 +115,7 @@ class GradientRange:
             for weight in group["params"]
             if weight.grad is not None
         ]
-        session = registry.session_of(optimizer)
+        session = session_of(optimizer)
         scale = 1.0 if session is None else session.scalers[0].get()
         mine = [(name, grad) for name, grad in found if name is not None]
         for name, grad in mine:
@@ -135,12 +136,12 @@ class GradientRange:
 
 @dataclasses.dataclass
 class GradientReport:
-    """What was counted: over `steps` optimizer steps that were taken.
+    """The counts over `steps` optimizer steps; `skipped` steps are not among them.
 
-    `scale` is the loss scale (of several losses the first's) at the last of them.
+    `scale` is the loss scale at the last step, with several losses that of the first.
 
-    Where gradients were computed in float16, `floor` is the smallest number that they
-    could be at the scales in force: what was smaller is among the zeros.  Else None.
+    If gradients were computed in float16, `floor` is the smallest number that they could
+    hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
     """
 
     steps: int
@@ -152,7 +153,7 @@ class GradientReport:
     suggestion: Suggestion
 
     def worst(self) -> list[tuple[str, float]]:
-        """Parameters that lose most at scale 1, with the shares they lose."""
+        """The parameters that lose most at scale 1, and the shares that they lose."""
         shares = [(name, found.share("flushed")) for name, found in self.by_parameter.items()]
         lossy = [pair for pair in shares if pair[1] > 0]
         return sorted(lossy, key=lambda pair: -pair[1])[:WORST]
@@ -161,7 +162,7 @@ class GradientReport:
         return as_text(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: `bins` has the upper ends' exponents as keys, shares are of 1."""
+        """The report for JSON; keys of `bins` are exponents of upper ends, shares are 0 to 1."""
         return {
             "steps": self.steps,
             "skipped_steps": self.skipped,
@@ -175,9 +176,9 @@ class GradientReport:
         }
 
     def plot(self, path: Any) -> None:
-        """Write the histogram as a picture, in the format that the name of `path` says.
+        """Write the histogram as a picture, in the format of the suffix of `path`.
 
-        Raises `ImportError` without matplotlib, `OSError` where `path` cannot be written.
+        Raises `ImportError` without matplotlib, `OSError` if `path` cannot be written.
         """
         from .gradient_plot import plot
 

@@ -15,7 +15,7 @@ BAR = 40
 
 
 def as_text(report: GradientReport) -> str:
-    """The histogram with float16's limits in it, the shares, and the scale to choose."""
+    """The histogram with float16's limits, the shares, and the suggested scale."""
     total = report.total
     return "\n".join(
         [
@@ -43,7 +43,8 @@ def bars(found: Histogram) -> Iterator[str]:
     for edge, n in groups:
         bar = "#" * -(-BAR * n // most)
         upper = edge + width - 1
-        yield f"2^{edge - 1:<4} to 2^{upper:<4} {_share(n, found):>12}  {bar:<{BAR}} {_zone(upper)}".rstrip()
+        ends = f"2^{edge - 1:<4} to 2^{upper:<4}"
+        yield f"{ends} {_share(n, found):>12}  {bar:<{BAR}} {_zone(upper)}".rstrip()
 
 
 def _share(n: int, found: Histogram) -> str:
@@ -51,7 +52,7 @@ def _share(n: int, found: Histogram) -> str:
 
 
 def _zone(upper: int) -> str:
-    """What float16 makes of numbers up to `2**upper` at scale 1."""
+    """What numbers up to `2**upper` become in float16 at scale 1."""
     if upper < SMALLEST:
         return "zero in float16"
     if upper <= SMALLEST_NORMAL:
@@ -78,10 +79,11 @@ def shares(report: GradientReport) -> Iterator[str]:
 
 
 def floor(report: GradientReport) -> Iterator[str]:
-    """What float16 has hidden already."""
+    """A note for gradients that were computed in float16 already."""
     if report.floor is not None:
         yield (
-            f"These were computed in float16: what was smaller than {report.floor:.3g} is among the "
-            "zeros, and no scale computed from the rest brings it back. The whole range is seen at "
+            f"These were computed in float16: what was smaller than {report.floor:.3g} is among "
+            "the zeros, and no scale computed from the rest brings it back. The whole range is "
+            "seen at "
             'opt_level="O0".'
         )

@@ -1,4 +1,4 @@
-"""Gradients by binary exponent, and what float16 would make of them.
+"""Gradients by binary exponent, and what they become in float16.
 
 After section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training"
 (arXiv 1710.03740): gradients below float16's range become zero, and a loss scale
@@ -30,9 +30,7 @@ class Counts:
     """Adds up gradients on their device; `read` brings the numbers to the host."""
 
     def __init__(self) -> None:
-        self._bins: Tensor | None = None
-        self._kinds: Tensor | None = None
-        self._largest: Tensor | None = None
+        self._counted: tuple[Tensor, Tensor, Tensor] | None = None  # bins, kinds, largest
 
     def add(self, gradient: Tensor, scale: float) -> None:
         """Count a gradient's elements; `scale` is the loss scale they were computed at."""
@@ -51,20 +49,26 @@ class Counts:
             ]
         )
         largest = sizes.max() if sizes.numel() else sizes.new_zeros(())
-        if self._bins is None:
-            self._bins, self._kinds, self._largest = bins, kinds, largest
+        if self._counted is None:
+            self._counted = bins, kinds, largest
         else:
-            self._bins += bins
-            self._kinds += kinds
-            self._largest = torch.maximum(self._largest, largest)
+            earlier_bins, earlier_kinds, earlier_largest = self._counted
+            self._counted = (
+                earlier_bins.add_(bins),
+                earlier_kinds.add_(kinds),
+                torch.maximum(earlier_largest, largest),
+            )
 
     def read(self) -> Histogram:
         """What was counted so far; waits for the device."""
-        if self._bins is None:
+        if self._counted is None:
             return Histogram()
-        bins = {i + _LOWEST: n for i, n in enumerate(self._bins.tolist()) if n}
-        kinds = dict(zip(_KINDS, self._kinds.tolist(), strict=True))
-        return Histogram(bins, kinds, self._largest.item())
+        bins, kinds, largest = self._counted
+        return Histogram(
+            {i + _LOWEST: n for i, n in enumerate(bins.tolist()) if n},
+            dict(zip(_KINDS, kinds.tolist(), strict=True)),
+            largest.item(),
+        )
 
 
 def _in_float16(sizes: Tensor) -> list[Tensor]:
@@ -147,9 +151,9 @@ class Suggestion:
                 f"(asked for: {percent(self.asked)}) and the largest below {LARGEST:g}."
             )
         return (
-            f"No static loss scale keeps all but {percent(self.asked)}: above {self.scale:g}, which "
-            f"loses {percent(self.lost)}, the largest gradient passes {LARGEST:g}. bfloat16 has "
-            "float32's range."
+            f"No static loss scale keeps all but {percent(self.asked)}: above {self.scale:g}, "
+            f"which loses {percent(self.lost)}, the largest gradient passes {LARGEST:g}. bfloat16 "
+            "has float32's range."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,7 +161,7 @@ class Suggestion:
 
 
 def percent(share: float) -> str:
-    """A share as people read it; never 0 % or 100 % of something that is not."""
+    """A share in percent; 0 % and 100 % appear only if they are exact."""
     if 0 < share < 0.0001:
         return "under 0.01 %"
     if 0.9999 < share < 1:

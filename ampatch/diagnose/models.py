@@ -1,7 +1,7 @@
-"""The modules that are watched: their names, and which of them runs.
+"""The watched modules: their names, and which of them is running.
 
-torch's global hooks are used, so that the modules themselves stay as they are:
-copies and pickles of them have nothing of ours.
+torch's global hooks are used.  The modules themselves do not change, so copies and
+pickles of them hold nothing of ampatch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampatch.session.session import registry
+from ampatch.session.facade import half_of
 
 
 def check_model(model: Any, what: str) -> None:
@@ -35,9 +35,9 @@ class _Thread(threading.local):
 
 
 class Models:
-    """One model, or (None) each that runs, whose names then begin with its class.
+    """One model; or, with None, every model that runs, and names begin with its class.
 
-    `adopted(parameter)` is called for each parameter that becomes known,
+    `adopted(parameter)` is called for each parameter that is found,
     `entered(module, args)` and `left(module, args, output)` around each forward;
     after a forward that an exception ended the output is None.
     """
@@ -68,7 +68,7 @@ class Models:
         return self._thread.running
 
     def remove(self) -> None:
-        """Take the hooks out; the names stay."""
+        """Remove the hooks; the names stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -78,7 +78,7 @@ class Models:
         name = self._parameters.get(weight)
         if name is not None:
             return name
-        half = registry.half_of(weight)
+        half = half_of(weight)
         return None if half is None else self._parameters.get(half)
 
     def owner(self, parameter: str) -> nn.Module | None:
@@ -107,6 +107,6 @@ class Models:
         running = self.running
         if module not in running:
             return
-        while running.pop() is not module:  # those that an interruption ended
+        while running.pop() is not module:  # also modules whose forward was interrupted
             pass
         self._left(module, args, output)

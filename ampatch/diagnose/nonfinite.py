@@ -4,10 +4,10 @@
         train(model)
     print(debugger.report)
 
-Modules' outputs, the loss, parameters' gradients and, after a step, weights are
-looked at; where one is not finite, the operator that made it is named.  That looks
-at every operator's output and waits for the device: use it to find something, not
-to train.
+It checks the outputs of modules, the loss, the gradients of parameters and, after a
+step, the weights.  If one is not finite, the report names the operator that made it.
+For that every operator's output is checked and the device is waited for, which is
+much too slow for training.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def debug(model: nn.Module | None = None) -> Debugger:
     """Watch a model for its first inf or NaN, logged as one error on the logger "ampatch".
 
     Works on managed models at any opt level and on plain ones, before or after
-    `initialize`; None watches every model, whose names then begin with its class.  The
-    operators of the thread that calls this are seen, and those of its backward passes.
-    The `Debugger` returned is a context manager; `remove()`, called in that thread, or, for
-    a model that was given, `ampatch.deactivate()` end it as well.  An inf that the code
-    writes itself, such as a mask's, is no finding.
+    `initialize`.  None watches every model; names then begin with the model's class.  Only
+    operators of the calling thread and of its backward passes are seen.  The `Debugger`
+    returned is a context manager; `remove()` in the same thread ends it as well, and
+    `ampatch.deactivate()` if a model was given.  An inf that the code writes itself, as
+    into a mask, is not reported.
 
-    Raises `TypeError` if `model` is no module.
+    Raises `TypeError` if `model` is not a module.
     """
     check_model(model, "debug")
     return Debugger(model)
@@ -70,7 +70,7 @@ class Debugger:
         self._operators.enter()
 
     def remove(self) -> None:
-        """Take every hook out.  The report stays."""
+        """Remove every hook.  The report stays."""
         if not self.is_active:
             return
         self.is_active = False
@@ -93,29 +93,29 @@ class Debugger:
 
     @property
     def step(self) -> int:
-        """Optimizer steps since the start, skipped ones too; of several optimizers the most."""
+        """Optimizer steps since the start, with skipped ones; of several optimizers the maximum."""
         return max(self._steps.values(), default=0)
 
     def _now(self) -> tuple[str, nn.Module | None]:
-        """What runs outside of backward, for the operators."""
+        """Phase and module that run now, outside of backward; asked by `Operators`."""
         running = self._models.running
         if running:
             return "forward", running[-1]
         return "step" if self._is_stepping else "forward", None
 
-    # What the engine and torch's optimizers tell
+    # Called by ampatch and by torch's optimizers
 
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
         """A `scale_loss` block begins."""
         self._check("loss", tensors_in(loss), Place(None, None, 0), [])
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """A managed optimizer has skipped a step; of one it makes torch tells us, too."""
+        """Counts a skipped step of a managed optimizer; torch's hook counts the others."""
         if skipped is True:
             self._count(optimizer)
 
     def on_deactivate(self) -> None:
-        """Everything ampatch put in is taken out; what watches a model of the user's, too."""
+        """`ampatch.deactivate()` also ends the watch of a given model."""
         if not self._models.takes_all:
             self.remove()
 
@@ -127,7 +127,8 @@ class Debugger:
         if self.report is None:
             for name, weight in self._weights_of(optimizer):
                 if self._check(f"weight {name}", [weight], Place(None, None, 0), [], "step"):
-                    self.report.parameters.append(name)
+                    if self.report is not None:  # the check has just made it
+                        self.report.parameters.append(name)
                     break
         self._count(optimizer)
 
@@ -159,6 +160,8 @@ class Debugger:
             if parameter is None or is_finite(gradient):
                 return
             name = self._models.name_of(parameter)
+            if name is None:
+                return
             place = Place(self._models.owner(name), None, 0)
             self._check(f"gradient of the parameter {name}", [gradient], place, [], "backward")
             report = self.report
@@ -177,7 +180,7 @@ class Debugger:
         inputs: list[Tensor],
         phase: str = "forward",
     ) -> bool:
-        """Report the first non-finite one of `tensors`; `place` and `phase` if nobody saw it made."""
+        """Report the first non-finite tensor; `place` and `phase` count if its maker is unknown."""
         if self.report is not None or not self.is_active:
             return False
         for tensor in tensors:

@@ -13,29 +13,21 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+
+from ampatch.torch_private import custom_ops, dispatch_modes
+from ampatch.torch_private.foreach import TORCH_NAMES
 
 from .storages import StorageNotes, storage_key, values
 
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-OVERWRITING = ("copy_", "_foreach_copy_")  # what their first argument held does not count
+OVERWRITING = ("copy_", TORCH_NAMES["copy_"])  # what their first argument held does not count
 MOST_NODES = 200_000  # nodes of the graph whose place in the code is remembered
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
-
-# Without these a finding in the backward pass lacks the place of its forward operator.
-_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
-_next_node_number = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 
 
 class Place(NamedTuple):
@@ -61,7 +53,7 @@ class Origin:
     order: int
 
 
-class Operators(TorchDispatchMode):
+class Operators(dispatch_modes.TorchDispatchMode):
     """Looks at each operator of this thread, from `enter` to `leave`.
 
     `ask` gives the phase outside of backward ("forward" or "step") and the module
@@ -85,18 +77,10 @@ class Operators(TorchDispatchMode):
         self._is_on = False
         self._places.clear()  # they hold modules
         self._origins = StorageNotes()
-        stack = _get_current_dispatch_mode_stack()
-        if not any(mode is self for mode in stack):
-            return  # entered in another thread, where it passes all through from now on
-        above = []
-        while _get_current_dispatch_mode_stack()[-1] is not self:
-            above.append(_pop_mode())
-        self.__exit__(None, None, None)
-        for mode in reversed(above):
-            _push_mode(mode)
+        dispatch_modes.take_out(self)  # in another thread it passes all through from now on
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Where the non-finite numbers in a tensor come from, if an operator was seen to make it."""
+        """Where the non-finite numbers in a tensor come from, if an operator was seen."""
         return self._origins.get(tensor)
 
     def __torch_dispatch__(
@@ -106,7 +90,7 @@ class Operators(TorchDispatchMode):
         if not self._is_on:
             return func(*args, **kwargs)
         phase, place = self._here()
-        mutates = func._schema.is_mutable
+        mutates = custom_ops.is_mutable(func)
         inputs = list(_read(func, args, kwargs))
         before = self._look(inputs) if mutates else None
         result = func(*args, **kwargs)
@@ -119,12 +103,12 @@ class Operators(TorchDispatchMode):
 
     def _here(self) -> tuple[str, Place]:
         phase, module = self._ask()
-        node = _current_node()
-        if node is not None and module is None:
-            return "backward", self._places.get(node._sequence_nr(), Place(None, None, 0))
+        is_backward, number = dispatch_modes.running_backward_node()
+        if is_backward and module is None:
+            return "backward", self._places.get(number, Place(None, None, 0))
         place = Place(module, *_user_line())
         # The node of this operator has just been made, where it has one.
-        self._places.setdefault(_next_node_number() - 1, place)
+        self._places.setdefault(dispatch_modes.newest_node(), place)
         if len(self._places) > MOST_NODES:
             del self._places[next(iter(self._places))]
         return phase, place
@@ -143,7 +127,7 @@ class Operators(TorchDispatchMode):
     def _trace(
         self, func: Any, phase: str, place: Place, output: Tensor, before: _Inputs, call: Any
     ) -> None:
-        if storage_key(output) in before.from_outside and not func._schema.is_mutable:
+        if storage_key(output) in before.from_outside and not custom_ops.is_mutable(func):
             return  # a view of what came in from outside: no operator's doing
         value = "nan" if bool(torch.isnan(values(output)).any()) else "inf"
         made = [origin for origin in before.origins if not origin.is_written]
@@ -155,7 +139,7 @@ class Operators(TorchDispatchMode):
         else:
             self._count += 1
             origin = Origin(
-                f"{func.namespace}.{func._opname}",
+                f"{func.namespace}.{custom_ops.base_name(func)}",
                 phase,
                 place,
                 output.dtype,
@@ -197,8 +181,8 @@ def largest(tensors: list[Tensor]) -> float | None:
 
 def _read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """The tensors whose numbers an operator takes in; those it only writes are none."""
-    yield from _tensors(args[1:] if func._opname in OVERWRITING else args)
-    outs = {argument.name for argument in func._schema.arguments if argument.is_out}
+    yield from _tensors(args[1:] if custom_ops.base_name(func) in OVERWRITING else args)
+    outs = custom_ops.out_arguments(func)
     yield from _tensors([value for name, value in kwargs.items() if name not in outs])
 
 
@@ -225,7 +209,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 def _user_line() -> tuple[CodeType | None, int]:
     """The innermost line of code that is neither torch's nor ours."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)

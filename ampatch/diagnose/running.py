@@ -1,4 +1,4 @@
-"""Run a script under a watch, up to a number of optimizer steps."""
+"""Run a script up to a number of optimizer steps, for the commands that watch it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
-from ampatch.launch.script import Ending, check_script, run_script
-from ampatch.session.session import registry
+from ampatch.launch.script import Ending, EnoughSteps, check_script, run_script
+from ampatch.session.facade import session_of
 
 __all__ = ["check_script", "run_watched"]
 
 
-class Enough(SystemExit):
-    """Raised in the script when it has taken its steps; it ends like one that is done."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
 class StepLimit:
-    """Counts steps, skipped ones too, of the optimizer that takes most; at `limit` the script ends."""
+    """Ends the script after `limit` steps of one optimizer; skipped steps count."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
@@ -41,17 +34,17 @@ class StepLimit:
         self._stop()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """The step of a managed optimizer is over, taken or not."""
+        """Called after each step of a managed optimizer, also after a skipped one."""
         self._count(optimizer)
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if registry.session_of(optimizer) is None:
+        if session_of(optimizer) is None:
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if self.steps == self._limit:
-            raise Enough
+            raise EnoughSteps
 
 
 @contextlib.contextmanager
@@ -67,10 +60,10 @@ def counting(limit: int | None) -> Iterator[StepLimit]:
 def run_watched(
     script: str, arguments: Sequence[str], steps: int | None = None
 ) -> tuple[Ending, int]:
-    """Run `script`, ended after `steps` optimizer steps; returns how it ended and the steps taken.
+    """Run `script` for up to `steps` optimizer steps; returns its ending and the steps taken.
 
-    What it prints goes to the standard error, so that the answer alone is on the
-    standard output.
+    The script's output goes to the standard error, so that the standard output holds only
+    the answer of the command.
     """
     with counting(steps) as counted, contextlib.redirect_stdout(sys.stderr):
         ending = run_script(script, arguments)

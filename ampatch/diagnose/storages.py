@@ -1,4 +1,4 @@
-"""Notes about tensors that views, detached copies and saved tensors of theirs share."""
+"""Notes about tensors, shared by their views, detached copies and saved tensors."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ampatch.torch_private.tensors import memory_of
+
 T = TypeVar("T")
 
-MOST = 512  # notes held before those of freed memory are looked for
+MOST = 512  # more notes than this are searched for those of freed storages
 
 
 class StorageNotes(Generic[T]):
-    """A value for each piece of memory that holds a tensor's numbers, while it lives.
+    """One value for each storage, for as long as the storage exists.
 
-    The graph saves tensors as new objects and modules hand on views, so that notes kept by
-    tensor would be lost.  A weak reference keeps the memory's identity from being reused.
+    The graph saves tensors as new objects and modules return views, so notes by tensor would
+    be lost.  A weak reference prevents that another storage gets the same address.
     """
 
     def __init__(self) -> None:
@@ -32,14 +34,14 @@ class StorageNotes(Generic[T]):
             self._notes = {k: v for k, v in self._notes.items() if not v[0].expired()}
             self._prune_at = max(MOST, 2 * len(self._notes))
         storage = values(tensor).untyped_storage()
-        self._notes[storage._cdata] = (StorageWeakRef(storage), note)
+        self._notes[memory_of(storage)] = (StorageWeakRef(storage), note)
 
     def drop(self, tensor: Tensor) -> None:
         self._notes.pop(storage_key(tensor), None)
 
 
 def storage_key(tensor: Tensor) -> int:
-    return values(tensor).untyped_storage()._cdata
+    return memory_of(values(tensor).untyped_storage())
 
 
 def values(tensor: Tensor) -> Tensor:

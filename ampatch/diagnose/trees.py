@@ -1,4 +1,4 @@
-"""Tensors in whatever modules take and give."""
+"""Tensors in the arguments and outputs of modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The floating tensors in outputs and arguments of any common shape."""
+    """The floating tensors in a value: in lists, tuples, mappings and dataclasses."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

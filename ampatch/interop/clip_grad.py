@@ -1,4 +1,4 @@
-"""torch's gradient tools, taught about scaled gradients and remembered overflow.
+"""torch's clipping and `zero_grad`: complete, unscaled gradients, and overflow that is forgotten.
 
 `.grad` of a half weight is its master's, so they need not be taught about masters.  With these
 replacements `model.zero_grad()` forgets an overflow too, and
@@ -17,16 +17,19 @@ import torch.nn.utils
 import torch.nn.utils.clip_grad
 from torch import Tensor, nn
 
+from ..casting.patches import Replacement
+
 _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 def replacements(
     ready: Callable[[list[Tensor]], None], zeroed: Callable[[set[int]], None]
-) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)` for each tool to replace.
+) -> list[Replacement]:
+    """What to replace.
 
-    `ready` has gradients of the given tensors complete and unscaled: those that a plain
-    `backward()` left in half parameters, or `delay_unscale` left scaled; `zeroed` is told which parameters (ids) have lost theirs.
+    `ready(tensors)` completes and unscales the gradients of these tensors: those that a plain
+    `backward()` left in half parameters, or that `delay_unscale` left scaled.  `zeroed(ids)` is
+    called with the ids of the parameters that have lost theirs.
     """
     places: list[tuple[Any, str, Callable]] = [
         (nn.Module, "zero_grad", lambda original: _zero_grad(original, zeroed))

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's first broadcast, taught about master weights.
+"""DistributedDataParallel's first broadcast, which sends master weights too.
 
 It makes the half weights of all ranks rank 0's, but knows nothing of the FP32
 values behind them.  With this replacement the masters follow: all ranks have
@@ -9,6 +9,7 @@ weights a model was built with, are not rounded.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,26 +18,53 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-Agree = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
+from ..casting.patches import Replacement
+
+Broadcast = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
+
+
+class WrappedModels:
+    """The DistributedDataParallel wrappers that were noted here, held weakly."""
+
+    def __init__(self) -> None:
+        self._wrappers: list[tuple[weakref.ref, set[int]]] = []  # with ids of modules inside
+
+    def note(self, wrapper: DistributedDataParallel) -> None:
+        """A wrapper was made."""
+        self._wrappers = [entry for entry in self._wrappers if entry[0]() is not None]
+        self._wrappers.append((weakref.ref(wrapper), set(map(id, wrapper.module.modules()))))
+
+    def reduces(self, model: Any) -> bool | None:
+        """Whether DDP averages the gradients of the forward that begins; None: not in a DDP."""
+        found = [
+            wrapper.require_backward_grad_sync
+            for ref, modules in self._wrappers
+            if id(model) in modules and (wrapper := ref()) is not None
+        ]
+        return any(found) if found else None
 
 
 def replacements(
-    agree: Agree, note: Callable[[DistributedDataParallel], None]
-) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)` of what to replace.
+    broadcast: Broadcast, note: Callable[[DistributedDataParallel], None]
+) -> list[Replacement]:
+    """What to replace.
 
-    `agree(parameters, send)` calls `send` on the master of each parameter that has one; `note` is
-    told of each wrapper that is made.
+    `broadcast(parameters, send)` calls `send` on the master of each parameter that has one;
+    `note` is called with each wrapper that is made.
     """
     if not torch.distributed.is_available():
         return []
     return [
-        (DistributedDataParallel, "__init__", lambda original: _wrapping(original, agree, note))
+        (
+            DistributedDataParallel,
+            "__init__",
+            lambda original: _wrapping(original, broadcast, note),
+        )
     ]
 
 
 def _wrapping(
-    original: Callable, agree: Agree, note: Callable[[DistributedDataParallel], None]
+    original: Callable, broadcast: Broadcast, note: Callable[[DistributedDataParallel], None]
 ) -> Callable:
     @functools.wraps(original)
     def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
@@ -48,6 +76,8 @@ def _wrapping(
         first = torch.distributed.get_global_rank(group, 0)
         ignored = self.parameters_to_ignore
         parameters = [p for name, p in self.module.named_parameters() if name not in ignored]
-        agree(parameters, lambda master: torch.distributed.broadcast(master, first, group=group))
+        broadcast(
+            parameters, lambda master: torch.distributed.broadcast(master, first, group=group)
+        )
 
     return __init__

@@ -1,8 +1,8 @@
-"""`torch.distributed.checkpoint.state_dict`: get and set the states of managed models and optimizers.
+"""`torch.distributed.checkpoint.state_dict` on managed models and optimizers.
 
 Its functions find an optimizer's parameters in the model by identity.  At O2 the optimizer has
-the masters, so for the time of a call these stand in the model, and the optimizer is
-without methods of ours: a step that these functions make to create state is not training.
+the masters, so for the time of a call the masters stand in the model, and the optimizer has none of
+ampatch's methods: a step that these functions make to create state is not training.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import wrapt
 from torch import Tensor, nn
+
+from ..casting.patches import Replacement
 
 MODULE = "torch.distributed.checkpoint.state_dict"
 _FUNCTIONS = (
@@ -39,8 +41,11 @@ def when_imported(call: Callable[[], None]) -> None:
 def replacements(
     current_master_of: Callable[[Tensor], Tensor | None],
     without_methods: Callable[[Any], contextlib.AbstractContextManager],
-) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)` for each function; `without_methods(optimizer)` is for `with`."""
+) -> list[Replacement]:
+    """What to replace.
+
+    Inside `without_methods(optimizer)` the optimizer has none of ampatch's methods.
+    """
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -63,18 +68,18 @@ def _masters_in(
     model: nn.Module, current_master_of: Callable[[Tensor], Tensor | None]
 ) -> Iterator[None]:
     """Masters stand in the model for their half weights, and are rounded into these at the end."""
-    found: list[tuple[dict, str, Tensor, Tensor]] = []
+    found: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
     for module in model.modules():
         for name, half in module._parameters.items():
             master = None if half is None else current_master_of(half)
-            if master is not None:
+            if half is not None and master is not None:
                 found.append((module._parameters, name, half, master))
-    for parameters, name, _, master in found:
-        parameters[name] = master
+    for parameters, name, _, stands_in in found:
+        parameters[name] = stands_in
     try:
         yield
     finally:
-        for parameters, name, half, master in found:
-            parameters[name] = half
+        for parameters, name, weight, stood_in in found:
+            parameters[name] = weight
             with torch.no_grad():
-                half.copy_(master)
+                weight.copy_(stood_in)

@@ -1,38 +1,50 @@
-"""Keep torch.compile from compiling our hooks as frames of their own.
+"""Keep torch.compile from compiling ampatch's hooks as frames of their own.
 
-Compiling a module, Dynamo runs the module's hooks outside the graph and then
-compiles each hook function it meets, one code object for all our models: its
-recompile limit would soon be reached, an error under `fullgraph=True`.  Marked
-to be skipped, hooks run eagerly there, and are still traced where a compiled
-function calls the model.
+When Dynamo compiles a module it runs the module's hooks outside the graph, and then compiles each
+hook function that it meets.  One code object serves the hooks of all managed models, so its
+recompile limit would soon be reached, an error under `fullgraph=True`.  Functions that are marked
+to be skipped run eagerly there.  They are still traced where a compiled function calls the model.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from itertools import chain
 from types import CodeType, ModuleType
-from typing import Any
 
-import wrapt
+from ..casting import batched_casts, cast_state, contexts, handlers, policy, weight_cache
+from ..models import conversion, hooks, io_casting, managed_model, module_overrides, submodule_calls
+from ..torch_private import (
+    devices,
+    distributed,
+    dynamo,
+    probes,
+    tensors,
+    torch_functions,
+    tracing_tensors,
+)
+from ..torch_private import modules as torch_modules
 
-from ..casting import batched_casts, contexts, handlers, policy, weight_cache
-from ..models import conversion, hooks, io_casting, managed_model, module_overrides
-from ..models import submodule_calls as parts
-from ..torch_private import probes
-
-_OURS = (
+_BEHIND_HOOKS = (
     batched_casts,
+    cast_state,
+    contexts,
+    conversion,
     handlers,
     hooks,
     io_casting,
     managed_model,
-    conversion,
     module_overrides,
-    parts,
     policy,
+    devices,
+    distributed,
     probes,
-    contexts,
+    submodule_calls,
+    tensors,
+    torch_functions,
+    torch_modules,
+    tracing_tensors,
     weight_cache,
 )
 
@@ -42,16 +54,7 @@ def run_eagerly(*others: ModuleType) -> None:
 
     `others` are modules that hooks reach through what they were given to call.
     """
-
-    def mark(eval_frame: Any) -> None:
-        skip_code = getattr(eval_frame, "skip_code", None)
-        if skip_code is None:  # private to torch: without it hooks are compiled, and work
-            return
-        for module in (*_OURS, *others):
-            for code in _codes(module):
-                skip_code(code)
-
-    wrapt.register_post_import_hook(mark, "torch._dynamo.eval_frame")
+    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, (*_BEHIND_HOOKS, *others))))
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

@@ -1,8 +1,8 @@
-"""torch.fx and TorchScript, told about managed models.
+"""torch.fx and TorchScript on managed models.
 
-`symbolic_trace(model)` calls the class's `forward` past all hooks: what it
-records in their stead casts at the model's ends too.  TorchScript calls torch's
-operators itself: whatever it compiles is not cast, and that is said.
+`symbolic_trace(model)` calls the class's `forward` and no hooks.  The replacement records casts of
+the model's inputs and outputs in their place.  TorchScript calls torch's operators itself: what it
+compiles is not cast, and a warning says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 import torch.fx
 from torch import nn
 
-from ..casting.policy import CastState, Policy
+from ..casting.cast_state import CastState
+from ..casting.patches import Replacement
+from ..casting.policy import Policy
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
 from ..models.conversion import cast_tensors
@@ -29,8 +31,8 @@ _OPERATOR = re.compile(r"\baten::(\w+)\(")
 
 def replacements(
     managed_of: Callable[[Any], ManagedModel | None], state: CastState
-) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)` for each tool to replace."""
+) -> list[Replacement]:
+    """What to replace; `managed_of(module)` gives a managed model or None."""
     return [
         (
             torch.fx.Tracer,
@@ -48,7 +50,7 @@ def uncast_operators(compiled: Any) -> list[str]:
 
 
 def note_scripted_parts(model: nn.Module, policy: Policy | None) -> None:
-    """Say of TorchScript modules inside a managed model that they are not cast."""
+    """Warn of TorchScript modules inside a managed model: they are not cast."""
     if policy is None or not policy.follows_tables:
         return
     for name, module in model.named_modules():

@@ -15,7 +15,10 @@ from ..casting.patches import PatchSet
 
 
 class HeldSchedulers:
-    """The schedulers that are to wait; `managed_of(optimizer)` gives our side of one, or None."""
+    """The schedulers that are to wait.
+
+    `managed_of(optimizer)` gives the managed optimizer, which counts its steps, or None.
+    """
 
     def __init__(self, managed_of: Callable[[Any], Any]) -> None:
         self._managed_of = managed_of
@@ -24,7 +27,7 @@ class HeldSchedulers:
         self._seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def hold(self, scheduler: Any) -> None:
-        """From now on `scheduler.step()` does nothing where all steps since its last were skipped."""
+        """Have `scheduler.step()` do nothing if all steps since its last one were skipped."""
         owner = next(kind for kind in type(scheduler).__mro__ if "step" in vars(kind))
         if owner not in self._patched:
             self._patched.add(owner)

@@ -15,23 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..casting.patches import Replacement
 from ..errors import AmpatchError
+from ..torch_private.modules import APPLY
 
 Apply = Callable[[Tensor], Tensor]
 
 
 def replacements(
-    owner_of: Callable[[nn.Module], nn.Module | None],
+    model_of: Callable[[nn.Module], nn.Module | None],
     masters_of: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]],
     undressed: Callable[[set[int]], AbstractContextManager],
-) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)` of the method to replace.
+) -> list[Replacement]:
+    """What to replace.
 
-    `owner_of(module)` gives a managed model that shares tensors with a module, or None, and
-    `masters_of(module)` its half parameters with their masters.  Within `undressed(halves)`
-    these (by ids) are as torch made them.
+    `model_of(module)` gives a managed model that shares tensors with a module, or None, and
+    `masters_of(module)` the module's half parameters with their masters.  Inside
+    `undressed(halves)` these (by ids) are parameters as torch made them.
     """
-    if not hasattr(nn.Module, "_apply"):  # private to torch: without it conversions go through
+    if not hasattr(nn.Module, APPLY):
         return []
 
     def make(original: Callable) -> Callable:
@@ -42,7 +44,7 @@ def replacements(
             nonlocal running
             if running:
                 return original(self, fn, *args, **kwargs)
-            model, pairs = owner_of(self), []
+            model, pairs = model_of(self), []
             if model is not None:
                 _refuse_new_dtypes(self, fn, model)
                 pairs = [(half, half.data_ptr(), master) for half, master in masters_of(self)]
@@ -59,7 +61,7 @@ def replacements(
 
         return _apply
 
-    return [(nn.Module, "_apply", make)]
+    return [(nn.Module, APPLY, make)]
 
 
 def _move(master: Tensor, fn: Apply) -> None:
@@ -78,7 +80,7 @@ def _refuse_new_dtypes(module: nn.Module, fn: Apply, model: nn.Module) -> None:
         if wanted is not tensor.dtype:
             raise AmpatchError(
                 f"{type(module).__name__} is to be converted to {wanted}, and its {name} in "
-                f"{tensor.dtype} is in the care of ampatch, through {type(model).__name__}: "
+                f"{tensor.dtype} is managed by ampatch, in {type(model).__name__}: "
                 "optimizer and masters would not follow. Nothing was changed. Choose dtypes "
                 "by ampatch.initialize(model, optimizer, opt_level=..., dtype=...), or call "
                 "ampatch.deactivate() before the conversion; copy.deepcopy(model) is a plain "

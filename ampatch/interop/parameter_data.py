@@ -1,7 +1,7 @@
-"""Who touches `parameter.data`, the way to write into a weight that raises no version.
+"""Accesses to `parameter.data`, the way to write into a weight that raises no version.
 
-While it is wanted `torch.nn.Parameter` has a property `data` of its own, in place of the one it
-inherits: it does what torch's does, and tells of it.  Other tensors are not affected.
+While this is replaced, `torch.nn.Parameter` has a property `data` of its own in place of the one
+that it inherits.  It does what torch's does, and calls a listener.  Other tensors are not affected.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-Listener = Callable[[Tensor, "Tensor | None"], None]
+from ..casting.patches import Replacement
+
+Listener = Callable[[Tensor, Tensor | None], None]
 
 
-def replacement(listener: Listener) -> tuple[Any, str, Callable[[Any], Any]]:
-    """`(owner, name, make)`: `listener(parameter, data)` is called with each `data` that was given
-    out, and with None when the parameter has been given other data.
+def replacements(listener: Listener) -> list[Replacement]:
+    """What to replace.
+
+    `listener(parameter, data)` is called with each `data` that was read, and `listener(parameter,
+    None)` when the parameter was given other data.
     """
-    return Parameter, "data", lambda original: _telling(original, listener)
+    return [(Parameter, "data", lambda original: _listening(original, listener))]
 
 
-def _telling(original: Any, listener: Listener) -> property:
+def _listening(original: Any, listener: Listener) -> property:
     def get(parameter: Tensor) -> Tensor:
         data = original.__get__(parameter)
         listener(parameter, data)

@@ -1,9 +1,9 @@
-"""Averages of a half model's weights: in FP32, or a warning.
+"""Averages of a half model's weights: in FP32, or with a warning.
 
-`torch.optim.swa_utils.AveragedModel` copies a managed model in FP32, as every copy is, and
-would then be fed the half weights: rounded at best, refused for their dtype in most of its ways.  It
-averages FP32 values here, of parts of a model too.  An average that is kept by hand in half
-moves no more: its updates are smaller than what half can tell apart.
+`torch.optim.swa_utils.AveragedModel` copies a managed model in FP32, as every copy is.  It would
+then be given the half weights, rounded at best, and refused for their dtype in most of its ways.
+Here it averages FP32 values, of parts of a model too.  An average that a script keeps in half does
+not move: its updates are smaller than the distance of two half numbers.
 """
 
 from __future__ import annotations
@@ -16,41 +16,46 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from ..casting.patches import Replacement
 from ..log import logger
+from ..torch_private.foreach import TORCH_NAMES
 
 MasterOf = Callable[[Tensor], "Tensor | None"]
-HalfOf = Callable[[Tensor], "tuple[str, bool] | None"]
+NameOf = Callable[[Tensor], "tuple[str, bool] | None"]
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def replacements(
-    master_of: MasterOf, half_of: HalfOf
-) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """`(owner, name, make)` of what to replace.
+def replacements(master_of: MasterOf, name_of: NameOf) -> list[Replacement]:
+    """What to replace.
 
-    `master_of` gives up to date masters, `half_of(tensor)` the name of a managed half parameter, or
-    of the one whose memory it shares, and whether it has a master.
+    `master_of(half)` gives the master of a half parameter, up to date, or None.  `name_of(tensor)`
+    gives the name of the managed half parameter that a tensor is, or shares memory with, and
+    whether it has a master; or None.
     """
     return [
         (AveragedModel, "update_parameters", lambda original: _update(original, master_of)),
-        (AveragedModel, "__init__", lambda original: _init(original, master_of, half_of)),
+        (AveragedModel, "__init__", lambda original: _init(original, master_of, name_of)),
     ]
 
 
-def watched(half_of: HalfOf) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """As `replacements`: the functions that averages are written by hand with, watched.
+def watched(name_of: NameOf) -> list[Replacement]:
+    """What to replace to warn of averages in half: the functions that scripts write them with.
 
-    Optimizers call them too: only to be put in where there are half weights.
+    Optimizers call these functions too, so they are replaced only where there are half weights.
     """
-    told: list[str] = []
+    warned: list[str] = []
     ways = [
         (torch.Tensor, "add_", lambda args, kwargs: kwargs.get("alpha", 1)),
         (torch.Tensor, "lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
-        (torch, "_foreach_add_", lambda args, kwargs: kwargs.get("alpha", 1)),
-        (torch, "_foreach_lerp_", lambda args, kwargs: args[1] if len(args) > 1 else 1),
+        (torch, TORCH_NAMES["add_"], lambda args, kwargs: kwargs.get("alpha", 1)),
+        (torch, TORCH_NAMES["lerp_"], lambda args, kwargs: args[1] if len(args) > 1 else 1),
     ]
     return [
-        (owner, name, functools.partial(_watched, weight_of=weight_of, half_of=half_of, told=told))
+        (
+            owner,
+            name,
+            functools.partial(_watched, weight_of=weight_of, name_of=name_of, warned=warned),
+        )
         for owner, name, weight_of in ways
         if hasattr(owner, name)
     ]
@@ -64,14 +69,14 @@ def _update(original: Callable, master_of: MasterOf) -> Callable:
     return update_parameters
 
 
-def _init(original: Callable, master_of: MasterOf, half_of: HalfOf) -> Callable:
+def _init(original: Callable, master_of: MasterOf, name_of: NameOf) -> Callable:
     """A part of a managed model is copied as it is: the copy of its half weights is widened."""
 
     @functools.wraps(original)
     def __init__(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, model, *args, **kwargs)
         for copied, own in zip(self.module.parameters(), model.parameters(), strict=True):
-            if copied.dtype in _HALF_TYPES and half_of(own) is not None:
+            if copied.dtype in _HALF_TYPES and name_of(own) is not None:
                 master = master_of(own)
                 values = (own if master is None else master).detach()
                 copied.data = values.to(copied.device, torch.float32, copy=True)
@@ -83,39 +88,39 @@ def _watched(
     original: Callable,
     *,
     weight_of: Callable[[tuple, dict], Any],
-    half_of: HalfOf,
-    told: list[str],
+    name_of: NameOf,
+    warned: list[str],
 ) -> Callable:
     def look(average: Tensor, args: tuple, kwargs: dict) -> None:
         weight = weight_of(args, kwargs)
         if isinstance(weight, float) and 0 < weight < 0.5:
             source = args[0][0] if type(args[0]) in (list, tuple) and args[0] else args[0]
             if isinstance(source, Tensor) and source.shape == average.shape:
-                _tell(average, source, half_of, told)
+                _warn(average, source, name_of, warned)
 
     @functools.wraps(original)
     def update(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.dtype in _HALF_TYPES and args and not told:
+        if self.dtype in _HALF_TYPES and args and not warned:
             look(self, args, kwargs)
         return original(self, *args, **kwargs)
 
     @functools.wraps(original)
     def update_all(self: Any, *args: Any, **kwargs: Any) -> Any:
-        average = self[0] if type(self) in (list, tuple) and self else None
-        if getattr(average, "dtype", None) in _HALF_TYPES and args and not told:
+        average: Any = self[0] if type(self) in (list, tuple) and self else None
+        if getattr(average, "dtype", None) in _HALF_TYPES and args and not warned:
             look(average, args, kwargs)
         return original(self, *args, **kwargs)
 
-    return update_all if original.__name__.startswith("_foreach") else update
+    return update_all if original.__name__ in TORCH_NAMES.values() else update
 
 
-def _tell(average: Tensor, source: Tensor, half_of: HalfOf, told: list[str]) -> None:
-    found = half_of(source)
-    _, has_master = half_of(average) or ("", False)
+def _warn(average: Tensor, source: Tensor, name_of: NameOf, warned: list[str]) -> None:
+    found = name_of(source)
+    _, has_master = name_of(average) or ("", False)
     if found is None or has_master:
         return
     name, _ = found
-    told.append(name)
+    warned.append(name)
     logger.warning(
         "An average of %s is kept in %s, as its half weight is: updates of an average are smaller "
         "than what this type can tell apart, and vanish. Average FP32 values instead: those "

@@ -1,1 +1,1 @@
-"""`ampatch run`: a script under mixed precision, unedited."""
+"""Starts an unedited script as Python would, in this process and in the ones it spawns."""

@@ -1,8 +1,8 @@
-"""Processes that the script spawns (DataLoader workers, `torch.multiprocessing.spawn`).
+"""Sets up this process, and the processes that the script spawns, for `ampatch run`.
 
-Such a child imports the script anew before it does anything else, and finds no
-apex.  What `multiprocessing` sends it first is a pickled dictionary; an item of
-ours in there sets the child up while the dictionary is unpickled.
+A spawned child (a DataLoader worker, `torch.multiprocessing.spawn`) first imports the
+script again, and would find no apex.  But `multiprocessing` sends it a pickled dictionary
+before that.  An item in this dictionary sets the child up while it is unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IN_CHILD = str(Path(__file__).with_name("in_child.py"))
 
 
 class _SetUp:
-    """Unpickled, it runs `in_child.py`, by its path: the child may not find ampatch yet."""
+    """Runs `in_child.py` when unpickled, by its path: the child may not find ampatch yet."""
 
     def __init__(self, is_auto: bool) -> None:
         self._globals = {
@@ -36,8 +36,15 @@ class _SetUp:
         return runpy.run_path, (_IN_CHILD, self._globals)
 
 
+def check(is_auto: bool) -> None:
+    """Raise `ValueError` for variables that are wrong, or impossible with --auto."""
+    asked = environment.read()
+    if is_auto:
+        auto.check(asked)
+
+
 def start(is_auto: bool) -> None:
-    """Set up this process, and have its children, and theirs, set up as it is."""
+    """Set up this process, and make its children and their children do the same."""
     spawn = multiprocessing.spawn
     spawn.get_preparation_data = _with_set_up(spawn.get_preparation_data, is_auto)
     if is_auto:
@@ -45,7 +52,7 @@ def start(is_auto: bool) -> None:
 
 
 def start_child(is_auto: bool, has_apex: bool) -> None:
-    """What a child does first."""
+    """Called first in a spawned child."""
     if has_apex:
         apex.install()
     start(is_auto)

@@ -1,4 +1,7 @@
-"""Run by path in a spawned child, before it knows its parent's `sys.path`; see `children.py`."""
+"""Run by its path in a spawned child, which has no `sys.path` of its parent yet.
+
+`children.py` passes the upper-case names.
+"""
 
 import sys
 

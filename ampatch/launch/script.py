@@ -1,8 +1,7 @@
 """Run a script or a module as Python would, from inside a running process.
 
-`runpy` is not used: it takes the `__main__` it made away again when the
-script ends, and with it the globals that exit handlers and threads of the
-script still need.
+`runpy` is not used: it removes its `__main__` when the script ends, and with it the
+globals that exit handlers and threads of the script still need.
 """
 
 from __future__ import annotations
@@ -23,10 +22,17 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True)
 class Ending:
-    """How a script ended: its exit code and, if an exception ended it, which."""
+    """How a script ended: its exit code and, if an exception ended it, type and message."""
 
     exit_code: int
     error: str = ""
+
+
+class EnoughSteps(SystemExit):
+    """Raised in the script after the number of steps that was asked for; its exit code is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
 def check_script(script: str) -> None:
@@ -52,7 +58,7 @@ def run_script(script: str, arguments: Sequence[str]) -> Ending:
 
 
 class ModuleMissing(ImportError):
-    """There is nothing of this name to run."""
+    """There is no module of this name to run."""
 
 
 def run_module(module: str, arguments: Sequence[str]) -> Ending:
@@ -63,13 +69,13 @@ def run_module(module: str, arguments: Sequence[str]) -> Ending:
     if Path(module).is_file():
         raise ModuleMissing(f"-m {module}: this is a file. Run it without -m.")
     _set_path(os.getcwd())
-    sys.argv[:] = ["-m", *arguments]  # what Python shows the packages on the way
+    sys.argv[:] = ["-m", *arguments]  # the value that Python shows to parent packages
     install_apex()
     try:
         spec = _spec(module)
     except ModuleMissing:
         raise
-    except BaseException as error:  # a package on the way to the module runs code of its own
+    except BaseException as error:  # a parent package runs code of its own
         return _ended_by(error)
     sys.argv[0] = str(spec.origin)
     main = _become_main(spec.origin, spec)
@@ -103,7 +109,7 @@ def _spec(module: str) -> ModuleSpec:
 
 
 def install_apex() -> None:
-    """Let `from apex import amp` find ampatch, unless there is an apex to find already."""
+    """Make `from apex import amp` find ampatch, unless an apex is installed."""
     if "apex" not in sys.modules and importlib.util.find_spec("apex") is None:
         importlib.import_module("ampatch.compat.apex").install()
 
@@ -116,15 +122,15 @@ def describe(error: BaseException) -> str:
 
 
 def _set_path(folder: str) -> None:
-    """Put `folder` where Python puts that of a script."""
-    if not getattr(sys.flags, "safe_path", False):  # with -P there is nothing to replace
+    """Put `folder` where Python puts the folder of a script."""
+    if not getattr(sys.flags, "safe_path", False):  # with -P Python puts no folder there
         sys.path[0] = folder
-    if PACKAGE_ROOT not in sys.path:  # ampatch may have been found through what we replaced
+    if PACKAGE_ROOT not in sys.path:  # ampatch may have been found through the replaced entry
         sys.path.append(PACKAGE_ROOT)
 
 
 def _become_main(file: str | None, spec: ModuleSpec | None = None) -> types.ModuleType:
-    """An empty `__main__` in the place of ours; children that are spawned find it by these names."""
+    """Replace `__main__` by an empty module with the attributes that spawned children read."""
     main = types.ModuleType("__main__")
     main.__file__ = file
     main.__builtins__ = __builtins__
@@ -141,7 +147,7 @@ def _run(main: types.ModuleType, code: Callable[[], CodeType]) -> Ending:
         exec(code(), main.__dict__)
     except SystemExit as stop:
         return _exited(stop.code)
-    except BaseException as error:  # whatever ends a script is reported, then it has ended
+    except BaseException as error:  # every exception ends the script and is reported
         return _ended_by(error)
     return Ending(0)
 
@@ -151,13 +157,13 @@ def _ended_by(error: BaseException) -> Ending:
         return _exited(error.code)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     trace = _from_script(error.__traceback__)
-    # The hook shows what hangs on the exception, not what it is given.
+    # The hook shows the traceback of the exception, not its third argument.
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return Ending(code, describe(error))
 
 
 def _exited(code: object) -> Ending:
-    """What `sys.exit(code)` means, which may be a number, None or a message."""
+    """The ending that `sys.exit(code)` means; `code` is a number, None or a message."""
     if code is None:
         return Ending(0)
     if isinstance(code, int):
@@ -167,11 +173,11 @@ def _exited(code: object) -> Ending:
 
 
 def _from_script(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without our own frames, and those of the import system, at its top."""
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    """The traceback without the first frames, of this file and of the import system."""
+    while trace is not None and _is_launcher(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
 
 
-def _is_ours(file: str) -> bool:
+def _is_launcher(file: str) -> bool:
     return file == __file__ or file.startswith("<frozen importlib") or file == "<frozen zipimport>"

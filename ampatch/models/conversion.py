@@ -18,30 +18,22 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-_BATCH_NORMS: tuple[type, ...] = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
+from ..torch_private.modules import (
+    BATCH_NORMS,
+    INSTANCE_NORMS,
+    TORCH_BATCH_NORMS,
+    TORCH_INSTANCE_NORMS,
 )
-_INSTANCE_NORMS: tuple[type, ...] = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_NORM_NAMES = {norm.__name__ for norm in (*_BATCH_NORMS, *_INSTANCE_NORMS)}
-try:
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.modules.instancenorm import _InstanceNorm
 
-    _BATCH_NORMS = (_BatchNorm,)  # their common base, and that of other people's
-    _INSTANCE_NORMS = (_InstanceNorm,)
-except ImportError:
-    pass
+_NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NORMS)}
 
-_data = torch.Tensor.data  # torch's own: open sessions are told of `parameter.data`
+_data: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
 
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """What is ever converted: not float64, and not the floats of 8 bits."""
 
 
-def map_tensors(value: Any, convert: Callable[[Tensor], Tensor], copied: list | None = None) -> Any:
+def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None = None) -> Any:
     """`value` with `convert` applied to each tensor in it; container types are kept.
 
     Looks into mappings (`ModelOutput`-like ones too), lists, tuples,
@@ -61,21 +53,21 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Tensor], copied: list | 
             copied.append((value, mapped, items))
         return mapped
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, convert, copied) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        listed = [map_tensors(item, convert, copied) for item in value]
+        if all(new is old for new, old in zip(listed, value, strict=True)):
             return value
         if hasattr(value, "_fields"):
-            return type(value)(*items)
-        mapped = type(value)(items)
+            return type(value)(*listed)
+        mapped = type(value)(listed)
         if copied is not None and isinstance(value, list):
-            copied.append((value, mapped, items))
+            copied.append((value, mapped, listed))
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(value, convert, copied)
     return value
 
 
-def _with_items(value: Mapping, items: dict) -> Any:
+def _with_items(value: Any, items: dict) -> Any:
     if type(value) in (dict, OrderedDict):
         return type(value)(items)
     if not isinstance(value, MutableMapping):
@@ -137,19 +129,20 @@ class Converted(NamedTuple):
 
 def is_instance_norm(module: nn.Module) -> bool:
     """Whether it is an InstanceNorm that is no TorchScript."""
-    return isinstance(module, _INSTANCE_NORMS)
+    return isinstance(module, INSTANCE_NORMS)
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Whether `keep_batchnorm_fp32` is about this module: BatchNorm, SyncBatchNorm, InstanceNorm
-    with running statistics, scripted ones.
+    """Whether `keep_batchnorm_fp32` is about this module.
+
+    So it is for BatchNorm, SyncBatchNorm, InstanceNorm with running statistics, and scripted ones.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known = module.original_name in _NORM_NAMES
         return known and getattr(module, "running_mean", None) is not None
-    if isinstance(module, _INSTANCE_NORMS):
+    if isinstance(module, INSTANCE_NORMS):
         return module.running_mean is not None
-    return isinstance(module, _BATCH_NORMS)
+    return isinstance(module, BATCH_NORMS)
 
 
 def convert_weights(
@@ -167,7 +160,7 @@ def convert_weights(
     converted: dict[int, Converted] = {}
     for module in model.modules():
         target = skipped_dtype if skip(module) else dtype
-        tensors = list(module.parameters(recurse=False))
+        tensors: list[Tensor] = list(module.parameters(recurse=False))
         tensors += [
             buffer
             for buffer in module.buffers(recurse=False)
@@ -199,8 +192,10 @@ def float_buffers(model: nn.Module, skip: Callable[[nn.Module], bool]) -> dict[s
 
 
 def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether FP32 `values` would be lost in `dtype`, not merely rounded: finite ones that overflow,
-    or whole numbers that it cannot count.  Waits for the device.
+    """Whether FP32 `values` would be lost in `dtype`, not merely rounded.
+
+    That is so for finite values that overflow, and for whole numbers that it cannot count.  Waits
+    for the device.
     """
     values = values.detach()
     large = values[values.isfinite() & (values.abs() >= 2 / torch.finfo(dtype).eps)]

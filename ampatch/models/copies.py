@@ -22,20 +22,22 @@ _OWN_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
 
 
 class ModelCopies:
-    """Copies one model.  `float_value(tensor)` gives the FP32 values of one of its tensors, up
-    to date: its master, the tensor itself where there is nothing to widen, or a widened copy.
-    `stand_ins` gives what stands in pickles for parameters that have only a widened copy.
+    """Copies one model.
+
+    `float_value(tensor)` gives the FP32 values of one of its tensors, up to date: its master, the
+    tensor itself where there is nothing to widen, or a widened copy.  `plain_parameters` gives what
+    stands in pickles for parameters that have only a widened copy.
     """
 
     def __init__(
         self,
         model: nn.Module,
         float_value: Callable[[Tensor], Tensor],
-        stand_ins: PlainParameters,
+        plain_parameters: PlainParameters,
     ) -> None:
         self._model = model
         self._float_value = float_value
-        self._stand_ins = stand_ins
+        self._plain_parameters = plain_parameters
 
     def install(self) -> None:
         """Have the model copied and pickled so."""
@@ -79,7 +81,7 @@ class ModelCopies:
     def _viewed(self, tensor: Tensor, value: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             return value.detach()
-        return value if isinstance(value, nn.Parameter) else self._stand_ins.of(tensor)
+        return value if isinstance(value, nn.Parameter) else self._plain_parameters.of(tensor)
 
     def _float_values(self) -> Iterator[tuple[Tensor, Tensor]]:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
@@ -87,11 +89,11 @@ class ModelCopies:
 
     def _copy(self, memo: dict) -> nn.Module:
         own = vars(self._model)
-        ours = {name: own.pop(name) for name in _OWN_METHODS if name in own}
+        taken = {name: own.pop(name) for name in _OWN_METHODS if name in own}
         try:
             plain = copy.deepcopy(self._model, memo)
         finally:
-            own.update(ours)
+            own.update(taken)
         for module in plain.modules():
             drop_plain_hooks(module)
         return plain
@@ -102,7 +104,8 @@ class ModelCopies:
     def _reduce(self, protocol: int) -> Any:
         """Pickle takes a plain copy; `copy.copy`, which asks here too, shares weights and hooks."""
         model = self._model
-        make, args, state, *rest = type(model).__reduce_ex__(model, protocol)
+        reduced: Any = type(model).__reduce_ex__(model, protocol)
+        make, args, state, *rest = reduced
         if (rest and any(rest)) or not isinstance(
             state, dict
         ):  # a class that pickles in its own way
@@ -113,12 +116,13 @@ class ModelCopies:
     def _plain_state(self, protocol: int) -> Callable[[], dict]:
         def state() -> dict:
             plain = _kept(self.plain_view())
-            return type(plain).__reduce_ex__(plain, protocol)[2]
+            reduced: Any = type(plain).__reduce_ex__(plain, protocol)
+            return reduced[2]
 
         return state
 
     def _scriptable(self) -> nn.Module:
-        """What torch.jit.script compiles, hooks being nothing it could: FP32, weights shared."""
+        """What torch.jit.script compiles, since it compiles no hooks: FP32, weights shared."""
         tensors = (*self._model.parameters(), *self._model.buffers())
         return self.plain_copy({id(t): t for t in tensors if self._float_value(t) is t})
 
@@ -144,5 +148,5 @@ class SharedState(dict):
         super().__init__(shared)
         self._plain = plain
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         return dict, (self._plain(),)

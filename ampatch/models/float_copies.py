@@ -1,10 +1,10 @@
 """FP32 copies handed out for half tensors without a master: what is written into them counts.
 
 In plain PyTorch a `state_dict()` aliases the weights.  A half weight without a master
-(O3, frozen weights) has no FP32 memory to alias, so the copies handed out are watched
-instead: until the model is used next they are held, afterwards as long as somebody else
-holds them, and each time the two are compared with what was handed out.  What was written into
-the copy goes into the half tensor, what happened to the half tensor goes into the copy.
+(O3, frozen weights) has no FP32 memory to alias, so the copies that were handed out are watched.
+They are held until the model is used next, and then followed for as long as the user's code holds
+them.  Each time both are compared with what was handed out: what was written into the copy goes
+into the half tensor, what was written into the half tensor goes into the copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """What is made within outlives the caller's inference mode, which leaves tensors no version."""
+    """Tensors made inside have versions, also if the caller is in inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -53,10 +53,14 @@ class WidenedCopies:
         if not torch.equal(half.to(original.dtype), original):
             self._originals[id(half)] = half, original
 
+    def _original(self, half: Tensor) -> Tensor | None:
+        known, original = self._originals.get(id(half), (None, None))
+        return original if known is half else None
+
     def load(self, half: Tensor, values: Tensor) -> None:
         """A checkpoint's `values` are about to be copied into `half`."""
-        known, original = self._originals.get(id(half), (None, None))
-        if known is half:
+        original = self._original(half)
+        if original is not None:
             original.copy_(values)
 
     def value(self, half: Tensor) -> Tensor:
@@ -69,9 +73,9 @@ class WidenedCopies:
 
     def _widen(self, half: Tensor, values: Tensor) -> Tensor:
         """`values`, those that `half` has or had, in FP32."""
-        known, original = self._originals.get(id(half), (None, None))
+        original = self._original(half)
         wide = values.detach().float()
-        if known is not half or original.shape != values.shape:
+        if original is None or original.shape != values.shape:
             return wide
         original = original.to(values.device)
         return torch.where(values == original.to(values.dtype), original, wide)
@@ -81,14 +85,14 @@ class WidenedCopies:
         with _plain_tensors():
             copy = self.copies.get(id(half))
             value = self._compared(copy) if copy is not None and copy.half is half else None
-            if value is None:
+            if copy is None or value is None:
                 value = self._widen(half, half)
                 copy = self.copies[id(half)] = _Copy(half, value)
             copy.held = value
         return value
 
     def take_over(self) -> None:
-        """Take what was written into copies; from now on somebody else must hold them."""
+        """Take over what was written into copies; those that nothing else holds are dropped."""
         with _plain_tensors():
             for key, copy in list(self.copies.items()):
                 value, copy.held = self._compared(copy), None
@@ -99,7 +103,7 @@ class WidenedCopies:
                     self.copies.pop(key, None)
 
     def release(self, half: Tensor) -> Tensor:
-        """The FP32 values of `half`: its copy, where somebody has one.  Nobody looks again."""
+        """The FP32 values of `half`: its copy, if there is one.  The copy is watched no longer."""
         copy = self.copies.pop(id(half), None)
         with _plain_tensors():
             value = self._compared(copy) if copy is not None and copy.half is half else None

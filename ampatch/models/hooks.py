@@ -1,4 +1,4 @@
-"""Hooks that vanish from copies: a deep-copied or unpickled model is a plain one."""
+"""Hooks that disappear from copies: a deep-copied or unpickled model is a plain one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import Any
 
 from torch import nn
 
+from ..torch_private.modules import (
+    HOOK_FLAGS,
+    HOOK_TABLES,
+    register_load_hook,
+    register_state_dict_hook,
+)
+
 
 class Hook(functools.partial):
-    """A hook of ours.  In a copy or a pickle it is nothing: copies are plain."""
+    """A hook of ampatch.  In a copy or a pickle it does nothing: copies are plain."""
 
     def __deepcopy__(self, memo: dict) -> Callable:
         return plain_hook
@@ -27,27 +34,13 @@ def _the_plain_hook() -> Callable:
     return plain_hook
 
 
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_HOOK_FLAGS = (
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
 def drop_plain_hooks(module: nn.Module) -> None:
-    """Take what is left of our hooks out of a copied module."""
-    for table in _HOOK_TABLES:
+    """Take what is left of ampatch's hooks out of a copied module."""
+    for table in HOOK_TABLES:
         hooks = getattr(module, table, {})
         for key in [key for key, hook in hooks.items() if _is_plain(hook)]:
             del hooks[key]
-            for flags in _HOOK_FLAGS:
+            for flags in HOOK_FLAGS:
                 getattr(module, flags, {}).pop(key, None)
 
 
@@ -56,22 +49,13 @@ def _is_plain(hook: Any) -> bool:
 
 
 def add_state_dict_hook(module: nn.Module, call: Callable) -> Any:
-    """Have `call(module, state_dict, prefix, metadata)` run after `state_dict()`, before other hooks."""
-    if hasattr(module, "register_state_dict_post_hook"):
-        handle = module.register_state_dict_post_hook(Hook(call))
-    else:
-        handle = module._register_state_dict_hook(Hook(call))
-    hooks = getattr(module, "_state_dict_hooks", None)
-    if handle.id in (hooks or ()):  # where torch keeps them elsewhere, in the order they came
-        hooks.move_to_end(handle.id, last=False)
-    return handle
+    """Run `call(module, state_dict, prefix, metadata)` after `state_dict()`, before others."""
+    return register_state_dict_hook(module, Hook(call))
 
 
 def add_load_hook(module: nn.Module, call: Callable) -> Any:
     """Have `call(module, state_dict, prefix, ...)` run before the module loads its own tensors."""
-    if hasattr(module, "register_load_state_dict_pre_hook"):
-        return module.register_load_state_dict_pre_hook(Hook(call))
-    return module._register_load_state_dict_pre_hook(Hook(call, module))
+    return register_load_hook(module, Hook(call))
 
 
 def add_loaded_hook(module: nn.Module, call: Callable) -> Any:

@@ -1,8 +1,8 @@
-"""What goes into a half model: cast, but for values that half would lose; writes are seen outside.
+"""The inputs of a half model: cast, except for values that half would lose.
 
-The caller's own containers go in where nothing in them is cast.  Where something is, the
-forward gets copies of them, and what it writes there is written into the caller's own
-when it ends; so is what it writes into an input tensor in place.
+A forward may write into what it was given.  It gets the caller's own containers where nothing in
+them is cast, and copies of them where something is.  What it writes into a copy, or in place into
+an input that was cast, is written into the caller's own when it ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _NOT_THERE = frozenset(("meta",))
 
 
 _Given = tuple[list[tuple[Tensor, Tensor]], list[tuple[Any, Any, Any]]]
-"""What one forward was given: the caller's tensors with what the forward got instead, and the
-caller's containers with their copies and the items these began with.
+"""What one forward was given.
+
+The caller's tensors with what the forward got instead, and the caller's containers with their
+copies and the items that these began with.
 """
 
 
@@ -36,7 +38,7 @@ class _Open(threading.local):
 
 
 class ModelInputs:
-    """Inputs of one model.  `dtype` is what they are cast to; `name` is for the log.
+    """Casts the inputs of one model to `dtype`; `name` is for the log.
 
     An FP32 input that half cannot hold (finite values that overflow, whole numbers that it
     cannot count) stays FP32, in that place from then on, after `keeps_float()` has been
@@ -67,16 +69,16 @@ class ModelInputs:
             return (self._cast(args[0], 0, given),), kwargs
         place = -1
 
-        def convert(tensor: Any) -> Any:
+        def convert_next(tensor: Any) -> Any:
             nonlocal place
             place += 1
             if type(tensor) is Tensor:
                 return self._cast(tensor, place, given)
             return caster(self._dtype)(tensor)
 
-        args = tuple(map_tensors(arg, convert, given[1]) for arg in args)
+        args = tuple(map_tensors(arg, convert_next, given[1]) for arg in args)
         if kwargs:
-            kwargs = {name: map_tensors(kwargs[name], convert, given[1]) for name in kwargs}
+            kwargs = {name: map_tensors(kwargs[name], convert_next, given[1]) for name in kwargs}
         return args, kwargs
 
     @property
@@ -84,7 +86,7 @@ class ModelInputs:
         """Whether a forward that took its inputs here runs in this thread."""
         return bool(self._open.given)
 
-    def give_back(self) -> None:
+    def write_back(self) -> None:
         """The forward has ended: write what it wrote into its inputs into the caller's own."""
         if not self._open.given:  # it was recorded
             return
@@ -124,10 +126,12 @@ class ModelInputs:
             return False
         if device == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        low, high = torch.aminmax(tensor.detach() if tensor.requires_grad else tensor)
-        if type(low) is not Tensor:  # some mode of the caller's computes without values
+        smallest, largest = torch.aminmax(tensor.detach() if tensor.requires_grad else tensor)
+        if type(smallest) is not Tensor:  # some mode of the caller's computes without values
             return False
-        if -self._limit < low.tolist() and high.tolist() < self._limit:
+        low: Any = smallest.tolist()
+        high: Any = largest.tolist()
+        if -self._limit < low and high < self._limit:
             return False
         if not half_cannot_hold(tensor, self._dtype):
             return False
@@ -138,8 +142,8 @@ class ModelInputs:
             self._name,
             tuple(tensor.shape),
             self._dtype,
-            low.tolist(),
-            high.tolist(),
+            low,
+            high,
         )
         self._keeps_float()
         return True

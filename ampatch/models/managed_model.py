@@ -1,4 +1,4 @@
-"""One model in the care of a session: its hooks, put in and taken out exactly.
+"""One model in a session: its hooks, put in and taken out exactly.
 
 `copy.deepcopy`, `pickle`, `torch.save(model)` and sending it to another process
 give plain models: no hooks, FP32 weights (O0, O1: the same values; O2: the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,14 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting import dtype_errors
 from ..casting.batched_casts import Plan
-from ..casting.handlers import is_mode_on, unseen
-from ..casting.policy import CastState, Policy
+from ..casting.cast_state import CastState
+from ..casting.handlers import unseen
+from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..errors import TakingOut
+from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.half_grads import undress
+from ..torch_private.torch_functions import is_mode_on
 from .conversion import (
     Converted,
     cast_tensors,
@@ -35,7 +37,7 @@ from .conversion import (
     set_data,
 )
 from .copies import ModelCopies
-from .float_copies import WidenedCopies
+from .float_values import FloatValues
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .module_overrides import ModuleOverride
@@ -44,67 +46,73 @@ from .state_dicts import Checkpoints
 from .submodule_calls import Parts
 
 
+class Owner(Protocol):
+    """What a managed model needs of the session that it is in."""
+
+    values: FloatValues
+    plain_parameters: PlainParameters
+
+    def mix(self, managed: ManagedModel) -> None:
+        """FP32 values are to meet half ones in the forward: give it a policy that lets them."""
+
+    def before_forward(self, model: nn.Module) -> None:
+        """A forward begins of a model whose weights may have masters."""
+
+
 class ManagedModel:
     """A model under one opt level.
 
     `policy` is what the model's forward runs under: the session's rules at O1,
     None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are what
-    floating inputs and outputs are cast to, None for as they are.  `master_of` finds the FP32 master of a
-    half parameter, up to date, `show_master_of` for who may write into it; `load_master` gives it
-    a checkpoint's values.  `before_forward` is told of each forward of a model whose weights may
-    have masters.  `mix(self)` is called when FP32 values are to meet half ones in the forward,
-    for a `policy` that lets them.
+    floating inputs and outputs are cast to, None for as they are.
     """
 
     def __init__(
         self,
         model: nn.Module,
         properties: Properties,
+        owner: Owner,
         *,
         state: CastState,
         policy: Policy | None,
         overrides: list[ModuleOverride],
-        master_of: Callable[[Tensor], Tensor | None],
-        show_master_of: Callable[[Tensor, bool], Tensor | None],
-        load_master: Callable[[Tensor, Tensor], None],
-        stand_ins: PlainParameters,
-        widened: WidenedCopies,
-        mix: Callable[[ManagedModel], None],
-        before_forward: Callable[[nn.Module], None],
     ) -> None:
         self.model = model
         self.properties = properties
         self.policy = policy
+        self._owner = owner
         self._state = state
-        self.in_dtype = self.out_dtype = None
+        self.in_dtype: torch.dtype | None = None
+        self.out_dtype: torch.dtype | None = None
         if properties.casts_model:
             self.in_dtype, self.out_dtype = properties.cast_model_type, torch.float32
         if properties.cast_model_outputs is not None:
             self.out_dtype = properties.cast_model_outputs
-        self._inputs = None
+        self._inputs: ModelInputs | None = None
+        self._parts: Parts | None = None
         if self.in_dtype is not None:
-            name = type(model).__name__
-            self._inputs = ModelInputs(name, self.in_dtype, lambda: mix(self))
-        self._parts = self._make_parts(mix) if self.in_dtype in HALF_TYPES else None
+            self._inputs = self._make_inputs(type(model).__name__, self.in_dtype)
+            if self.in_dtype in HALF_TYPES:
+                self._parts = self._make_parts(self._inputs, self.in_dtype)
         self._overrides = overrides
-        self._master_of = master_of
-        self._show_master_of = show_master_of
-        self._load_master = load_master
-        self._widened = widened
-        self._before_forward = before_forward
+        self._values = owner.values
+        self._widened = owner.values.widened
         self._may_have_masters = False
         self._converted: list[Converted] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self.mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
-        self._copies = ModelCopies(model, self.float_value, stand_ins)
+        self._copies = ModelCopies(model, self._values.of, owner.plain_parameters)
         self._plan = Plan(model) if policy is not None and policy.follows_tables else None
 
-    def _make_parts(self, mix: Callable[[ManagedModel], None]) -> Parts:
+    def _make_inputs(self, name: str, dtype: torch.dtype) -> ModelInputs:
+        return ModelInputs(name, dtype, lambda: self._owner.mix(self))
+
+    def _make_parts(self, inputs: ModelInputs, dtype: torch.dtype) -> Parts:
         return Parts(
             self.model,
-            is_inside=lambda: self._inputs.is_taken,
-            make_inputs=lambda name: ModelInputs(name, self.in_dtype, lambda: mix(self)),
+            is_inside=lambda: inputs.is_taken,
+            make_inputs=lambda name: self._make_inputs(name, dtype),
             push=self._enter_part,
             pop=self._state.pop,
         )
@@ -113,7 +121,9 @@ class ManagedModel:
 
     def convert(self, skip: Callable[[nn.Module], bool]) -> None:
         """Convert weights and buffers to the model's dtype."""
-        dtype = self.properties.cast_model_type
+        dtype = self.in_dtype
+        if dtype is None:
+            return
         self._converted = convert_weights(self.model, dtype, skip)
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
@@ -173,7 +183,7 @@ class ManagedModel:
         dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
         if (dtypes | {self.properties.cast_model_type}) & set(HALF_TYPES):
             self._may_have_masters = self.properties.master_weights is not False
-            checkpoints = Checkpoints(model, self._saved_value, self._load_float)
+            checkpoints = Checkpoints(model, self._values.saved, self._values.load)
             self._handles.extend(checkpoints.install())
         self._copies.install()
 
@@ -185,17 +195,17 @@ class ManagedModel:
         if self._parts is not None:
             self._parts.forget()
         self._copies.uninstall()
-        taking_out = TakingOut("ampatch: a model's weights get their FP32 values")
+        undo = UndoAll("ampatch: a model's weights get their FP32 values")
         for entry in self._converted:
-            taking_out.do(self._give_back, entry)
+            undo.do(self._restore, entry)
         if self._converted:
             flatten_rnns(self.model)
         self._converted = []
-        taking_out.end()
+        undo.end()
 
-    def _give_back(self, entry: Converted) -> None:
+    def _restore(self, entry: Converted) -> None:
         tensor, dtype, original, grad = entry
-        master = self._master_of(tensor)
+        master = self._values.masters.current(tensor)
         undress(tensor)
         if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
             tensor.grad = None
@@ -204,15 +214,12 @@ class ManagedModel:
             if master is not None:
                 master.grad = None
         elif master is None:
-            set_data(tensor, self._last_value(tensor).to(dtype))
+            set_data(tensor, self._values.release(tensor).to(dtype))
         else:
             tensor.grad = None
             tensor.data = master.data.to(dtype)
             if master.grad is not None:
                 tensor.grad, master.grad = master.grad.to(dtype), None
-
-    def _last_value(self, tensor: Tensor) -> Tensor:
-        return self._widened.release(tensor) if tensor.dtype in HALF_TYPES else tensor.data
 
     # Around a forward
 
@@ -226,16 +233,16 @@ class ManagedModel:
             if self._parts is not None and not is_dynamo_compiling():
                 self._parts.step_aside()
         state, policy = self._state, self.policy
-        # Where it would change nothing and cover nothing, no push: `pop` finds none of ours then.
+        # No push where it would change nothing and cover nothing: `pop` finds no frame then.
         if (state.thread.frames or policy is not state.process) and not state.under_user_control():
             state.push(policy, self)
         if policy is not None and not is_dynamo_compiling():
             policy.cache.open(self, self._plan)
             if policy.devices is not None:
-                self._note_device()
+                self._note_device(policy.devices)
         if not is_dynamo_compiling():
             if self._may_have_masters:
-                self._before_forward(model)
+                self._owner.before_forward(model)
             if self._widened.copies:
                 self._widened.take_over()
         return taken
@@ -244,7 +251,7 @@ class ManagedModel:
         """A part is called from outside."""
         self._state.push(self.policy, owner)
         if self._may_have_masters:
-            self._before_forward(self.model)
+            self._owner.before_forward(self.model)
         if self._widened.copies:
             self._widened.take_over()
 
@@ -259,7 +266,7 @@ class ManagedModel:
         if self.policy is not None and not is_dynamo_compiling():
             self.policy.cache.close(self, is_whole=output is not None)
         if self._inputs is not None and not is_dynamo_compiling():
-            self._inputs.give_back()
+            self._inputs.write_back()
             if self._parts is not None:
                 self._parts.come_back()
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
@@ -270,33 +277,11 @@ class ManagedModel:
             return f"{name} is at {level}, whose casts make the listed calls' results half"
         return f"{name} is at {level}, with weights and inputs in {self.properties.cast_model_type}"
 
-    def _note_device(self) -> None:
+    def _note_device(self, devices: set[str]) -> None:
         """The model may have moved since: cast where it lives now."""
         parameter = next(self.model.parameters(), None)
         if parameter is not None:
-            self.policy.devices.add(parameter.device.type)
-
-    # Checkpoints and copies hold FP32
-
-    def float_value(self, tensor: Tensor) -> Tensor:
-        """The FP32 values of one of the model's tensors: its master, itself, or a widened copy."""
-        master = self._master_of(tensor)
-        if master is not None:
-            return master
-        return self._widened.value(tensor) if tensor.dtype in HALF_TYPES else tensor
-
-    def _saved_value(self, tensor: Tensor, keep_vars: bool) -> Tensor:
-        """What a checkpoint holds for one of the model's tensors; writes into it count."""
-        master = self._show_master_of(tensor, keep_vars)
-        if master is not None:
-            return master
-        return self._widened.give(tensor) if tensor.dtype in HALF_TYPES else tensor
-
-    def _load_float(self, tensor: Tensor, values: Tensor) -> None:
-        if self._master_of(tensor) is not None:
-            self._load_master(tensor, values)
-        else:
-            self._widened.load(tensor, values)
+            devices.add(parameter.device.type)
 
     def plain_copy(self) -> nn.Module:
         """A deep copy without hooks and patches, its weights in FP32."""

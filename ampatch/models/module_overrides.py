@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.handlers import is_mode_on, unseen
-from ..casting.policy import CastState, Policy
+from ..casting.cast_state import CastState
+from ..casting.handlers import unseen
+from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey
+from ..torch_private.torch_functions import is_mode_on
 from .conversion import caster, has_statistics, is_instance_norm, map_tensors
 from .hooks import Hook
 

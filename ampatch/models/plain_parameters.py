@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class PlainParameters:
-    """Widened parameters by the half ones they stand for; each lives while somebody holds it."""
+    """Widened parameters by the half ones that they stand for, held weakly."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref, weakref.ref]] = {}

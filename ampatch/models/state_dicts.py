@@ -1,9 +1,8 @@
-"""`state_dict()` and `load_state_dict()` of a half model speak of FP32 values.
+"""`state_dict()` and `load_state_dict()` of a half model hold FP32 values.
 
-Ours is the first state-dict hook of each module and touches only what is the module's
-half tensor itself, so that whatever the user's own hooks, `_save_to_state_dict` or
-`state_dict` put there comes out.  What is loaded reaches the masters as the user's load
-hooks have left it.
+The state-dict hook is the first one of each module, and replaces only what is the module's half
+tensor itself.  So whatever the user's own hooks, `_save_to_state_dict` or `state_dict` put there
+comes out.  What is loaded reaches the masters as the user's load hooks have left it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ from .hooks import add_load_hook, add_loaded_hook, add_state_dict_hook
 
 
 class Checkpoints:
-    """The hooks of one model.  `float_value(tensor, keep_vars)` is what a checkpoint holds for a
-    tensor, with `keep_vars` the parameter itself; `load(tensor, values)` takes a checkpoint's
-    values to where they are kept in FP32.
+    """The hooks of one model.
+
+    `float_value(tensor, keep_vars)` is what a checkpoint holds for a tensor, with `keep_vars` the
+    parameter itself.  `load(tensor, values)` takes the values of a checkpoint to where they are
+    kept in FP32.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Checkpoints:
         self._model = model
         self._float_value = float_value
         self._load = load
-        self._loading: dict[int, tuple[dict, str, dict[str, Tensor]]] = {}
+        self._loading: dict[int, tuple[dict, str, dict[str, Any]]] = {}
 
     def install(self) -> list[Any]:
         """Hang the hooks on every module; returns their handles."""
@@ -52,8 +53,8 @@ class Checkpoints:
                     state_dict[prefix + name] = value
 
     def _before_load(self, module: nn.Module, state_dict: dict, prefix: str, *rest: Any) -> None:
-        """The values as they are now; hooks of the user's may come after this one."""
-        given = {}
+        """Load the values as they are now; the user's hooks may come after this one."""
+        given: dict[str, Any] = {}
         for name, tensor in _own_tensors(module):
             loaded = given[name] = state_dict.get(prefix + name)
             if isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
@@ -61,10 +62,10 @@ class Checkpoints:
         self._loading[id(module)] = state_dict, prefix, given
 
     def _after_load(self, module: nn.Module, keys: Any) -> None:
-        """The values that the user's load hooks have put since, where they have."""
+        """Load the values that the user's load hooks have put there since."""
         state_dict, prefix, given = self._loading.pop(id(module), ({}, "", {}))
         for name, tensor in _own_tensors(module):
-            loaded = state_dict.get(prefix + name)
+            loaded: Any = state_dict.get(prefix + name)
             is_changed = isinstance(loaded, Tensor) and loaded is not given.get(name)
             if is_changed and loaded.shape == tensor.shape:
                 self._load(tensor, loaded)

@@ -1,8 +1,8 @@
 """Parts of a half model called from outside its forward: `model.encoder(x)`, `model.encode(x)`.
 
-The outermost part called gets its inputs as the model's own forward would.  What it gives
-back stays in half: between the layers of a method nothing else would fit the next one.
-While the model's own forward runs the hooks are out of the way, so that they cost it nothing.
+The outermost part that is called gets its inputs as the model's own forward would.  What it
+returns stays in half: between the layers of a method nothing else would fit the next one.
+While the model's own forward runs these hooks are taken out, so that they cost it nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_TYPES
+from ..torch_private.modules import forward_tables
+from ..torch_private.probes import current_backward_pass
 from .hooks import Hook
 from .io_casting import ModelInputs
-
-try:
-    from torch._C import _current_graph_task_id
-except ImportError:  # private to torch: without it a recomputation gets inputs cast again
-
-    def _current_graph_task_id() -> int:
-        return -1
 
 
 class _Here(threading.local):
@@ -39,9 +34,9 @@ class _Here(threading.local):
 class Parts:
     """Hooks on the submodules of one half model.
 
-    `is_inside()` says whether the model's own forward runs in this thread; `make_inputs(name)`
-    makes what casts a part's inputs; `push(owner)` and `pop(owner)` put the model's
-    policy in force and out again.
+    `is_inside()` says whether the model's own forward runs in this thread.  `make_inputs(name)`
+    makes what casts a part's inputs.  `push(owner)` puts the model's policy in force, `pop(owner)`
+    takes it out again.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class Parts:
 
     def install(self) -> list[Any]:
         """Hang the hooks on the parts with half weights; returns their handles."""
-        handles = []
+        handles: list[Any] = []
         for name, module in self._model.named_modules():
             if not name or isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -77,9 +72,11 @@ class Parts:
             pre = module.register_forward_pre_hook(before, with_kwargs=True)
             post = module.register_forward_hook(after, always_call=True)
             handles += (pre, post)
-            self._tables += (module._forward_pre_hooks, module._forward_hooks)
-            self._ids += (pre.id, post.id)
-            self._hooks += (before, after)
+            tables = forward_tables(module)
+            if tables is not None:  # else they stay in, which only takes time
+                self._tables += tables
+                self._ids += (pre.id, post.id)
+                self._hooks += (before, after)
         return handles
 
     def forget(self) -> None:
@@ -102,7 +99,7 @@ class Parts:
         if here.outermost is not None:
             here.again += here.outermost is module
             return None
-        if _current_graph_task_id() != -1:  # a recomputation: its inputs are those of the forward
+        if current_backward_pass() != -1:  # a recomputation: its inputs are those of the forward
             return None
         if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
             return None
@@ -120,4 +117,4 @@ class Parts:
             return
         here.outermost = None
         self._pop(self)
-        self._inputs[id(module)].give_back()
+        self._inputs[id(module)].write_back()

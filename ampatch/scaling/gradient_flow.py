@@ -1,84 +1,117 @@
-"""The gradients of one optimizer while a `scale_loss` block runs.
+"""The gradients of one optimizer on their way: through `scale_loss` blocks to the step.
 
-What is there is set aside, so that what backward adds can be told from it and
-unscaled; then both are added up.
+When a block begins, the gradients that are there are set aside, so that what backward adds can
+be told from them and unscaled; then both are added up.  With several ranks they stay where they
+are, at the scale of those that come, so that one all-reduce serves both.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import AmpatchError
-from .gradient_state import GradientState, add_to
+from ..log import logger
+from .gradient_state import Event, GradientState, Pending, State, Unscaled
 from .loss_scaler import Scaler
-from .pending import Pending
-from .process_group import world_size
-from .scale_value import Flag
-from .shared_parameters import Sharing
+from .master_weights import MasterWeights
+from .masters.half_gradients import HalfGradients, Script, add_to
+from .other_blocks import OtherBlocks, entering
+from .process_group import share_flag, world_size
+from .scale_value import Flag, is_set
+from .shared_parameters import NOTHING_SHARED, Sharing
 
 _grad_of = operator.attrgetter("grad")
 
 
-class GradientFlow(GradientState):
-    """Into a block, through the backward pass, and out of it."""
+class GradientFlow:
+    """What happens to the gradients of `optimizer`; `state` says where they are on their way.
 
-    def refuse_nesting(self) -> None:
-        """Raise `AmpatchError` inside another `scale_loss` block for the same optimizer."""
-        if self.in_block:
-            raise AmpatchError(
-                f"ampatch.scale_loss(..., <{type(self.optimizer).__name__}>): this optimizer is "
-                "already in an enclosing scale_loss block. Leave that block first; the gradients "
-                "of several blocks add up until the step."
-            )
+    The ranks of `process_group` share their overflow flag.
+    """
 
-    def refuse_step_in_block(self) -> None:
-        """Raise `AmpatchError` inside a `scale_loss` block: gradients are not unscaled yet."""
-        if self.in_block:
-            raise AmpatchError(
-                f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block of this "
-                "optimizer: its gradients are still scaled. Call step() after the block."
-            )
+    def __init__(self, optimizer: Any, masters: MasterWeights, process_group: Any = None) -> None:
+        self.optimizer = optimizer
+        self.state = GradientState(optimizer)
+        self.others = OtherBlocks(optimizer, self.state, self.leaves)
+        self.in_halves = HalfGradients(masters, self.state, self.others)
+        self._masters = masters
+        self._process_group = process_group
+
+    def parameters(self) -> Sequence[Tensor]:
+        """The tensors the optimizer updates: masters, or the parameters themselves.
+
+        Of a single group it is the list itself: for reading.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) == 1:
+            return groups[0]["params"]
+        return [param for group in groups for param in group["params"]]
+
+    def leaves(self) -> Sequence[Tensor]:
+        """Where autograd leaves gradients: the half parameters of masters, or the parameters."""
+        params = self.parameters()
+        if not self._masters.by_half:
+            return params
+        halves = map(self._masters.half_of, params)
+        return [param if half is None else half for param, half in zip(params, halves, strict=True)]
+
+    def has_gradients(self) -> bool:
+        """Whether there is anything to step on."""
+        for param in self.parameters():
+            if param.grad is not None:
+                return True
+        return False
+
+    # A block
 
     def gather(self, scaler: Scaler) -> list[Tensor]:
         """Before a backward pass of `scaler`'s: complete the gradients; returns whose there are.
 
         What is pending is unscaled, unless `scaler`, as it is now, may add to it.
         """
-        if self.pending is not None and not self.pending.is_scaled_by(scaler):
-            self.pending.finish()
-        if self.left_scaled.known:
-            self.left_scaled.report()
-        self._fed = True
-        if self.masters.by_half:
-            unreduced = self.is_unreduced
-            self.take_unscaled()
-            self.is_unreduced = unreduced
-        if self._overflow.spent is not None:
+        state = self.state
+        if state.pending is not None and not state.pending.is_scaled_by(scaler):
+            state.finish_pending()
+        if self.others.left_scaled:
+            self.others.report()
+        state.had_block = True
+        if self._masters.by_half:
+            unreduced = self.in_halves.is_unreduced
+            self.in_halves.add_to_masters()
+            self.in_halves.is_unreduced = unreduced
+        if state.now is State.SPENT:
             self.check_spent()
-        return [param for param in self.parameters() if param.grad is not None]
+        return self._held()
 
     def make_room(
         self, held: list[Tensor], pending: Callable[[], Pending], sharing: Sharing
     ) -> None:
         """Set the gradients that `gather` found aside, or scale them as those that come."""
-        if not held:
-            self._aside = []
-            self._enter_block()
-            self.is_unreduced = False
-            self.pending = self._overflow.found = self._overflow.spent = None
-            return
-        owned = sharing.owned(self, held)
-        alone = world_size() == 1
-        own = owned if alone else []
-        self._aside = [(param, param.grad) for param in own]
-        self._enter_block()  # from here on there is something to put back
-        if not alone:
+        state = self.state
+        owned: list[Tensor] = []
+        stays = False
+        state.aside = []
+        if held:
+            owned, stays = sharing.owned(self, held), world_size() > 1
+            if not stays:
+                state.aside = list(zip(owned, map(_grad_of, owned), strict=True))
+        else:
+            self.in_halves.is_unreduced = False
+            state.overflow = None
+            if state.now is not State.COMPLETE:
+                self.zeroed()
+        if self.in_halves.script is Script.UNKNOWN:
+            self.in_halves.note_block()
+        with entering:
+            state.change(Event.ENTER)  # from here on there is something to put back
+            self.others.own_blocks += 1
+        if stays:
             self._put_back_scaled(owned, pending())
-        for param in own:  # what backward adds must be told from what was there
+        for param, _ in state.aside:  # what backward adds must be told from what was there
             param.grad = None
 
     def _put_back_scaled(self, owned: list[Tensor], pending: Pending) -> None:
@@ -87,20 +120,19 @@ class GradientFlow(GradientState):
         Those of masters stay there in FP32, unless DDP is about to average for the first
         time what it was kept from (`no_sync`).
         """
-        if self.pending is None:
-            pending.scale_up([param.grad for param in owned])
-            self._wait_in(pending)
-        if self.is_unreduced and self.reduces:
-            self.masters.put_grads_back(set(map(id, owned)))
+        if self.state.now is State.IN_BLOCK:
+            pending.scale_up(list(map(_grad_of, owned)))
+            self.state.change(Event.SCALE_UP, pending)
+            pending.join(self)
+        if self.in_halves.is_unreduced and self.in_halves.reduces:
+            self.in_halves.put_back(set(map(id, owned)))
 
     def after_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
-        self.in_block = False
-        taken = self.masters.take_grads() if self.masters.by_half else None
-        if self.reduces is not None:
-            self.is_unreduced = not self.reduces
-        if self.pending is not None:
-            self.pending = None
+        one_scale = self.state.now is State.IN_BLOCK_PENDING
+        self.state.change(Event.LEAVE)
+        taken = self.in_halves.take(ends_block=True) if self._masters.by_half else None
+        if one_scale:
             if taken is not None:
                 add_to(*taken)
             self._add_aside()
@@ -109,7 +141,7 @@ class GradientFlow(GradientState):
             found = self._unscale_all(scaler, scale, sharing)
         else:
             found = self._unscale_taken(*taken, scaler, scale, sharing)
-        if self._aside:
+        if self.state.aside:
             self._add_aside()
         return found
 
@@ -132,19 +164,19 @@ class GradientFlow(GradientState):
 
     def leave_scaled(self, pending: Pending, sharing: Sharing) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
-        self.in_block = False
-        taken = self.masters.take_grads()
-        if self.reduces is not None:
-            self.is_unreduced = not self.reduces
-        if self.pending is None:
-            pending.scale_up([grad for _, grad in self._aside])
+        one_scale = self.state.now is State.IN_BLOCK_PENDING
+        self.state.change(Event.DELAY, pending)
+        taken = self.in_halves.take(ends_block=True)
+        if not one_scale:
+            pending.scale_up([grad for _, grad in self.state.aside])
         add_to(*taken)
         self._add_aside()
-        self._wait_in(pending)
-
-    def _wait_in(self, pending: Pending) -> None:
-        self.pending = pending
         pending.join(self)
+
+    def _add_aside(self) -> None:
+        for param, grad in self.state.aside:
+            param.grad = grad if param.grad is None else grad.add_(param.grad)
+        self.state.aside = []
 
     def abandon_backward(self, sharing: Sharing) -> None:
         """The backward pass failed: drop what it left, put back what was there.
@@ -152,28 +184,128 @@ class GradientFlow(GradientState):
         With several ranks the earlier gradients are where backward added to
         them; they stay, and what the failed pass added stays with them.
         """
-        if not self.in_block:
+        state = self.state
+        if not state.in_block:
             return
-        self.in_block = False
-        taken = self.masters.take_grads()
-        if world_size() > 1 and self.pending is not None:
+        one_scale = state.now is State.IN_BLOCK_PENDING
+        state.change(Event.ABANDON)
+        taken = self.in_halves.take()
+        if world_size() > 1 and one_scale:
             add_to(*taken)
             return
         for param in sharing.owned(self, self.parameters()):
             param.grad = None
-        for param, grad in self._aside:
+        for param, grad in state.aside:
             param.grad = grad
-        self._aside = []
+        state.aside = []
 
     def drop_gradients(self) -> None:
         """Have no gradients, those set aside among them, rather than some that are half done."""
-        self.in_block = False
-        self._aside = []
-        self.forget_gradients()
+        self.state.change(Event.DROP)
+        self.zeroed()
         for param in self.parameters():
             param.grad = None
 
-    def _add_aside(self) -> None:
-        for param, grad in self._aside:
-            param.grad = grad if param.grad is None else grad.add_(param.grad)
-        self._aside = []
+    # Unscaling
+
+    def check(
+        self, scaler: Scaler, grads: list[Tensor], scale: Any, concerned: Sequence[GradientFlow]
+    ) -> Flag | None:
+        """Unscale, and look for overflow on behalf of all `concerned`; returns found_inf."""
+        found = scaler.unscale_(grads, scale)
+        if found is None or not (grads or self._process_group):
+            return None  # without gradients there is nothing to learn for the scale
+        if self._process_group is not None:
+            found = share_flag(found, self._process_group, grads)
+        by = Unscaled(scaler, scale)
+        for flow in concerned:
+            flow.state.note_overflow(found, by)
+        return found
+
+    def _held(self) -> list[Tensor]:
+        """The parameters that have a gradient, found without a Python call."""
+        params = self.parameters()
+        has_one = map(operator.is_not, map(_grad_of, params), itertools.repeat(None))
+        return list(itertools.compress(params, has_one))
+
+    def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
+        if sharing is NOTHING_SHARED:
+            grads = [grad for grad in map(_grad_of, self.parameters()) if grad is not None]
+            return self.check(scaler, grads, scale, (self,))
+        params = self._held()
+        return sharing.unscale(self, scaler, params, list(map(_grad_of, params)), scale)
+
+    def unscale_pending(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
+        """This optimizer's part of `Pending.finish`; returns found_inf."""
+        self.state.change(Event.UNSCALE)
+        return self._unscale_all(scaler, scale, sharing)
+
+    def check_spent(self) -> None:
+        """Look again at gradients that a step used and that were not zeroed: inf may be left."""
+        self.state.change(Event.RECHECK)
+        by = self.state.unscaled_by
+        if by is not None and self.has_gradients():
+            as_they_are = by.scale / by.scale  # 1, where the scale lives
+            self._unscale_all(by.scaler, as_they_are, NOTHING_SHARED)
+
+    # Steps and zeroes
+
+    def take_found_inf(self) -> Flag | None:
+        """The overflow flag of the gradients there are, for a step; None: nothing was checked."""
+        state = self.state
+        if state.now is State.SPENT:
+            self.check_spent()
+        found, state.overflow = state.overflow, None
+        if found is not None:
+            state.change(Event.STEP)
+        return found if self.has_gradients() else None  # setting them to None takes it away too
+
+    def take_overflow(self) -> bool:
+        """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
+        found = self.take_found_inf()
+        return found is not None and is_set(found)
+
+    def zeroed(self) -> None:
+        """All gradients were zeroed: nothing is pending, no overflow is remembered."""
+        state = self.state
+        if state.now is not State.COMPLETE:
+            state.change(Event.ZERO)
+        state.overflow, state.aside = None, []
+        self.others.left_scaled = False
+        if self._masters.by_half:
+            self.in_halves.drop()
+
+    def zeroed_by_model(self, zeroed: set[int]) -> None:
+        """Parameters (ids) of a model were zeroed; forget an overflow if no gradients are left."""
+        state, half_of = self.state, self._masters.half_of
+        if state.in_block:  # what masters have is not to be seen there, but they go too
+            for half, master in self._masters:
+                if id(half) in zeroed:
+                    master.grad = None
+        state.aside = [
+            (param, grad)
+            for param, grad in state.aside
+            if id(param) not in zeroed and id(half_of(param)) not in zeroed
+        ]
+        if all(
+            param.grad is None or id(param) in zeroed or id(half_of(param)) in zeroed
+            for param in self.parameters()
+        ):
+            state.overflow = None
+            self.others.left_scaled = False
+            if state.now is State.SPENT:
+                state.change(Event.ZERO)
+
+    def ready(self, wanted: set[int]) -> None:
+        """Gradients of these tensors (ids) are about to be used: leave none scaled or half."""
+        leaves = zip(self.parameters(), self.leaves(), strict=True)
+        if any(id(param) in wanted or id(leaf) in wanted for param, leaf in leaves):
+            if self.state.in_block:
+                logger.error(
+                    "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
+                    "still scaled. Clip them after the block.",
+                    type(self.optimizer).__name__,
+                )
+                return
+            self.state.finish_pending()
+        self.in_halves.add_to_masters()

@@ -1,313 +1,266 @@
-"""The gradients of one optimizer, from one backward pass to the next and to the step.
+"""The state machine of one optimizer's gradients, and the facts that are independent of it.
 
-They are unscaled and complete in `.grad` of the tensors in `param_groups` (the
-masters, or the FP32 parameters themselves) whenever `scale_loss` is not
-running, except after `delay_unscale=True`: then they are *pending*, scaled by
-a scaler at a known generation, until the next `scale_loss` or the step
-finishes them.
+States
+    COMPLETE            Gradients are in `.grad` of the tensors in `param_groups`, in FP32 and
+                        unscaled; or there are none.
+    SPENT               As COMPLETE, but a step has used them and they were not zeroed since.
+    PENDING             They are there, scaled by `GradientState.pending` (`delay_unscale`).
+    IN_BLOCK            A `scale_loss` block runs.  Earlier gradients are set aside, complete.
+    IN_BLOCK_PENDING    As IN_BLOCK, but the earlier gradients have the scale of the new ones.
+
+Transitions
+    event     before            after             caused by
+    --------  ----------------  ----------------  -------------------------------
+    ENTER     COMPLETE          IN_BLOCK          GradientFlow.make_room
+              PENDING           IN_BLOCK_PENDING
+    SCALE_UP  IN_BLOCK          IN_BLOCK_PENDING  GradientFlow._put_back_scaled
+    LEAVE     IN_BLOCK          COMPLETE          GradientFlow.after_backward
+              IN_BLOCK_PENDING  COMPLETE
+    DELAY     IN_BLOCK          PENDING           GradientFlow.leave_scaled
+              IN_BLOCK_PENDING  PENDING
+    ABANDON   IN_BLOCK          COMPLETE          GradientFlow.abandon_backward
+              IN_BLOCK_PENDING  PENDING
+    UNSCALE   PENDING           COMPLETE          GradientFlow.unscale_pending
+    STEP      COMPLETE          SPENT             GradientFlow.take_found_inf
+    RECHECK   SPENT             COMPLETE          GradientFlow.check_spent
+    ZERO      SPENT             COMPLETE          GradientFlow.zeroed
+              PENDING           COMPLETE          GradientFlow.zeroed_by_model
+              IN_BLOCK          IN_BLOCK
+              IN_BLOCK_PENDING  IN_BLOCK
+    DROP      COMPLETE          COMPLETE          GradientFlow.drop_gradients
+              SPENT             COMPLETE
+              PENDING           COMPLETE
+              IN_BLOCK          COMPLETE
+              IN_BLOCK_PENDING  COMPLETE
+
+Every other transition raises `AmpatchError`.  `TRANSITIONS` and `CAUSES` hold this table as data.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import torch
 from torch import Tensor
 
-from ..log import logger
-from ..torch_private.half_grads import is_in_backward, raw_grad, set_raw_grad
-from .left_scaled import LeftScaled, Seen, entering
+from ..errors import AmpatchError
+from ..torch_private.distributed import are_ranks
 from .loss_scaler import Scaler
-from .master_weights import MasterWeights
-from .masters.arrivals import Arrivals
-from .overflow import Overflow, Unscaled
-from .pending import Pending
-from .process_group import share_flag
-from .scale_value import Flag, is_set
-from .shared_parameters import NOTHING_SHARED, Sharing
+from .process_group import world_size
+from .scale_value import Flag, either
+from .shared_parameters import sharing_among
 
-_grad_of = operator.attrgetter("grad")
+if TYPE_CHECKING:
+    from .gradient_flow import GradientFlow
+
+
+class State(IntEnum):
+    """The states, as the module's docstring explains them.
+
+    Whole numbers, because an ordinary enum's hash is a Python call for each look-up.
+    """
+
+    COMPLETE = 0
+    SPENT = 1
+    PENDING = 2
+    IN_BLOCK = 3
+    IN_BLOCK_PENDING = 4
+
+
+class Event(IntEnum):
+    """What leads from one state to the next."""
+
+    ENTER = 0  # a `scale_loss` block begins
+    SCALE_UP = 1  # several ranks: earlier gradients get the block's scale, for one all-reduce
+    LEAVE = 2  # the block ends, gradients are unscaled
+    DELAY = 3  # the block ends with `delay_unscale=True`
+    ABANDON = 4  # the block ends by an exception
+    UNSCALE = 5  # gradients are needed that `delay_unscale` left scaled
+    STEP = 6  # a step uses gradients that were checked for overflow
+    RECHECK = 7  # gradients that a step has used are checked again
+    ZERO = 8  # all gradients were zeroed
+    DROP = 9  # unscaling was interrupted: it is unknown which gradients are still scaled
+
+
+TRANSITIONS: dict[Event, dict[State, State]] = {
+    Event.ENTER: {
+        State.COMPLETE: State.IN_BLOCK,
+        State.PENDING: State.IN_BLOCK_PENDING,
+    },
+    Event.SCALE_UP: {State.IN_BLOCK: State.IN_BLOCK_PENDING},
+    Event.LEAVE: {
+        State.IN_BLOCK: State.COMPLETE,
+        State.IN_BLOCK_PENDING: State.COMPLETE,
+    },
+    Event.DELAY: {
+        State.IN_BLOCK: State.PENDING,
+        State.IN_BLOCK_PENDING: State.PENDING,
+    },
+    Event.ABANDON: {
+        State.IN_BLOCK: State.COMPLETE,
+        State.IN_BLOCK_PENDING: State.PENDING,
+    },
+    Event.UNSCALE: {State.PENDING: State.COMPLETE},
+    Event.STEP: {State.COMPLETE: State.SPENT},
+    Event.RECHECK: {State.SPENT: State.COMPLETE},
+    Event.ZERO: {
+        State.SPENT: State.COMPLETE,
+        State.PENDING: State.COMPLETE,
+        State.IN_BLOCK: State.IN_BLOCK,
+        State.IN_BLOCK_PENDING: State.IN_BLOCK,
+    },
+    Event.DROP: dict.fromkeys(State, State.COMPLETE),
+}
+
+CAUSES: dict[Event, tuple[str, ...]] = {
+    Event.ENTER: ("GradientFlow.make_room",),
+    Event.SCALE_UP: ("GradientFlow._put_back_scaled",),
+    Event.LEAVE: ("GradientFlow.after_backward",),
+    Event.DELAY: ("GradientFlow.leave_scaled",),
+    Event.ABANDON: ("GradientFlow.abandon_backward",),
+    Event.UNSCALE: ("GradientFlow.unscale_pending",),
+    Event.STEP: ("GradientFlow.take_found_inf",),
+    Event.RECHECK: ("GradientFlow.check_spent",),
+    Event.ZERO: ("GradientFlow.zeroed", "GradientFlow.zeroed_by_model"),
+    Event.DROP: ("GradientFlow.drop_gradients",),
+}
+"""The methods that cause an event; no others do."""
+
+_REFUSALS = {
+    Event.ENTER: "ampatch.scale_loss(..., <{kind}>): this optimizer is already in an enclosing "
+    "scale_loss block. Leave that block first; the gradients of several blocks add up until the "
+    "step.",
+    Event.STEP: "{kind}.step() inside the ampatch.scale_loss block of this optimizer: its "
+    "gradients are still scaled. Call step() after the block.",
+}
+
+
+class Unscaled(NamedTuple):
+    """The scaler that unscaled gradients, and by which scale."""
+
+    scaler: Scaler
+    scale: Any
 
 
 class GradientState:
-    """Unscaled or pending, complete or left in half weights, looked at for overflow.
+    """The state of one optimizer's gradients, and the facts that hold in any state.
 
-    The ranks of `process_group` share their overflow flag.  What a `scale_loss`
-    block does with them is `GradientFlow`'s part.
+    Read freely; `change` alone writes `now` and `in_block`.  The other facts have their places
+    elsewhere: gradients that another block left scaled in `OtherBlocks`, what DDP has not
+    averaged in `HalfGradients`.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        process_group: Any = None,
-        name_of: Callable[[Tensor], str] = lambda half: "a weight",
-    ) -> None:
-        self.optimizer = optimizer
-        self.masters = MasterWeights(self, name_of)
-        self.pending: Pending | None = None
-        self._process_group = process_group
-        self._overflow = Overflow()
-        self.left_scaled = LeftScaled(optimizer, self._leaves)
-        self._arrivals = Arrivals(self._grad_arrived)
-        self._passes_alone: bool | None = None  # without blocks; None: there was neither yet
-        self._fed = False  # a block was entered since the last step
-        self._deferred: list[Scaler] = []  # their update waits for the step
-        self.in_block = False
-        self._blocks = 0  # that have begun
-        self._others_blocks = (
-            0  # that are open, with a loss scale, and were not given this optimizer
-        )
-        self.reduces: bool | None = None  # DDP averages the pass of the last forward; None: no DDP
-        self.is_unreduced = False  # masters' gradients that DDP has not averaged
-        self._aside: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, optimizer: Any) -> None:
+        self._kind = type(optimizer).__name__
+        self.now = State.COMPLETE
+        self.in_block = False  # in one of the two states of that name
+        self.pending: Pending | None = None  # in the states of that name, and in no other
+        self.aside: list[tuple[Tensor, Tensor]] = []  # in a block: parameters, earlier gradients
+        self.overflow: Flag | None = None  # seen since the last step; None: nothing was checked
+        self.unscaled_by: Unscaled | None = None  # by whom last
+        self.had_block = False  # a block was entered since the last step
+        self.waiting: list[Scaler] = []  # scalers whose update waits for the step
 
-    def parameters(self) -> Sequence[Tensor]:
-        """The tensors the optimizer updates: masters, or the parameters themselves.
+    def change(self, event: Event, pending: Pending | None = None) -> None:
+        """Go to the next state; `pending` is what gradients join that get scaled by it.
 
-        Of a single group it is the list itself: for reading.
+        Raises `AmpatchError` if the event cannot happen now, and changes nothing.
         """
-        groups = self.optimizer.param_groups
-        if len(groups) == 1:
-            return groups[0]["params"]
-        return [param for group in groups for param in group["params"]]
+        after = TRANSITIONS[event].get(self.now)
+        if after is None:
+            self.refuse(event)
+        if pending is not None:
+            self.pending = pending
+        elif after is not State.PENDING and after is not State.IN_BLOCK_PENDING:
+            self.pending = None
+        self.now = after
+        self.in_block = after >= State.IN_BLOCK
 
-    def settle(self) -> None:
-        """Bring all up to date: half weights written from outside, gradients left anywhere."""
-        self.finish_pending()
-        self.masters.settle()
-        self.take_unscaled()
-
-    def _held(self) -> list[Tensor]:
-        return [param for param in self.parameters() if param.grad is not None]
-
-    def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
-        if sharing is NOTHING_SHARED:
-            grads = [grad for grad in map(_grad_of, self.parameters()) if grad is not None]
-            return self.check(scaler, grads, scale, (self,))
-        params = self._held()
-        return sharing.unscale(self, scaler, params, list(map(_grad_of, params)), scale)
-
-    def defer_update(self, scaler: Scaler) -> None:
-        """The next step is when `scaler` is to react to the flags it has."""
-        if scaler not in self._deferred:
-            self._deferred.append(scaler)
-
-    def update_deferred(self) -> None:
-        """Let the scalers react to the flags that were left for the step."""
-        for scaler in self._deferred:
-            scaler.update([])
-        self._deferred.clear()
+    def refuse(self, event: Event) -> NoReturn:
+        """Raise `AmpatchError`: the event cannot happen in this state."""
+        if self.in_block and event in _REFUSALS:
+            raise AmpatchError(_REFUSALS[event].format(kind=self._kind))
+        raise AmpatchError(
+            f"{self._kind}: internal error of ampatch: {event.name} while gradients are "
+            f"{self.now.name}. Please report it, with the order of the calls."
+        )
 
     def finish_pending(self) -> None:
         """Unscale what `delay_unscale` left scaled."""
-        if self.pending is not None:
+        if self.now is State.PENDING and self.pending is not None:
             self.pending.finish()
 
-    def unscale_pending(self, scaler: Scaler, sharing: Sharing) -> Flag | None:
-        """This optimizer's part of `Pending.finish`; returns found_inf."""
-        scale, self.pending = self.pending.scale, None
-        return self._unscale_all(scaler, scale, sharing)
+    def note_overflow(self, found: Flag, by: Unscaled) -> None:
+        """Remember the overflow flag of gradients that were unscaled."""
+        self.overflow = found if self.overflow is None else either(self.overflow, found)
+        self.unscaled_by = by
 
-    def check(
-        self, scaler: Scaler, grads: list[Tensor], scale: Any, concerned: Sequence[GradientState]
-    ) -> Flag | None:
-        """Unscale, and look for overflow on behalf of all `concerned`; returns found_inf."""
-        found = scaler.unscale_(grads, scale)
-        if found is None or not (grads or self._process_group):
-            return None  # without gradients there is nothing to learn for the scale
-        if self._process_group is not None:
-            found = share_flag(found, self._process_group, grads)
-        by = Unscaled(scaler, scale)
-        for flow in concerned:
-            flow._overflow.note(found, by)
-        return found
+    def defer_update(self, scaler: Scaler) -> None:
+        """Have `scaler` react at the next step to the flags that it holds."""
+        if scaler not in self.waiting:
+            self.waiting.append(scaler)
 
-    def note_overflow(self, found: Flag, scaler: Scaler, scale: Any) -> None:
-        """Skip the next step if `found` is set, whoever's gradients that was seen in."""
-        self._overflow.note(found, Unscaled(scaler, scale))
+    def update_deferred(self) -> None:
+        """Have the scalers react whose update waited for the step."""
+        for scaler in self.waiting:
+            scaler.update([])
+        self.waiting.clear()
 
-    def seen_outside(self) -> tuple[int, Seen] | None:
-        """A block that this optimizer was not given to begins: what there is, for `note_outsider`.
 
-        None: it is in a block of its own, in another thread.
+class Pending:
+    """Gradients that `delay_unscale` left scaled, of one or several optimizers.
+
+    All have the same value of one scaler.  They are unscaled together, so that the scaler
+    counts one step however many optimizers a loss reaches.
+    """
+
+    def __init__(self, scaler: Scaler, scale: Any) -> None:
+        self._scaler = scaler
+        self._generation = scaler.generation
+        self._flows: list[GradientFlow] = []
+        self.scale = scale
+
+    def join(self, flow: GradientFlow) -> None:
+        """Count an optimizer's gradients among these."""
+        if flow not in self._flows:
+            self._flows.append(flow)
+
+    def scale_up(self, grads: list[Tensor]) -> None:
+        """Bring complete gradients to the scale of these, in place."""
+        self._scaler.scale_grads_(grads, self.scale)
+
+    def is_scaled_by(self, scaler: Scaler) -> bool:
+        """Whether new gradients of `scaler` may be added: it has not moved since."""
+        return self._scaler is scaler and self._generation == scaler.generation
+
+    def finish(self) -> None:
+        """Unscale the gradients, and let the scaler know.
+
+        Those of an optimizer in a block of its own stay: its block unscales them.
         """
-        with entering:
-            if self.in_block:
-                return None
-            self._others_blocks += 1
-            return self._blocks, self.left_scaled.seen()
-
-    def note_outsider(self, before: tuple[int, Seen] | None) -> None:
-        """A block that this optimizer was not given to has ended; `before` is what was seen.
-
-        What has changed through a block of its own meanwhile is none of that block's.
-        """
-        with entering:
-            if before is None:
-                return
-            self._others_blocks -= 1
-            if not self.in_block and self._blocks == before[0]:
-                self.left_scaled.note(before[1])
-
-    def _enter_block(self) -> None:
-        if self._passes_alone is None:
-            self._passes_alone = False
-            self._arrivals.forget()
-        with entering:
-            self.in_block = True
-            self._blocks += 1
-
-    def _leaves(self) -> Sequence[Tensor]:
-        """Where autograd leaves gradients: the half parameters of masters, or the parameters."""
-        params = self.parameters()
-        if not self.masters.by_half:
-            return params
-        halves = map(self.masters.half_of, params)
-        return [param if half is None else half for param, half in zip(params, halves, strict=True)]
-
-    def watch_arrivals(self) -> None:
-        """Take gradients over as they come, unless the script writes `scale_loss` blocks."""
-        if self._passes_alone is not False:
-            self._arrivals.watch(pair.half for pair in self.masters)
-
-    def watch_anew(self) -> None:
-        """Some masters have gone."""
-        is_watching = bool(self._arrivals)
-        self._arrivals.forget()
-        if is_watching:
-            self.watch_arrivals()
-
-    def _grad_arrived(self, half: Tensor) -> None:
-        """A pass outside blocks has left a gradient; what DDP is going to average stays there."""
-        is_plain = not (self.in_block or self._others_blocks) and self.reduces is None
-        if is_plain and id(half) in self.masters.by_half:
-            self._passes_alone = True
-            self.grad_of_half(half)
-
-    def forget_gradients(self) -> None:
-        """All gradients were zeroed: nothing is pending, no overflow is remembered."""
-        self.pending = self._overflow.found = self._overflow.spent = None
-        self.left_scaled.known = False
-        self._aside = []
-        if self.masters.by_half:
-            self.masters.drop_grads()
-
-    def forget_overflow(self, zeroed: set[int]) -> None:
-        """Forget an overflow if no gradients are left; `zeroed` are ids of model parameters."""
-        if self.in_block:  # what masters have is not to be seen there, but gone it is
-            for half, master in self.masters:
-                if id(half) in zeroed:
-                    master.grad = None
-        self._aside = [
-            (param, grad)
-            for param, grad in self._aside
-            if id(param) not in zeroed and id(self.masters.half_of(param)) not in zeroed
+        waiting = [
+            flow
+            for flow in self._flows
+            if flow.state.pending is self and flow.state.now is State.PENDING
         ]
-        if (self._overflow or self.left_scaled.known) and all(
-            param.grad is None or id(param) in zeroed or id(self.masters.half_of(param)) in zeroed
-            for param in self.parameters()
-        ):
-            self._overflow.forget()
-            self.left_scaled.known = False
-
-    def take_unscaled(self) -> None:
-        """Gradients that a plain `loss.backward()` left in half weights count as unscaled."""
-        if self.masters.has_grads() and not self.in_block:
-            self.finish_pending()
-            self._take_passed()
-            if self._passes_alone is False and self.reduces is None:  # there are both
-                self._passes_alone = True
-                self.watch_arrivals()
-
-    def _take_passed(self) -> None:
-        """Move what a finished pass left in half weights into their masters."""
-        add_to(*self.masters.take_grads())
-        self.is_unreduced = self.reduces is False
-
-    def before_forward(self, reduces: bool | None, unscaled: bool) -> None:
-        """An outermost forward of a model begins: what was written into masters reaches it.
-
-        Gradients that earlier passes without `scale_loss` left are added up in FP32 before the
-        next ones come.  `reduces` says whether DDP will average those over the ranks; then it gets
-        what it has not averaged yet where it looks for it: in the half weights.  With
-        a loss scale (not `unscaled`) it is for the block to do that.
-        """
-        if not self.masters.by_half:
-            return
-        if not (self.in_block or is_in_backward()):
-            self.masters.before_forward()
-            here = not (self.left_scaled.known or torch.is_inference_mode_enabled())
-            if here and (unscaled or reduces is None):
-                self.take_unscaled()
-                if reduces and self.is_unreduced:
-                    self.masters.put_grads_back()
-        self.reduces = reduces
-
-    # `.grad` of half weights that have masters
-
-    def grad_of_half(self, half: Tensor) -> Tensor | None:
-        """The master's gradient, what a plain backward pass has left added."""
-        pair = self.masters.by_half[id(half)]
-        grad = raw_grad(half)
-        if grad is not None:
-            with torch.inference_mode(False):
-                self.finish_pending()
-                set_raw_grad(half, None)
-                add_to([pair.master], [grad.float()])
-        return pair.master.grad
-
-    def set_grad_of_half(self, half: Tensor, grad: Tensor | None) -> None:
-        """Take a gradient, FP32 or half, in the place of the master's."""
-        set_raw_grad(half, None)
-        master = self.masters.by_half[id(half)].master
-        master.grad = None if grad is None else grad.float()
-        if self._aside:  # inside a block
-            self._aside = [(param, held) for param, held in self._aside if param is not master]
-
-    def ready(self, wanted: set[int]) -> None:
-        """Somebody is about to use gradients of these tensors (ids): leave none scaled or half."""
-        leaves = zip(self.parameters(), self._leaves(), strict=True)
-        if any(id(param) in wanted or id(leaf) in wanted for param, leaf in leaves):
-            if self.in_block:
-                logger.error(
-                    "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
-                    "still scaled. Clip them after the block.",
-                    type(self.optimizer).__name__,
-                )
-                return
-            self.finish_pending()
-        self.take_unscaled()
-
-    def has_gradients(self) -> bool:
-        """Whether there is anything to step on."""
-        for param in self.parameters():
-            if param.grad is not None:
-                return True
-        return False
-
-    def take_overflow(self) -> bool:
-        """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
-        found = self.take_found_inf()
-        return found is not None and is_set(found)
-
-    def take_found_inf(self) -> Flag | None:
-        """The overflow flag of the gradients there are; None: nothing was checked."""
-        if self._overflow.spent is not None:
-            self.check_spent()
-        found = self._overflow.take()
-        return found if self.has_gradients() else None  # setting them to None takes it away too
-
-    def check_spent(self) -> None:
-        """Look again at gradients that a step has used and nobody zeroed: inf may be left there."""
-        spent = self._overflow.take_spent()
-        if spent is not None and self.pending is None and self.has_gradients():
-            as_they_are = spent.scale / spent.scale  # 1, where the scale lives
-            self._unscale_all(spent.scaler, as_they_are, NOTHING_SHARED)
+        sharing = sharing_among(waiting)
+        found = [flow.unscale_pending(self._scaler, self.scale, sharing) for flow in waiting]
+        flags = [flag for flag in found if flag is not None]
+        update_scaler(self._scaler, flags, [flow.state for flow in waiting])
 
 
-def add_to(masters: list[Tensor], grads: list[Tensor]) -> None:
-    """Add gradients to those that masters have."""
-    for master, grad in zip(masters, grads, strict=True):
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
+def update_scaler(
+    scaler: Scaler, flags: list[Flag], states: Sequence[GradientState], *, at_step: bool = False
+) -> None:
+    """Have a scaler react to the overflow flags of its gradients, now or at the step.
+
+    Where several processes train it is always at the step: in DDP's `no_sync`
+    one rank alone may see an inf, at the step all have seen it.
+    """
+    if at_step or (are_ranks() and world_size() > 1):  # without ranks, one call less
+        scaler.defer(flags)
+        for state in states:
+            state.defer_update(scaler)
+    else:
+        scaler.update(flags)

@@ -1,20 +1,15 @@
-"""The loss scale: static, or dynamic on the device.
+"""The loss scale: static, or dynamic on the device.  Both kinds follow the `Scaler` protocol.
 
-Both kinds share `scale`, `unscale_`, `update`, `get` and `set`.  A
-scale of 1 is a static scaler like any other; it only happens to have nothing to
+A scale of 1 is a static scaler like any other; it only happens to have nothing to
 do.  Gradients are unscaled by a snapshot of the scale that their loss was
 multiplied by: another block or `set` may have moved the scale since.
-
-The dynamic rule is that of Micikevicius et al. 2018 (arXiv 1710.03740) with
-the constants apex and torch.amp settled on: start at 2**16, double after 2000
-clean steps, halve on overflow.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +17,65 @@ from torch import Tensor
 from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
 from ..log import logger
 from ..torch_private import foreach
-from .gradient_lists import alike
-from .scale_value import Flag, either, numbers_on
+from .scale_value import Flag, alike, either, numbers_on
 from .scaler_entries import checked_entry
 
-_REMEMBERED = 128  # blocks whose scale can still be told
+_REMEMBERED = 128  # blocks whose scale `history` can show
+
+
+class Scaler(Protocol):
+    """What the rest of ampatch asks of a loss scaler.
+
+    A scale is a number, or a 0-dim tensor on the device of the losses.
+    """
+
+    is_dynamic: bool
+    generation: int
+    """Changes with the scale: gradients of another generation have another scale."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether scaling and unscaling change nothing."""
+
+    @property
+    def settings(self) -> ScaleSettings | None:
+        """The rules of a dynamic scale; None for a static one."""
+
+    def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
+        """`loss` in FP32 times the scale, and that scale, which no update changes."""
+
+    def snapshot(self) -> Any:
+        """The present scale, for `scale_grads_` and `unscale_`."""
+
+    def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:
+        """Multiply FP32 gradients by `scale`, in place."""
+
+    def unscale_(self, grads: list[Tensor], scale: Any) -> Flag | None:
+        """Divide FP32 gradients by `scale`, in place; the flag of an overflow; None: unchecked."""
+
+    def defer(self, found_infs: list[Flag]) -> None:
+        """Keep these flags for the next `update`."""
+
+    def update(self, found_infs: list[Flag]) -> None:
+        """React to the flags of one step, and to those kept."""
+
+    def get(self) -> float:
+        """The scale.  Waits for the device."""
+
+    def peek(self) -> Any:
+        """The scale, or the tensor that holds it, to be read or copied at once."""
+
+    def set(self, value: float) -> None:
+        """Another scale from now on."""
+
+    def history(self) -> list[float]:
+        """The scales of the last blocks and the present one, each change once.  Waits."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its count, in apex's format."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave."""
 
 
 class StaticScaler:
@@ -93,8 +142,8 @@ class StaticScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the scale of a static scaler's `state_dict`.
 
-        What a dynamic scale had reached is not taken: nobody would look for
-        overflow at it.
+        What a dynamic scale had reached is not taken: a static scaler does not look for
+        overflow.
         """
         entry = checked_entry("loss scaler", state, None)
         if entry["dynamic"] is False:
@@ -119,16 +168,29 @@ def _setting(name: str) -> property:
 
 
 class DynamicScaler:
-    """A loss scale that grows while all is well and backs off on overflow.
+    """A loss scale that grows while no gradient overflows and backs off when one does.
+
+        scale, clean = init_scale, 0
+        for each step:
+            gradients = backward(loss * scale) / scale
+            if any gradient is inf or NaN:
+                skip the step; scale, clean = scale * backoff_factor, 0
+            else:
+                take the step; clean = clean + 1
+            if clean == growth_interval: scale, clean = scale * growth_factor, 0
+
+    This is section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv
+    1710.03740), with the constants of apex and torch.amp: from 2**16, doubled after 2000 clean
+    steps, halved on overflow; and kept within `min_loss_scale` and `max_loss_scale`.
 
     The scale and the count of clean steps live where the losses do
-    (`scale_numbers`), and nothing here waits for a device; `get`, `history` and
-    `state_dict` do.  `generation` changes with every update, so that gradients
-    can be told to have been scaled by the present value or by an earlier one.
+    (`scale_value`), and nothing here waits for a device; `get`, `history` and
+    `state_dict` do.
     """
 
     is_dynamic = True
     is_one = False
+    settings: ScaleSettings
 
     init_scale = _setting("init_scale")
     growth_interval = _setting("growth_interval")
@@ -193,7 +255,7 @@ class DynamicScaler:
         return self._numbers.read()[0]
 
     def peek(self) -> Any:
-        """The scale, or the tensor that holds it, for who reads or copies it at once."""
+        """The scale, or the tensor that holds it, to be read or copied at once."""
         return self._numbers.scale
 
     def set(self, value: float) -> None:
@@ -252,9 +314,6 @@ class DynamicScaler:
     def _last_count(self) -> int:
         """The highest count of clean steps; torch's kernel would never meet one beyond it."""
         return min(self.settings.growth_interval - 1, 2**31 - 1)
-
-
-Scaler = StaticScaler | DynamicScaler
 
 
 def make_scaler(loss_scale: str | float, **limits: Any) -> Scaler:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..log import logger
+from ..torch_private.optimizers import note_skipped_step
 from .gradient_flow import GradientFlow
-from .optimizers import parameter_lists
+from .gradient_state import Event, State
+from .master_weights import MasterWeights
 from .optimizers.apex_checkpoints import torch_layout
 from .optimizers.bare_calls import bare_step, is_bare_zero_grad
 from .optimizers.closures import Evaluations, step_with_closure, with_closures
 from .optimizers.fused import skips_in_kernel
 from .optimizers.idle_steps import IdleSteps
+from .optimizers.param_groups import ParamGroups
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.snapshots import WeightsAndState
-from .optimizers.state import FoundStates, move_state
+from .optimizers.state import FoundStates
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
@@ -30,14 +32,24 @@ _HALF_TYPES = frozenset((torch.float16, torch.bfloat16))
 _dtype_of = operator.attrgetter("dtype")
 
 
-class ManagedOptimizer(GradientFlow):
+class Casts(Protocol):
+    """How an optimizer's step switches the casts of torch's functions."""
+
+    @property
+    def off(self) -> AbstractContextManager[None]:
+        """Without casts, for what the optimizer computes.  One object, entered again and again."""
+
+    def on(self) -> AbstractContextManager[None]:
+        """With casts as they are around the step, for the forward in a closure."""
+
+
+class ManagedOptimizer:
     """An optimizer whose step looks for overflow and moves half weights along.
 
-    `casts_off` and `casts_on` make the context managers that `step` and its
-    closure run in, and `resume_casts(suspend_casts())` does what the first does in fewer calls;
-    `after_step(self)` is told of every step, skipped or not.
-    `halves` gives the ids of the parameters that are to have masters now,
-    `master_of` the master that another optimizer has made for one of them.  The
+    `gradients` are on their way to the step, `masters` are the FP32 weights that it updates,
+    `groups` the places of parameters, `counter` counts steps.  `after_step(self)` is called after
+    each step, skipped or not.  `halves` gives the ids of the parameters that are to have masters
+    now, `master_of` the master that another optimizer has made for one of them.  The
     ranks of `process_group` share their overflow flag.
     """
 
@@ -45,43 +57,40 @@ class ManagedOptimizer(GradientFlow):
         self,
         optimizer: Any,
         *,
-        suspend_casts: Callable[[], Any],
-        resume_casts: Callable[[Any], None],
-        casts_off: Callable[[], AbstractContextManager],
-        casts_on: Callable[[], AbstractContextManager],
+        casts: Casts,
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
         master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
         process_group: Any = None,
         name_of: Callable[[Tensor], str] = lambda half: "a weight",
     ) -> None:
-        super().__init__(optimizer, process_group, name_of)
-        self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
+        self.optimizer = optimizer
+        self.casts = casts
+        self.masters = MasterWeights(name_of)
+        self.gradients = GradientFlow(optimizer, self.masters, process_group)
+        self.parameters = self.gradients.parameters  # an attribute: each step asks
+        self.groups = ParamGroups(optimizer, self.masters, master_of)
         self.counter = StepCounter()
-        self._told_unfed = False
-        self.was_fed = True  # a `scale_loss` block came since the step before the last
-        self._suspend_casts = suspend_casts
-        self._resume_casts = resume_casts
-        self._casts_off = casts_off
-        self._casts_on = casts_on
+        self.found_states = FoundStates()
+        self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
+        self.step_had_block = True  # a `scale_loss` block came before the last step
+        self._has_warned = False
         self._after_step = after_step
         self._halves = halves
-        self._master_of = master_of
         self._methods = Methods(optimizer)
         self._own_methods: dict[str, Callable] = {}
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
-        self._found_states = FoundStates()
         self._first_step = IdleSteps(optimizer)
 
     # Put in, take out
 
     def install(self, originals: dict[int, Tensor], halves: set[int]) -> None:
-        """Move half parameters' places in the optimizer to masters; take over its methods.
+        """Move half parameters' places in the optimizer to masters; replace its methods.
 
         `originals` maps ids of half parameters to the FP32 values they were
         rounded from; only parameters in `halves` (ids) get masters.
         """
-        self._found_states.note(self.optimizer)
+        self.found_states.note(self.optimizer)
         self.adopt_parameters(originals, halves, {})
         self._put_methods()
 
@@ -90,11 +99,11 @@ class ManagedOptimizer(GradientFlow):
         self._own_methods.update(methods)
 
     def without_methods(self) -> AbstractContextManager:
-        """Context manager: the optimizer is without methods of ours, for who copies it."""
+        """Context manager: the optimizer is without the methods put in here, to be copied."""
         return self._methods.out()
 
     def reinstall(self) -> None:
-        """Take over the methods again after `uninstall`; `adopt_parameters` does the rest."""
+        """Replace the methods again after `uninstall`; `adopt_parameters` does the rest."""
         self._methods.take_out()
         self._put_methods()
 
@@ -120,31 +129,10 @@ class ManagedOptimizer(GradientFlow):
 
         Those in `masters` (by ids of half parameters) exist already.
         """
-        parameter_lists.check(self.optimizer, halves)
-        new_of: dict[int, Tensor] = {}
-        for group in self.optimizer.param_groups:
-            for index, param in enumerate(group["params"]):
-                if id(param) not in halves:
-                    if id(param) in originals:
-                        move_state(self.optimizer, param, param)
-                    continue
-                master = self.masters.of(param)
-                if master is None:
-                    original = originals.get(id(param))
-                    known = masters.get(id(param), self._master_of(param))
-                    self.masters.is_shared = self.masters.is_shared or known is not None
-                    master = self.masters.add(param, original, known)
-                group["params"][index] = new_of[id(param)] = master
-                move_state(self.optimizer, param, master)
-        parameter_lists.exchange(self.optimizer, new_of)
-        if new_of:
-            self.watch_arrivals()
+        if self.groups.put_masters(originals, halves, masters):
+            self.gradients.in_halves.watch()
 
-    def forget_found_state(self) -> None:
-        """Opening succeeded: from now on the state is what training makes of it."""
-        self._found_states.forget()
-
-    def adopt_new(self) -> None:
+    def add_new_params(self) -> None:
         """Make masters for half parameters that were added, or unfrozen, since."""
         if not _HALF_TYPES.isdisjoint(map(_dtype_of, self.parameters())):
             halves = self._halves()
@@ -153,23 +141,8 @@ class ManagedOptimizer(GradientFlow):
 
     def release_parameters(self, halves: set[int]) -> None:
         """Put parameters (ids of the model's) back in the place of their masters."""
-        old_of: dict[int, Tensor] = {}
-        for group in self.optimizer.param_groups:
-            for index, master in enumerate(group["params"]):
-                param = self.masters.half_of(master)
-                if param is not None and id(param) in halves:
-                    group["params"][index] = old_of[id(master)] = param
-                    move_state(self.optimizer, master, param)
-                    self.masters.remove(param)
-        parameter_lists.exchange(self.optimizer, old_of)
-        if old_of:
-            self.watch_anew()
-
-    def fit_state(self, changed: set[int]) -> None:
-        """Give the state of parameters (ids) whose dtype has changed their new dtype."""
-        for param in self.parameters():
-            if id(param) in changed:
-                move_state(self.optimizer, param, param)
+        if self.groups.put_halves(halves):
+            self.gradients.in_halves.watch_anew()
 
     def uninstall(self) -> None:
         """Give the optimizer its own parameters and methods back.
@@ -177,16 +150,12 @@ class ManagedOptimizer(GradientFlow):
         The caller gives the half parameters their master's values first.
         """
         try:
-            self.finish_pending()
+            self.gradients.state.finish_pending()
         finally:
             try:
                 self.release_parameters({id(pair.half) for pair in self.masters})
             finally:
                 self._methods.take_out()
-
-    def restore_found_state(self) -> None:
-        """Opening failed half-way: the state is as it was found, to the bit."""
-        self._found_states.restore()
 
     # The step
 
@@ -205,57 +174,63 @@ class ManagedOptimizer(GradientFlow):
         if not has_closure:
             return self.step_on_gradients(original, args, kwargs)
         halves = self._two_steps
-        with self._casts_off(), halves.inside_step(evaluations) if halves else nullcontext():
+        with self.casts.off, halves.inside_step(evaluations) if halves else nullcontext():
             return step_with_closure(self, original, evaluations, given, named)
-
-    def snapshot(self) -> WeightsAndState:
-        """All that the optimizer updates and remembers, to go back to."""
-        return WeightsAndState(self.optimizer)
 
     def before_step(self) -> None:
         """Bring parameters, gradients and scalers up to date."""
-        if self.in_block:
-            self.refuse_step_in_block()
-        if self._found_states.known:
-            self.forget_found_state()
-        if self.left_scaled.known:  # about those more is to be said
-            self._fed = True
-            self.left_scaled.report()
-        self.adopt_new()
-        if self.pending is not None or self.masters.by_half:
-            self.settle()
-        if self._deferred:
-            self.update_deferred()
+        state = self.gradients.state
+        if state.in_block:
+            state.refuse(Event.STEP)
+        if self.found_states.known:
+            self.found_states.forget()
+        if self.gradients.others.left_scaled:
+            state.had_block = True  # the error about that block is enough
+            self.gradients.others.report()
+        self.add_new_params()
+        if state.now is State.PENDING or self.masters.by_half:
+            self.bring_up_to_date()
+        if state.waiting:
+            state.update_deferred()
+
+    def bring_up_to_date(self) -> None:
+        """Unscale what is pending; have masters follow what was written into half weights.
+
+        Gradients that plain passes left in half weights are added to the masters'.
+        """
+        self.gradients.state.finish_pending()
+        self.masters.sync_from_half()
+        self.gradients.in_halves.add_to_masters()
 
     def after_step(self) -> None:
         """A step, noted as taken or skipped, has ended."""
-        self.was_fed, self._fed = self._fed, False
+        state = self.gradients.state
+        self.step_had_block, state.had_block = state.had_block, False
         self._after_step(self)
 
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The original step on the gradients there are, or none after an overflow."""
-        found = self.take_found_inf()
+        found = self.gradients.take_found_inf()
         in_kernel = False
         skipped: bool | Tensor = False  # without a flag nothing was checked
         if found is not None:
             in_kernel = isinstance(found, Tensor) and skips_in_kernel(self.optimizer)
-            skipped = found if in_kernel else is_set(found)
+            skipped = found if in_kernel or isinstance(found, bool) else is_set(found)
         if skipped is True:
             self.note_step(True)
             return None
         watched = None
         if self.masters.by_half and not self._first_step.is_done:
             watched = self._first_step.before(self.masters)
-        suspended = self._suspend_casts()
         try:
-            if in_kernel:
-                result = self._step_in_kernel(original, args, kwargs, found)
-            elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
-                result = original(*args, **kwargs)
-            else:
-                result = bare(self.optimizer)
+            with self.casts.off:
+                if in_kernel:
+                    result = self._step_in_kernel(original, args, kwargs, found)
+                elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
+                    result = original(*args, **kwargs)
+                else:
+                    result = bare(self.optimizer)
         finally:  # should it raise half-way, the model follows what was done
-            self._resume_casts(suspended)
             if self.masters.by_half:
                 self.masters.push()
         if watched is not None:
@@ -263,7 +238,7 @@ class ManagedOptimizer(GradientFlow):
         self.note_step(skipped)
         return result
 
-    def _step_in_kernel(self, original: Callable, args: tuple, kwargs: dict, found: Tensor) -> Any:
+    def _step_in_kernel(self, original: Callable, args: tuple, kwargs: dict, found: Any) -> Any:
         self.optimizer.found_inf = found
         self.optimizer.grad_scale = None
         try:
@@ -275,14 +250,14 @@ class ManagedOptimizer(GradientFlow):
         """Record whether this step is left out; a scheduler must not think it was forgotten."""
         self.skipped = skipped
         self.counter.note(skipped)
-        if skipped is True and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            self.optimizer._opt_called = True
+        if skipped is True:
+            note_skipped_step(self.optimizer)
 
-    def report_unfed(self) -> None:
+    def warn_without_block(self) -> None:
         """Say once if the last step came without `scale_loss`, where there is dynamic scaling."""
-        if self.was_fed or self._told_unfed or not self.has_gradients():
+        if self.step_had_block or self._has_warned or not self.gradients.has_gradients():
             return
-        self._told_unfed = True
+        self._has_warned = True
         logger.warning(
             "%s.step() came without ampatch.scale_loss since its last step, under a dynamic loss "
             "scale: small gradients may be lost and overflow is not looked for. Write "
@@ -291,16 +266,10 @@ class ManagedOptimizer(GradientFlow):
             type(self.optimizer).__name__,
         )
 
-    def casts_off(self) -> AbstractContextManager:
-        """No casting, for what the optimizer computes."""
-        return self._casts_off()
-
-    def casts_on(self) -> AbstractContextManager:
-        """Casting as it is outside the step, for the forward in a closure."""
-        return self._casts_on()
+    # The other methods of the optimizer
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        self.forget_gradients()
+        self.gradients.zeroed()
         if args or kwargs or not is_bare_zero_grad(original, self.optimizer):
             return original(*args, **kwargs)
         for group in self.optimizer.param_groups:
@@ -310,25 +279,13 @@ class ManagedOptimizer(GradientFlow):
 
     def _add_param_group(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """As the original, which knows of masters and not of their half weights."""
-        group = args[0] if args else kwargs.get("param_group")
-        params = group.get("params") if isinstance(group, dict) else None
-        if params is not None:
-            given = group["params"] = [params] if isinstance(params, Tensor) else list(params)
-            held = set(map(id, self.parameters()))
-            for param in given:
-                param = param[1] if isinstance(param, tuple) else param
-                if id(self.masters.of(param)) in held:
-                    raise ValueError(
-                        "some parameters appear in more than one parameter group: "
-                        f"{type(self.optimizer).__name__}.add_param_group was given a half weight "
-                        f"of shape {tuple(param.shape)} whose FP32 master it has already."
-                    )
+        self.groups.refuse_twice(args[0] if args else kwargs.get("param_group"))
         return original(*args, **kwargs)
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """As the original; understands apex's layouts, and takes their masters' values over."""
-        self.adopt_new()
-        self.masters.settle()
+        """As the original; understands apex's layouts, whose masters' values the masters get."""
+        self.add_new_params()
+        self.masters.sync_from_half()
         if args:
             state, args = args[0], args[1:]
         else:

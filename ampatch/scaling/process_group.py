@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ..torch_private.probes import are_ranks
+from ..torch_private.distributed import are_ranks
 from .scale_value import Flag
 
 
@@ -22,8 +22,9 @@ def share_flag(flag: Flag, group: Any, grads: list[Tensor]) -> Flag:
 
     What the host knows travels on the device of the gradients.
     """
-    shared = flag
-    if not isinstance(flag, Tensor):
+    if isinstance(flag, Tensor):
+        shared = flag
+    else:
         device = grads[0].device if grads else torch.device("cpu")
         shared = torch.tensor(float(flag), dtype=torch.float32, device=device)
     torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)

@@ -10,6 +10,7 @@ the host knows already.
 
 from __future__ import annotations
 
+import operator
 import struct
 
 import torch
@@ -17,22 +18,23 @@ from torch import Tensor
 
 from ..config.scale_settings import ScaleSettings
 from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
-from .gradient_lists import alike
 
 Flag = Tensor | bool
 
+_is_cpu = operator.attrgetter("is_cpu")
+_is_sparse = operator.attrgetter("is_sparse")
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 def either(first: Flag, second: Flag) -> Flag:
     """A flag that is set where one of the two is."""
-    if not isinstance(first, Tensor):
-        first, second = second, first
-    if isinstance(second, Tensor):
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))
-    if not isinstance(first, Tensor):
-        return first or second
-    return torch.ones_like(first) if second else first
+    if isinstance(first, Tensor):
+        return torch.ones_like(first) if second else first
+    if isinstance(second, Tensor):
+        return torch.ones_like(second) if first else second
+    return first or second
 
 
 def is_set(flag: Flag) -> bool:
@@ -106,14 +108,14 @@ class HostNumbers:
         return bad
 
     def _unset(self) -> Tensor:
-        """A flag that nobody else uses, and that is not set."""
+        """A flag that is not set, and not in use."""
         try:
             return self._zeros.pop()
         except IndexError:  # none left, or another thread was faster
             return torch.zeros((), dtype=torch.float32, device="cpu")
 
     def update(self, found: Flag, rule: ScaleSettings) -> None:
-        """The rule of `kernels.update_scale_`, and the limits."""
+        """The rule of `amp_kernels.update_scale_`, and the limits."""
         if found is not False and is_set(found):
             self.scale, self.unskipped = _float32(self.scale * rule.backoff_factor), 0
             self.clamp(rule)
@@ -135,7 +137,7 @@ class HostNumbers:
 class DeviceNumbers:
     """Scale (FP32, 0-dim) and count (int32, 0-dim) on a device; only `read` waits for it.
 
-    The tensors stay the same ones, for who has them in a CUDA graph.
+    The tensors stay the same ones, because CUDA graphs may hold them.
     """
 
     def __init__(self, scale: float, unskipped: int, device: torch.device) -> None:
@@ -160,7 +162,7 @@ class DeviceNumbers:
         return self.scale.item(), int(self.unskipped.item())
 
     def unscale_(self, grads: list[Tensor], scale: Tensor | float) -> Tensor:
-        """Divide gradients by `scale`, in place; the flag is 1.0 for an inf or NaN met, else 0.0."""
+        """Divide gradients by `scale`, in place; the flag is 1.0 if an inf or NaN was met."""
         if not isinstance(scale, Tensor):
             scale = torch.full_like(self.scale, scale)
         found = torch.zeros_like(scale)
@@ -191,3 +193,24 @@ def _float32(number: float) -> float:
 
 
 Numbers = HostNumbers | DeviceNumbers
+
+
+def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
+    """The tensors that hold their numbers, in lists that one kernel takes together.
+
+    They are of one device, and all sharded or none.
+    """
+    if len(grads) == 1 and type(grads[0]) is Tensor and not grads[0].is_sparse:
+        return [(grads[0].device, grads)]
+    is_dense_cpu = grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads))
+    if is_dense_cpu and len(set(map(type, grads))) == 1:  # the usual case, without a look at each
+        return [(grads[0].device, grads)]
+    groups: dict[tuple[torch.device, type], list[Tensor]] = {}
+    for grad in map(values, grads):
+        groups.setdefault((grad.device, type(grad)), []).append(grad)
+    return [(device, group) for (device, _), group in groups.items()]
+
+
+def values(grad: Tensor) -> Tensor:
+    """The tensor that holds the numbers: of a sparse gradient its values."""
+    return grad._values() if grad.is_sparse else grad

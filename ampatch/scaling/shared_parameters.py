@@ -11,21 +11,22 @@ from .loss_scaler import Scaler
 from .scale_value import Flag, either
 
 if TYPE_CHECKING:
-    from .gradient_state import GradientState
+    from .gradient_flow import GradientFlow
+    from .optimizer import ManagedOptimizer
 
 
 class Sharing:
-    """Which of `optimizers` hold the same tensors; the first of them owns such a tensor.
+    """Which of some optimizers hold the same tensors; the first of them owns such a tensor.
 
     Only the owner scales or unscales its gradient; an overflow in it concerns all holders.
     """
 
-    def __init__(self, optimizers: Sequence[GradientState] = ()) -> None:
-        holders: dict[int, list[GradientState]] = {}
-        if len(optimizers) > 1:
-            for optimizer in optimizers:
-                for param in optimizer.parameters():
-                    holders.setdefault(id(param), []).append(optimizer)
+    def __init__(self, flows: Sequence[GradientFlow] = ()) -> None:
+        holders: dict[int, list[GradientFlow]] = {}
+        if len(flows) > 1:
+            for flow in flows:
+                for param in flow.parameters():
+                    holders.setdefault(id(param), []).append(flow)
         self._holders = {key: known for key, known in holders.items() if len(known) > 1}
 
     @property
@@ -33,15 +34,15 @@ class Sharing:
         """Whether there are tensors that several hold."""
         return bool(self._holders)
 
-    def owned(self, optimizer: GradientState, params: Iterable[Tensor]) -> list[Tensor]:
+    def owned(self, flow: GradientFlow, params: Iterable[Tensor]) -> list[Tensor]:
         """Those of `params` that are this optimizer's to deal with."""
         if not self._holders:
             return list(params)
-        return [p for p in params if self._holders.get(id(p), [optimizer])[0] is optimizer]
+        return [p for p in params if self._holders.get(id(p), [flow])[0] is flow]
 
     def unscale(
         self,
-        optimizer: GradientState,
+        flow: GradientFlow,
         scaler: Scaler,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
@@ -49,26 +50,26 @@ class Sharing:
     ) -> Flag | None:
         """Unscale those of an optimizer's gradients, of `params`, that it owns.
 
-        Those shared are checked for all who hold them.  Returns found_inf, or None: unchecked.
+        Those shared are checked for all that hold them.  Returns found_inf, or None: unchecked.
         """
         if not self._holders:
-            return optimizer.check(scaler, list(grads), scale, [optimizer])
-        owned = {id(param) for param in self.owned(optimizer, params)}
+            return flow.check(scaler, list(grads), scale, [flow])
+        owned = {id(param) for param in self.owned(flow, params)}
         pairs = [pair for pair in zip(params, grads, strict=True) if id(pair[0]) in owned]
         alone = [grad for param, grad in pairs if not self._is_shared(param)]
-        found = optimizer.check(scaler, alone, scale, [optimizer])
-        others = self._others(optimizer)
+        found = flow.check(scaler, alone, scale, [flow])
+        others = self._others(flow)
         if others:
             shared = [grad for param, grad in pairs if self._is_shared(param)]
-            in_shared = optimizer.check(scaler, shared, scale, [optimizer, *others])
+            in_shared = flow.check(scaler, shared, scale, [flow, *others])
             if found is None or in_shared is None:
                 return in_shared if found is None else found
             found = either(found, in_shared)
         return found
 
-    def _others(self, optimizer: GradientState) -> list[GradientState]:
-        """Those who hold tensors that this optimizer owns."""
-        known = [holders[1:] for holders in self._holders.values() if holders[0] is optimizer]
+    def _others(self, flow: GradientFlow) -> list[GradientFlow]:
+        """The others that hold tensors which this one owns."""
+        known = [holders[1:] for holders in self._holders.values() if holders[0] is flow]
         return list({id(other): other for some in known for other in some}.values())
 
     def _is_shared(self, param: Tensor) -> bool:
@@ -79,16 +80,16 @@ class Sharing:
 NOTHING_SHARED = Sharing()
 
 
-def sharing_among(optimizers: Sequence[GradientState]) -> Sharing:
-    """`Sharing(optimizers)`; the same object wherever nothing is shared."""
-    sharing = Sharing(optimizers)
+def sharing_among(flows: Sequence[GradientFlow]) -> Sharing:
+    """`Sharing(flows)`; the same object wherever nothing is shared."""
+    sharing = Sharing(flows)
     return sharing if sharing.is_any else NOTHING_SHARED
 
 
 def with_sharers(
-    given: list[GradientState], everyone: Sequence[GradientState]
-) -> list[GradientState]:
-    """`given` and all who share a tensor with them, be it through others."""
+    given: list[ManagedOptimizer], everyone: Sequence[ManagedOptimizer]
+) -> list[ManagedOptimizer]:
+    """`given` and all that share a tensor with them, be it through others."""
     if all(map(given.__contains__, everyone)):
         return given
     found = list(given)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..log import logger
-from .gradient_lists import values
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
+from .scale_value import values
 from .step_counts import News, StepCounter
 
 _SHOWN = 5  # parameters named
@@ -77,7 +77,7 @@ def rate_report(managed: ManagedOptimizer, news: News, scalers: list[Scaler]) ->
 
 
 def closing_report(kind: str, counter: StepCounter, growth_interval: int) -> str | None:
-    """Say, as training ends, how many steps of an optimizer of a `kind` were skipped; None: hardly any.
+    """How many steps of an optimizer of a `kind` were skipped, at the end; None: hardly any.
 
     Those in front of the first taken one, while the scale comes down, and those by which a
     growing scale finds its limit are as they should be.  Waits for the device.

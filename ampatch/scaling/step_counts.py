@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..torch_private import foreach
+from ..torch_private.devices import is_captured
 
 
 class StepCounts(NamedTuple):
@@ -110,7 +111,7 @@ class StepCounter:
                 self._told = False
                 return None
             return self._judged(self._taken + self._skipped, self._skipped, self._row, limit)
-        numbers = self._numbers_on_device(max(1, limit // 4))
+        numbers = self._numbers_on_device(self._on_device, max(1, limit // 4))
         if numbers is None:
             return None
         steps, skipped, row = map(int, numbers)
@@ -127,13 +128,12 @@ class StepCounter:
             return None if told else News(row, row, True)
         return news
 
-    def _numbers_on_device(self, every: int) -> list[float] | None:
+    def _numbers_on_device(self, numbers: Tensor, every: int) -> list[float] | None:
         """All steps, the skipped and those in a row, or None if that is not known now."""
-        numbers = self._on_device
         if numbers.device.type == "cpu":
             return numbers.tolist()  # memory of the host: nothing to wait for
         self._unseen += 1
-        if _is_capturing(numbers):
+        if is_captured(numbers):
             return None
         if self._copy is None and self._unseen >= every:
             self._copy, self._unseen = _Copy(numbers), 0
@@ -192,7 +192,3 @@ class _Copy:
         if self._event is not None and not self._event.query():
             return None
         return self._host.tolist()
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Who has which object in care: one look-up, however many sessions are open."""
+"""Which session has which optimizer and model: one look-up, however many sessions are open."""
 
 from __future__ import annotations
 
@@ -7,58 +7,58 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .members import Members
+    from .session import Session
 
 
-class Whereabouts:
-    """Finds, for an object given to `initialize`, the session that has it and our side of it.
+class Index:
+    """Finds the session of an object that `initialize` was given, and its managed counterpart.
 
-    Our side is held weakly and `given_of(ours)` is the object; an entry goes when it dies.
-    An object is with one session at a time: the one that put it last.
+    The counterpart is held weakly, and `given_of(counterpart)` is the object; an entry goes when
+    its counterpart dies.  An object is in one session at a time: the one that put it last.
     """
 
     def __init__(self, given_of: Callable[[Any], Any]) -> None:
-        self._given_of = given_of
-        self._of: dict[int, tuple[Members, weakref.ref]] = {}
+        self.given_of = given_of
+        self._entries: dict[int, tuple[Session, weakref.ref]] = {}
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._entries)
 
-    def put(self, given: Any, session: Members, ours: Any) -> None:
-        """`session` takes `given` into care.  Without a side of ours, `ours` is `given` itself."""
-        key, of = id(given), self._of
+    def put(self, given: Any, session: Session, managed: Any) -> None:
+        """`given` is in `session` from now on.  Without a counterpart `managed` is `given`."""
+        key, entries = id(given), self._entries
 
-        def gone(reference: weakref.ref) -> None:
-            entry = of.get(key)
+        def remove(reference: weakref.ref) -> None:
+            entry = entries.get(key)
             if entry is not None and entry[1] is reference:
-                del of[key]
+                del entries[key]
 
-        of[key] = (session, weakref.ref(ours, gone))
+        entries[key] = (session, weakref.ref(managed, remove))
 
-    def find(self, given: Any) -> tuple[Any, Any] | None:
-        """`(session, our side or None)`, or None for an object in nobody's care."""
-        entry = self._of.get(id(given))
+    def find(self, given: Any) -> tuple[Session, Any] | None:
+        """`(session, managed counterpart or None)`; None for an object in no session."""
+        entry = self._entries.get(id(given))
         if entry is None:
             return None
-        ours = entry[1]()
-        if ours is given:
+        managed = entry[1]()
+        if managed is given:
             return entry[0], None
-        if ours is None or self._given_of(ours) is not given:  # dying, its id used again
+        if managed is None or self.given_of(managed) is not given:  # dying, its id is used again
             return None
-        return entry[0], ours
+        return entry[0], managed
 
-    def session_of(self, given: Any) -> Any:
-        """The session that has an object, or None."""
+    def session_of(self, given: Any) -> Session | None:
+        """The session that an object is in, or None."""
         found = self.find(given)
         return None if found is None else found[0]
 
-    def ours(self, given: Any) -> Any:
-        """Our side of an object, or None."""
+    def managed(self, given: Any) -> Any:
+        """The managed counterpart of an object, or None."""
         found = self.find(given)
         return None if found is None else found[1]
 
-    def remove(self, given: Any, session: Members) -> None:
-        """`session` has `given` in care no longer."""
-        entry = self._of.get(id(given))
+    def remove(self, given: Any, session: Session) -> None:
+        """`given` has left `session`; nothing happens if another one has it by now."""
+        entry = self._entries.get(id(given))
         if entry is not None and entry[0] is session:
-            del self._of[id(given)]
+            del self._entries[id(given)]

@@ -2,7 +2,7 @@
 
 Copied or pickled with its model, in any order, an optimizer comes back with the
 copied model's parameters in its groups, and its state by them.  By itself it is
-copied as torch copies it, without methods of ours; parameters are in FP32.
+copied as torch copies it, without ampatch's methods; parameters are in FP32.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..scaling.optimizers.state import move_state
 
 
 class OptimizerCopies:
-    """Copies one optimizer.  `is_ours(tensor)` says whether a managed model has a parameter."""
+    """Copies one optimizer.  `is_managed(tensor)` says whether a managed model has a parameter."""
 
     def __init__(
         self,
         managed: ManagedOptimizer,
-        is_ours: Callable[[Tensor], bool],
-        stand_ins: PlainParameters,
+        is_managed: Callable[[Tensor], bool],
+        plain_parameters: PlainParameters,
     ) -> None:
         self._managed = managed
-        self._is_ours = is_ours
-        self._stand_ins = stand_ins
+        self._is_managed = is_managed
+        self._plain_parameters = plain_parameters
 
     def methods(self) -> dict[str, Callable]:
         """What is to hang on the optimizer, by name."""
@@ -54,7 +54,9 @@ class OptimizerCopies:
         """Pickle takes a plain copy; `copy.copy`, which asks here too, shares what it can."""
         optimizer = self._bring_up_to_date()
         with self._plain():
-            make, args, state, *rest = type(optimizer).__reduce_ex__(optimizer, protocol)
+            kind: Any = type(optimizer)
+            reduced = kind.__reduce_ex__(optimizer, protocol)
+            make, args, state, *rest = reduced
             if isinstance(state, dict):
                 state = dict(state)
         widened = self._widened()
@@ -63,8 +65,8 @@ class OptimizerCopies:
         return make, args, SharedState(state, lambda: self._with_stand_ins(state, widened)), *rest
 
     def _bring_up_to_date(self) -> Any:
-        self._managed.adopt_new()
-        self._managed.masters.settle()
+        self._managed.add_new_params()
+        self._managed.masters.sync_from_half()
         return self._managed.optimizer
 
     def _widened(self) -> list[Tensor]:
@@ -72,18 +74,18 @@ class OptimizerCopies:
         return [
             param
             for param in self._managed.parameters()
-            if param.dtype in HALF_TYPES and self._is_ours(param)
+            if param.dtype in HALF_TYPES and self._is_managed(param)
         ]
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[Any]:
-        """The optimizer, for as long as it has no methods of ours."""
+        """The optimizer, for as long as it has none of ampatch's methods."""
         with self._managed.without_methods():
             yield self._managed.optimizer
 
     def _with_stand_ins(self, state: dict, widened: list[Tensor]) -> dict:
         """An optimizer's attributes with FP32 parameters in place of those `widened`."""
-        plain = {id(half): self._stand_ins.of(half) for half in widened}
+        plain = {id(half): self._plain_parameters.of(half) for half in widened}
         groups = [
             {**group, "params": [plain.get(id(param), param) for param in group["params"]]}
             for group in state["param_groups"]

@@ -1,13 +1,7 @@
-"""A session: one `initialize`, with all it changed and how to take it out.
-
-The only module that knows both the operator side and the optimizer side, and
-the only one with a module-level variable that changes: `registry`, which holds
-the open sessions and what they share.
-"""
+"""A session: one `initialize`, with all that it changed and how to take it out."""
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import sys
 from typing import Any
@@ -16,31 +10,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..casting.policy import CastState
+from ..casting.policy import Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
-from ..errors import TakingOut
-from ..interop import dynamo_skip, fx_jit
-from ..models import float_copies, module_overrides
+from ..errors import UndoAll
+from ..interop import ddp, dynamo_skip, fx_jit
+from ..models import float_copies, float_values, module_overrides
+from ..models.float_values import FloatValues
 from ..models.managed_model import ManagedModel
-from ..scaling import gradient_state, master_weights
+from ..models.plain_parameters import PlainParameters
+from ..scaling import gradient_state, master_weights, other_blocks
 from ..scaling.loss_scaler import make_scaler
-from ..scaling.masters import comparison, pairs, writes
+from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
 from ..scaling.skip_report import SkipReports
 from ..torch_private import half_grads
-from . import members
+from . import half_weights, masters, members, policies
+from .masters import Masters, ModelWeights
+from .members import Members
 from .optimizer_copies import OptimizerCopies
-from .policies import CastingMembers
-from .registry import Registry
-from .transfer import Handover
+from .policies import Policies
+from .registry import registry
+from .step_casts import StepCasts
+from .transfer import Transfer
 
 
-class Session(CastingMembers):
+class Session:
     """Models and optimizers under one set of `Properties`.
 
-    Complete when constructed, in force after `open`.
+    Complete when constructed, in force after `open`.  `models` and `optimizers` are its members,
+    `policies` what it casts, `masters` finds FP32 masters in the optimizers, `weights` knows the
+    models' weights, `values` gives the FP32 values of models for copies and checkpoints.
     """
 
     def __init__(
@@ -49,18 +50,25 @@ class Session(CastingMembers):
         *,
         rules: tuple[list, dict] = ([], {}),
         process_group: Any = None,
-        apex_flavour: bool = False,
+        has_apex_tables: bool = False,
     ) -> None:
         self._module_rules, function_rules = rules
-        super().__init__(
-            properties, function_rules, apex_flavour, registry.cared_for, registry.modelled
-        )
-        self._process_group = process_group
+        self.properties = properties
+        self.models: Members[ManagedModel] = Members(self, registry.models)
+        self.optimizers: Members[ManagedOptimizer] = Members(self, registry.optimizers)
+        self.policies = Policies(properties, function_rules, has_apex_tables)
+        self.masters = Masters(self.optimizers)
+        self.weights = ModelWeights(self.models, has_apex_tables)
+        self.values = FloatValues(self.masters)
+        self.plain_parameters = PlainParameters()
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
-        self.is_open = False
-        self.scales_by_itself = False  # each pass, for all it reaches: nobody writes `scale_loss`
         self.skips = SkipReports(properties.growth_interval)
+        self.is_open = False
+        self.may_cast = True  # until `stop_casting`
+        self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
+        self._process_group = process_group
+        self._was_given = False
 
     # Put in, take out
 
@@ -68,23 +76,23 @@ class Session(CastingMembers):
         """Change models, optimizers and torch; all of it or, on an exception, nothing."""
         self._was_given = bool(models or optimizers)
         if not models:
-            self._policy.devices = None  # no model says where it is at home: cast everywhere
+            self.policies.cast_everywhere()
         if not self.properties.enabled:
-            self.add_bystanders(optimizers)
+            self.optimizers.add_unmanaged(optimizers)
             self.is_open = True
             registry.add(self)
             return
         try:
             for model in models:
                 self._manage_model(model, self.properties)
-            weights = self._weights()
+            weights = self.weights.originals(), self.weights.halves()
             for optimizer in optimizers:
                 self.manage_optimizer(optimizer, weights)
-            self._forget_originals()
-            for managed in self.optimizers():
-                managed.forget_found_state()
+            self.weights.forget_originals()
+            for managed in self.optimizers.alive():
+                managed.found_states.forget()
             if optimizers:
-                self._tell_of_lone_halves()
+                self.weights.warn_of_missing_masters(self.masters)
             self.is_open = True
             registry.add(self)
         except BaseException:
@@ -93,56 +101,69 @@ class Session(CastingMembers):
 
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""
-        taking_out = TakingOut("ampatch: a session closes")
-        taking_out.do(registry.tell, "on_close", self)
-        taking_out.do(registry.state.drop_interrupted)
-        taking_out.do(self.skips.close)
-        for optimizer in self.optimizers():
-            taking_out.do(optimizer.settle)
+        undo = UndoAll("ampatch: a session closes")
+        undo.do(registry.observers.notify, "on_close", self)
+        undo.do(registry.state.drop_interrupted)
+        undo.do(self.skips.close)
+        for optimizer in self.optimizers.alive():
+            undo.do(optimizer.bring_up_to_date)
         changed: set[int] = set()
-        for managed in self.models():
-            taking_out.do(managed.uninstall)
+        for managed in self.models.alive():
+            undo.do(managed.uninstall)
             changed |= managed.converted()
-        for optimizer in self.optimizers():
-            taking_out.do(optimizer.uninstall)
-            taking_out.do(optimizer.fit_state, changed)
-            taking_out.do(optimizer.restore_found_state)
-        self.forget_members()
+        for optimizer in self.optimizers.alive():
+            undo.do(optimizer.uninstall)
+            undo.do(optimizer.groups.fit_state, changed)
+            undo.do(optimizer.found_states.restore)
+        self.models.clear()
+        self.optimizers.clear()
         self.is_open = False
-        taking_out.do(registry.remove, self)
-        taking_out.end()
+        undo.do(registry.remove, self)
+        undo.end()
+
+    def is_alive(self) -> bool:
+        """Whether a model or optimizer is still in use, or none was given."""
+        if self.models.are_alive() or self.optimizers.are_alive():
+            return True
+        return not self._was_given or (self.models.is_empty() and self.optimizers.is_empty())
+
+    def is_empty(self) -> bool:
+        """Whether all models and optimizers that were given have left."""
+        return self._was_given and self.models.is_empty() and self.optimizers.is_empty()
+
+    def policy(self) -> Policy | None:
+        """The rules in force for the process because of this session; None: it casts no calls."""
+        if not (self.properties.enabled and self.may_cast):
+            return None
+        return self.policies.for_process(self.properties, self.models)
+
+    # Models
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
         found = module_overrides.precisions(model, self._module_rules, properties)
         managed = ManagedModel(
             model,
             properties,
+            self,
             state=registry.state,
-            policy=self._policy_under(properties),
-            master_of=self.current_master_of,
-            show_master_of=self.show_master_of,
-            load_master=self.load_master,
-            stand_ins=self.stand_ins,
-            widened=self.widened,
-            mix=self._mix,
-            before_forward=self._before_forward,
+            policy=self.policies.at(properties),
             overrides=[
                 self._module_override(module, precision, properties)
                 for module, precision in found.items()
             ],
         )
-        self.add_model(managed)
+        self.models.add(managed)
         if properties.casts_model:
             managed.convert(module_overrides.stays_float(properties, found))
             if managed.mixes:
-                self._mix(managed)
+                self.mix(managed)
         managed.install()
         fx_jit.note_scripted_parts(model, managed.policy)
 
-    def _mix(self, managed: ManagedModel) -> None:
+    def mix(self, managed: ManagedModel) -> None:
         """FP32 meets half in a model's forward: what PyTorch refuses then follows the tables."""
         if managed.policy is None:
-            managed.policy = self.mixed_policy
+            managed.policy = self.policies.mixed
             if self.is_open:
                 registry.refresh()
 
@@ -150,50 +171,77 @@ class Session(CastingMembers):
         self, module: nn.Module, precision: str, properties: Properties
     ) -> module_overrides.ModuleOverride:
         dtype = torch.float32 if precision == "float" else properties.dtype
-        policy = self._policy.forced(dtype) if properties.patch_torch_functions else None
+        policy = self.policies.tables.forced(dtype) if properties.patch_torch_functions else None
         return module_overrides.ModuleOverride(
             module, dtype, registry.state, policy, properties.cast_model_type
         )
 
+    def release_model(self, model: nn.Module) -> None:
+        """Manage a model no longer; its parameters go back into the optimizers."""
+        managed = self.models.find(model)
+        if managed is None:
+            return
+        for optimizer in self.optimizers.alive():
+            optimizer.bring_up_to_date()
+        managed.uninstall()
+        ids = {id(parameter) for parameter in model.parameters()}
+        for optimizer in self.optimizers.alive():
+            optimizer.release_parameters(ids)
+            optimizer.groups.fit_state(managed.converted())
+        self.models.remove(model)
+
+    def stop_casting(self) -> None:
+        """Leave torch's functions alone from now on; models, masters and loss scales stay."""
+        self.may_cast = False
+        for managed in self.models.alive():
+            managed.policy = None
+        registry.refresh()
+
+    # Optimizers
+
     def manage_optimizer(
         self, optimizer: Any, weights: tuple[dict, set] | None = None
     ) -> ManagedOptimizer:
-        """Take an optimizer into care: masters for its half parameters, its step and zero_grad.
+        """Manage an optimizer: masters for its half parameters, its `step` and `zero_grad`.
 
-        `weights` is what `_weights` gives, for who has many optimizers.
+        `weights` are the originals and the ids of the half parameters of all models, for a caller
+        with many optimizers.
         """
         managed = ManagedOptimizer(
             optimizer,
-            suspend_casts=registry.state.suspend,
-            resume_casts=registry.state.resume,
-            casts_off=lambda: registry.state.under(lambda: None),
-            casts_on=lambda: registry.state.under(
-                registry.outside_step, registry.state.covered_by_user()
-            ),
+            casts=StepCasts(registry.state),
             after_step=self._after_step,
-            halves=self.halves_to_step_on,
-            master_of=self.share_master_of,
+            halves=self._halves_to_step_on,
+            master_of=self.masters.share,
             process_group=self._process_group,
-            name_of=lambda half: self.parameter_names().get(id(half), "a weight"),
+            name_of=lambda half: self.weights.names().get(id(half), "a weight"),
         )
-        managed.add_methods(OptimizerCopies(managed, self.has_parameter, self.stand_ins).methods())
-        self.add_optimizer(managed)
+        copies = OptimizerCopies(managed, self.weights.contain, self.plain_parameters)
+        managed.add_methods(copies.methods())
+        self.optimizers.add(managed)
         self.skips.follow(managed)
-        managed.install(*(weights or self._weights()))
+        managed.install(*(weights or (self.weights.originals(), self.weights.halves())))
         return managed
+
+    def _halves_to_step_on(self) -> set[int]:
+        """Ids of the half parameters that get masters; they are up to date, to be stepped on."""
+        if self.values.widened.copies:
+            self.values.widened.take_over()
+        return self.weights.halves()
+
+    def release_optimizer(self, optimizer: Any) -> None:
+        """Manage an optimizer no longer."""
+        managed = self.optimizers.find(optimizer)
+        if managed is not None:
+            managed.bring_up_to_date()
+            managed.uninstall()
+        self.optimizers.remove(optimizer)
 
     def add_scalers(self, count: int) -> range:
         """Make `count` more loss scalers; returns their numbers, for `loss_id`."""
         first = len(self.scalers)
         self.scalers.extend(_scaler(self.properties) for _ in range(count))
         return range(first, first + count)
-
-    def stop_casting(self) -> None:
-        """Leave torch's functions alone from now on; models, masters and loss scales stay."""
-        self.may_cast = False
-        for managed in self.models():
-            managed.policy = None
-        registry.refresh()
 
     # Training
 
@@ -208,51 +256,53 @@ class Session(CastingMembers):
         """The context manager behind `scale_loss`."""
         registry.state.drop_interrupted()
         for optimizer in managed:
-            optimizer.adopt_new()
-        outsiders = []
-        if not (len(managed) == len(self._optimizers) == 1 and self._optimizers[0]() is managed[0]):
-            everyone = self.optimizers()
+            optimizer.add_new_params()
+        others: list[ManagedOptimizer] = []
+        members = self.optimizers.references
+        if not (len(managed) == len(members) == 1 and members[0]() is managed[0]):
+            everyone = self.optimizers.alive()
             managed = with_sharers(managed, everyone)
             if not self.scales_by_itself:
-                outsiders = [other for other in everyone if other not in managed]
-        if registry.is_observed:
-            registry.tell("on_loss", loss, loss_id)
-            registry.tell("on_scale", self.scalers[loss_id].peek(), loss_id)
+                others = [other for other in everyone if other not in managed]
+        if registry.observers.are_there:
+            registry.observers.notify("on_loss", loss, loss_id)
+            registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
         return ScaledBackward(
             loss,
             managed,
             self.scalers[loss_id],
             delay_unscale,
             delay_overflow_check,
-            outsiders,
-            self._policy.cache.close,
-            together=self._policy.apex_flavour,
+            others,
+            self.policies.cache.close,
+            together=self.policies.tables.apex_tables,
         )
 
-    def _before_forward(self, model: nn.Module) -> None:
-        if self._optimizers:
+    def before_forward(self, model: nn.Module) -> None:
+        """A forward begins of a model whose weights may have masters."""
+        if self.optimizers.references:
             unscaled = all(scaler.is_one for scaler in self.scalers)
-            reduces = registry.reduces(model)
-            for managed in self.optimizers():
-                managed.before_forward(reduces, unscaled)
+            reduces = registry.wrapped.reduces(model)
+            for managed in self.optimizers.alive():
+                managed.gradients.in_halves.before_forward(reduces, unscaled)
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
-        self._policy.cache.close()
+        self.policies.cache.close()
         registry.state.drop_interrupted()
         if managed.masters.is_shared:
-            for other in self.optimizers():
+            for other in self.optimizers.alive():
                 if other is not managed and other.masters.is_shared:
                     other.masters.note_shared(managed.masters)
-        if self.widened.copies:
-            self.widened.take_over()
+        if self.values.widened.copies:
+            self.values.widened.take_over()
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
-            self.skips.report(managed, news, self.parameter_names(), self.scalers)
-        unfed = not (managed.was_fed or self.scales_by_itself)
-        if unfed and any(scaler.is_dynamic for scaler in self.scalers):
-            managed.report_unfed()
-        if registry.is_observed:
-            registry.tell("on_step", managed.optimizer, managed.skipped)
+            self.skips.report(managed, news, self.weights.names(), self.scalers)
+        without_block = not (managed.step_had_block or self.scales_by_itself)
+        if without_block and any(scaler.is_dynamic for scaler in self.scalers):
+            managed.warn_without_block()
+        if registry.observers.are_there:
+            registry.observers.notify("on_step", managed.optimizer, managed.skipped)
 
     # Changes at run time
 
@@ -270,19 +320,19 @@ class Session(CastingMembers):
             if field.name not in ("opt_level", *NULLABLE) or field.name == "min_loss_scale"
         }
         properties = properties_for(opt_level, **kept)
-        others = [managed for managed in self.models() if managed.model is not model]
+        others = [managed for managed in self.models.alive() if managed.model is not model]
         if others and properties.dtype is not self.properties.dtype:
             raise ValueError(
-                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and the "
-                f"models given to initialize together share {self.properties.dtype}. Choose a "
-                "level in that type, or call initialize for this model and its optimizer alone."
+                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and "
+                f"the models given to initialize together share {self.properties.dtype}. Choose "
+                "a level in that type, or call initialize for this model and its optimizer alone."
             )
-        with Handover(registry, [model], []):
-            self._cast_to(properties.dtype)
+        with Transfer(registry, [model], []):
+            self.policies.cast_to(properties.dtype)
             self._manage_model(model, properties)
             self._adopt_parameters({})
         self._fit_scalers(properties, others)
-        self._forget_originals()
+        self.weights.forget_originals()
         registry.refresh()
 
     def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
@@ -299,40 +349,40 @@ class Session(CastingMembers):
         if anew:
             self.scalers = [_scaler(properties) for _ in self.scalers]
 
-    def take_back(
+    def restore(
         self,
         models: list[ManagedModel],
         optimizers: list[ManagedOptimizer],
-        bystanders: list[Any],
+        unmanaged: list[Any],
         masters: dict[int, Parameter],
     ) -> None:
         """Manage again what was released; `masters` by ids of half parameters are used again."""
-        self._cast_to(self.properties.dtype)
+        self.policies.cast_to(self.properties.dtype)
         for managed in models:
-            if self.managed_model(managed.model) is None:
+            if self.models.find(managed.model) is None:
                 self._manage_model(managed.model, managed.properties)
-        self._optimizers, self.bystanders = [], []
-        self.add_bystanders(bystanders)
-        for managed in optimizers:
-            self.add_optimizer(managed)
-            managed.reinstall()
+        self.optimizers.clear()
+        self.optimizers.add_unmanaged(unmanaged)
+        for optimizer in optimizers:
+            self.optimizers.add(optimizer)
+            optimizer.reinstall()
         self._adopt_parameters(masters)
-        self._forget_originals()
+        self.weights.forget_originals()
         registry.refresh()
+
+    def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
+        originals, halves = self.weights.originals(), self.weights.halves()
+        for managed in self.optimizers.alive():
+            managed.adopt_parameters(originals, halves, masters)
 
 
 def _scaler(properties: Properties) -> Any:
     return make_scaler(properties.loss_scale, **dataclasses.asdict(properties.scale_settings))
 
 
-def cast_state() -> CastState:
-    """The process's `CastState`, read from this module's globals."""
-    return registry.state
-
-
-registry = Registry(cast_state)
-atexit.register(registry.report_closing)
 dynamo_skip.run_eagerly(
-    *(sys.modules[__name__], members, float_copies, half_grads),
-    *(gradient_state, master_weights, pairs, writes, comparison),
+    *(sys.modules[__name__], members, masters, half_weights, policies),
+    *(float_values, ddp, float_copies, half_grads),
+    *(gradient_state, other_blocks, master_weights, half_gradients),
+    *(handed_out, writers, writes, comparison),
 )

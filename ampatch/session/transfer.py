@@ -1,4 +1,4 @@
-"""Models and optimizers on their way from earlier sessions to a new one, and back if it fails."""
+"""The transfer of models and optimizers from earlier sessions to a new one, undone if it fails."""
 
 from __future__ import annotations
 
@@ -24,61 +24,61 @@ class _Optimizer(NamedTuple):
 
 
 class _Earlier(NamedTuple):
-    """A session that is asked for some of its members."""
+    """A session that some models and optimizers are taken from."""
 
     session: Session
     models: list[ManagedModel]
     optimizers: list[_Optimizer]
-    bystanders: list[Any]
+    unmanaged: list[Any]
 
 
-class Handover:
-    """Context manager: takes members out of the sessions that have them; on an exception they go back.
+class Transfer:
+    """Context manager: releases models and optimizers from the sessions that have them.
 
-    Back under management with the very master weights and gradients they had,
-    so that training goes on as if nothing had been tried.
+    On an exception these sessions get them back, with the very master weights and gradients they
+    had, so that training goes on as if nothing had been tried.
     """
 
     def __init__(self, registry: Registry, models: list[nn.Module], optimizers: list[Any]) -> None:
-        self._models = [(registry.session_of_model(model), model) for model in models]
-        self._optimizers = [(registry.session_of(one), one) for one in optimizers]
+        self._models = [(registry.models.session_of(model), model) for model in models]
+        self._optimizers = [(registry.optimizers.session_of(one), one) for one in optimizers]
         self._earlier: list[_Earlier] = []
 
     def __enter__(self) -> None:
         found = (session for session, _ in (*self._models, *self._optimizers))
         asked = {id(session): session for session in found if session is not None}.values()
         for session in asked:
-            for managed in session.optimizers():
-                managed.settle()
+            for managed in session.optimizers.alive():
+                managed.bring_up_to_date()
         self._earlier = [_remember(session) for session in asked]
         try:
-            for session, model in self._models:
-                if session is not None:
-                    session.release_model(model)
-            for session, optimizer in self._optimizers:
-                if session is not None:
-                    session.release_optimizer(optimizer)
+            for holder, model in self._models:
+                if holder is not None:
+                    holder.release_model(model)
+            for holder, optimizer in self._optimizers:
+                if holder is not None:
+                    holder.release_optimizer(optimizer)
         except BaseException:
-            self._give_back()
+            self._restore()
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._give_back()
+            self._restore()
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         for earlier in self._earlier:
             known = {
                 id(pair.half): pair.master
                 for optimizer in earlier.optimizers
                 for pair, _ in optimizer.masters
             }
-            earlier.session.take_back(
+            earlier.session.restore(
                 earlier.models,
                 [optimizer.managed for optimizer in earlier.optimizers],
-                earlier.bystanders,
+                earlier.unmanaged,
                 known,
             )
             for optimizer in earlier.optimizers:
@@ -89,10 +89,10 @@ class Handover:
 def _remember(session: Session) -> _Earlier:
     return _Earlier(
         session,
-        list(session.models()),
+        session.models.alive(),
         [
             _Optimizer(managed, [(pair, pair.master.grad) for pair in managed.masters])
-            for managed in session.optimizers()
+            for managed in session.optimizers.alive()
         ],
-        [one for ref in session.bystanders if (one := ref()) is not None],
+        session.optimizers.alive_unmanaged(),
     )

@@ -1,4 +1,4 @@
-"""What a sweep is to run: the rows, from levels, dtypes and the user's own settings, and the order."""
+"""The plan of a sweep: its rows, from levels, dtypes and settings, and the order of the trials."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from ampatch.config.opt_levels import LEVELS, properties_for
 from ampatch.errors import did_you_mean
-from ampatch.sweep.record import Case, Planned
+from ampatch.sweep.trial import Case, Trial
 
-WITHOUT_AMP = ("O0", "O1")  # what can be had without a line in the script
+WITHOUT_AMP = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
 
@@ -29,10 +29,10 @@ def cases(
 ) -> list[Case]:
     """The rows: every level in every dtype, but O0 once.
 
-    `overrides` are texts such as `"O2 keep_batchnorm_fp32=False"`, a row more each
-    (per dtype).  `autocast` adds the peer's rows where O1, O2 or O3 are among the
-    levels, `tf32` a row `O0+tf32` where O0 is.  A script that runs by `auto` has
-    O0 and O1 alone.  Raises `ValueError`.
+    `overrides` are texts such as `"O2 keep_batchnorm_fp32=False"`; each adds one row for
+    each dtype.  `autocast` adds the autocast baseline where O1, O2 or O3 are among the
+    levels, `tf32` adds a row `O0+tf32` where O0 is.  With `auto` only O0 and O1 are
+    possible.  Raises `ValueError`.
     """
     named, overrides = known(levels, LEVELS, "levels"), list(overrides)
     if auto and (overrides or set(named) - set(WITHOUT_AMP)):
@@ -57,22 +57,22 @@ def cases(
     return list(dict.fromkeys(rows))
 
 
-def order(rows: Sequence[Case], seeds: int, repeats: int) -> list[Planned]:
-    """Rounds: in each every row runs once, next to the others, with one seed.
+def trials(rows: Sequence[Case], seeds: int, repeats: int) -> list[Trial]:
+    """The trials in their order: in each round every row runs once, with the same seed.
 
-    Every other round goes backwards, so that a machine that grows steadily slower
-    does so for the first row as for the last.
+    Every second round runs backwards, so that a machine that gets slower slows the first
+    row and the last row by the same amount.
     """
     rounds = [(repeat, seed) for repeat in range(repeats) for seed in range(seeds)]
     return [
-        Planned(case, seed, repeat)
+        Trial(case, seed, repeat)
         for number, (repeat, seed) in enumerate(rounds)
         for case in (rows if number % 2 == 0 else rows[::-1])
     ]
 
 
 def override(text: str) -> tuple[str, dict[str, Any]]:
-    """Level and settings of `"O2 keep_batchnorm_fp32=False loss_scale=128"`.  Raises `ValueError`."""
+    """Level and settings of `"O2 loss_scale=128 verbosity=0"`.  Raises `ValueError`."""
     level, *pairs = shlex.split(text) or [""]
     if level not in LEVELS or not pairs or not all("=" in pair for pair in pairs):
         raise ValueError(
@@ -83,18 +83,18 @@ def override(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def placeholders(arguments: Sequence[str], seed: int, steps: int | None) -> list[str]:
-    """The script's arguments with `{seed}` and `{steps}` put in."""
+    """The script's arguments with `{seed}` and `{steps}` replaced."""
     filled = [argument.replace("{seed}", str(seed)) for argument in arguments]
     return filled if steps is None else [a.replace("{steps}", str(steps)) for a in filled]
 
 
 def counts_its_steps(arguments: Sequence[str]) -> bool:
-    """Whether the script is told how many steps to take, and ends by itself."""
+    """Whether the script gets the number of steps, and ends by itself."""
     return any("{steps}" in argument for argument in arguments)
 
 
 def patterns(metrics: Mapping[str, str]) -> dict[str, str]:
-    """`metrics`, checked: regular expressions with a group for the number.  Raises `ValueError`."""
+    """`metrics`, checked: regular expressions with one group.  Raises `ValueError`."""
     for name, pattern in metrics.items():
         try:
             groups = re.compile(pattern).groups
@@ -144,7 +144,7 @@ def _value(text: str) -> Any:
 
 
 def _check_settings(text: str, level: str, dtype: str | None, settings: dict[str, Any]) -> None:
-    """Have `initialize`'s own rules look at them, before anything runs."""
+    """Check them with the rules of `initialize`, before anything runs."""
     given = {name: value for name, value in settings.items() if name != "overrides"}
     try:
         properties_for(level, dtype or torch.float16, **given)

@@ -1,4 +1,4 @@
-"""torch's private kernels of loss scaling, or the same in public functions where a torch lacks them."""
+"""torch's kernels of loss scaling; in public functions where a torch lacks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ try:
     from torch import _amp_foreach_non_finite_check_and_unscale_ as check_and_unscale_
 except ImportError:
 
-    def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    def check_and_unscale_(  # type: ignore[misc]
+        grads: list[Tensor], found_inf: Tensor, inverse: Tensor
+    ) -> None:
         """Multiply by `inverse`, in place; set `found_inf` to 1 where an inf or NaN was met."""
         for grad in grads:
             found_inf.logical_or_(~torch.isfinite(grad).all())
@@ -20,7 +22,7 @@ try:
     from torch import _amp_update_scale_ as update_scale_
 except ImportError:
 
-    def update_scale_(
+    def update_scale_(  # type: ignore[misc]
         scale: Tensor,
         unskipped: Tensor,
         found_inf: Tensor,

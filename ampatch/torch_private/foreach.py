@@ -13,6 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TORCH_NAMES = {
+    "add": "_foreach_add",
+    "add_": "_foreach_add_",
+    "addcdiv_": "_foreach_addcdiv_",
+    "addcmul_": "_foreach_addcmul_",
+    "copy_": "_foreach_copy_",
+    "lerp_": "_foreach_lerp_",
+    "mul_": "_foreach_mul_",
+    "norm": "_foreach_norm",
+    "sqrt": "_foreach_sqrt",
+}
+"""What torch calls each of these functions."""
+
 
 def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) -> list[Tensor]:
     """Call the method `name` of each tensor, without gradients."""
@@ -27,7 +40,7 @@ def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) ->
 
 
 def _of_torch(name: str) -> Callable:
-    found = getattr(torch, f"_foreach_{name}", None)
+    found = getattr(torch, TORCH_NAMES[name], None)
     return functools.partial(one_by_one, name) if found is None else found
 
 

@@ -16,25 +16,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-raw_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+from .probes import current_backward_pass
+
+_descriptor: Any = torch.Tensor.grad
+
+raw_grad = _descriptor.__get__
 """The gradient where autograd leaves it: of any tensor, in the tensor's own dtype."""
-set_raw_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+set_raw_grad = _descriptor.__set__
 
 _KEEPERS = "_ampatch_keepers"
 
-try:
-    from torch._C import _current_graph_task_id as _pass_id
-except ImportError:
 
-    def _pass_id() -> int:
-        """Without a way to ask, no backward pass is running."""
-        return -1
+class BlockState(Protocol):
+    """Tells whether a `scale_loss` block runs."""
+
+    @property
+    def in_block(self) -> bool:
+        """Inside it, `.grad` is what autograd has left."""
 
 
 class Keeper(Protocol):
-    """Who keeps the FP32 gradients of half weights."""
+    """Keeps the FP32 gradients of half weights."""
 
-    in_block: bool
+    @property
+    def state(self) -> BlockState:
+        """The state of these gradients."""
 
     def grad_of_half(self, half: Tensor) -> Tensor | None:
         """The FP32 gradient; what autograd has left is added to it first."""
@@ -45,7 +51,7 @@ class Keeper(Protocol):
 
 def is_in_backward() -> bool:
     """Whether this thread runs code inside a backward pass."""
-    return _pass_id() != -1
+    return current_backward_pass() != -1
 
 
 def dress(half: Tensor, keeper: Keeper) -> None:
@@ -65,7 +71,8 @@ def undress(half: Tensor, keeper: Keeper | None = None) -> bool:
         return False
     vars(half).pop(_KEEPERS, None)
     if isinstance(half, _Dressed):
-        half.__class__ = type(half).__base_kind__
+        kind: Any = type(half)
+        half.__class__ = kind.__base_kind__
     return True
 
 
@@ -80,7 +87,7 @@ class _Dressed:
     __slots__ = ()
 
     @property
-    def grad(self) -> Tensor | None:
+    def grad(self: Any) -> Tensor | None:
         """The FP32 gradient of the master; inside a `scale_loss` block, what autograd left.
 
         To assign to it, or None, replaces all that there is, as in FP32 training.
@@ -89,7 +96,7 @@ class _Dressed:
         return raw_grad(self) if keeper is None else keeper.grad_of_half(self)
 
     @grad.setter
-    def grad(self, grad: Tensor | None) -> None:
+    def grad(self: Any, grad: Tensor | None) -> None:
         keeper = _keeper(self)
         if keeper is not None:
             keeper.set_grad_of_half(self, grad)
@@ -100,20 +107,20 @@ class _Dressed:
         set_raw_grad(self, None if grad is None else grad.to(self.dtype))
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self: Any) -> None:
         self.grad = None
 
-    def __deepcopy__(self, memo: dict) -> Tensor:
+    def __deepcopy__(self: Any, memo: dict) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = _plain(self, self.detach().clone())
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple:
         plain = _plain(self, self.detach())
         vars(plain).update({key: value for key, value in vars(self).items() if key != _KEEPERS})
         return plain.__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
+    def __repr__(self: Any) -> str:
         return repr(_plain(self, self.detach()))
 
 
@@ -127,7 +134,7 @@ def _keeper(half: Any) -> Keeper | None:
     for ref in vars(half).get(_KEEPERS, ()):
         keeper = ref()
         if keeper is not None:
-            if keeper.in_block:
+            if keeper.state.in_block:
                 return None
             first = first or keeper
     if first is not None and is_in_backward() and raw_grad(half) is not None:

@@ -1,18 +1,17 @@
-"""What surrounds a call, asked where torch keeps it.
+"""Where a call runs: recorded, in a backward pass, under a profiler.
 
-Forwards and steps ask every time, and torch's public questions are several
-Python calls each.  Where this torch keeps an answer elsewhere, the public way.
+Forwards and steps ask every time, and torch's public questions are several Python calls
+each.  Where this torch keeps an answer elsewhere, the public way.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed
 
 try:
     from torch._C import _set_grad_enabled as set_grad_enabled
 except ImportError:
-    set_grad_enabled = torch.set_grad_enabled
+    set_grad_enabled = torch.set_grad_enabled  # type: ignore[assignment]
 
 try:
     from torch._C import _is_tracing
@@ -23,7 +22,7 @@ try:
     from torch._C._functorch import peek_interpreter_stack
 except ImportError:
 
-    def peek_interpreter_stack() -> object:
+    def peek_interpreter_stack() -> object:  # type: ignore[misc]
         """Without a way to ask, assume a transform is running: nothing is kept."""
         return True
 
@@ -52,12 +51,6 @@ except (ImportError, AttributeError):
 
 
 try:
-    from torch.distributed import distributed_c10d as _c10d
-    from torch.distributed.distributed_c10d import _World
-except ImportError:  # built without, or kept elsewhere
-    _c10d, _World = None, object
-
-try:
     from torch._C import _current_graph_task_id as current_backward_pass
 except ImportError:
 
@@ -71,7 +64,16 @@ try:
 except ImportError:
 
     def is_batched(tensor: torch.Tensor) -> bool:
-        """Whether it is one of a batch of gradients (`is_grads_batched`).  Unknown here: it may be."""
+        """Whether it is one of a batch of gradients (`is_grads_batched`); it may be: unknown."""
+        return True
+
+
+try:
+    from torch.autograd import _profiler_enabled as is_profiling
+except ImportError:
+
+    def is_profiling() -> bool:
+        """Without a way to ask, a profiler may be running."""
         return True
 
 
@@ -89,12 +91,3 @@ def is_recording() -> bool:
         or peek_interpreter_stack() is not None
         or _makes_fx()
     )
-
-
-def are_ranks() -> bool:
-    """Whether `torch.distributed` has its default process group."""
-    world = getattr(_c10d, "_world", None)
-    if type(world) is _World and hasattr(world, "_default_pg"):  # torch's tests put in others
-        return world._default_pg is not None
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""`torch.set_default_dtype(torch.float64)`, before or after `initialize`: nothing changes its dtype."""
+"""`torch.set_default_dtype(torch.float64)` before or after `initialize` changes no dtype."""
 
 from __future__ import annotations
 

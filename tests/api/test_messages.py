@@ -22,8 +22,8 @@ BAD_INITIALIZE = [
     (
         {"opt_level": "O7"},
         ValueError,
-        'ampatch.initialize(opt_level=\'O7\'): unknown opt level \'O7\'. Expected "O0", "O1", "O2" or '
-        '"O3" (the letter O, not the digit zero).',
+        "ampatch.initialize(opt_level='O7'): unknown opt level 'O7'. "
+        'Expected "O0", "O1", "O2" or "O3" (the letter O, not the digit zero).',
     ),
     ({"opt_level": None}, ValueError, "opt_level=None"),
     ({"opt_level": True}, ValueError, "opt_level=True"),
@@ -164,7 +164,8 @@ def test_scale_loss_before_initialize_and_with_strangers():
         (
             lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id=2),
             ValueError,
-            "this session has 1 loss scaler(s), numbered from 0. Call initialize(..., num_losses=3)",
+            "this session has 1 loss scaler(s), numbered from 0. "
+            "Call initialize(..., num_losses=3)",
         ),
         (lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id="0"), TypeError, "loss_id='0'"),
         (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),

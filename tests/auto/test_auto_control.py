@@ -16,17 +16,23 @@ from torch.nn import functional as F
 import ampatch
 from ampatch import auto
 from ampatch.config.environment import Asked
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 
 def test_nothing_is_left_behind():
     """What the fixture of every test checks, and what it does not see."""
     replaced = [
-        (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "__setstate__"),
-        (torch.amp.GradScaler, "__init__"), (torch.amp.autocast_mode.autocast, "__enter__"),
-        (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"), (torch.autograd, "backward"),
-        (torch.Tensor, "register_hook"), (torch.Tensor, "numpy"), (ampatch, "initialize"), (ampatch, "init"),
-    ]  # fmt: skip
+        (torch.optim.Optimizer, "__init__"),
+        (torch.optim.Optimizer, "__setstate__"),
+        (torch.amp.GradScaler, "__init__"),
+        (torch.amp.autocast_mode.autocast, "__enter__"),
+        (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"),
+        (torch.autograd, "backward"),
+        (torch.Tensor, "register_hook"),
+        (torch.Tensor, "numpy"),
+        (ampatch, "initialize"),
+        (ampatch, "init"),
+    ]
     before = [vars(owner).get(name) for owner, name in replaced]
     begin()
     assert all(vars(o).get(n) is not b for (o, n), b in zip(replaced, before, strict=True))
@@ -75,9 +81,9 @@ def test_optimizers_are_held_weakly():
     del model, optimizer
     gc.collect()
     assert [ref() for ref in alive] == [None] * 10
-    assert list(session.optimizers()) == []
+    assert list(session.optimizers.alive()) == []
     torch.optim.SGD(net().parameters(), lr=0.1)
-    assert len(session._optimizers) <= 1
+    assert len(session.optimizers.references) <= 1
 
 
 def test_threads_take_turns():

@@ -75,7 +75,7 @@ def test_clipping_sees_true_gradients(clip, asked):
 
 
 def test_two_players(asked):
-    """As a GAN: each loss reaches the other's weights, whose gradients are zeroed by their owner."""
+    """As a GAN: each loss reaches the other's weights, whose owner zeroes their gradients."""
 
     def loop():
         maker, judge = net(), nn.Linear(1, 1)

@@ -1,7 +1,5 @@
 """benchmarks/accuracy.py counts, compares and writes what happened."""
 
-# ruff: noqa: E402 - the benchmarks are put on the path first
-
 from __future__ import annotations
 
 import math

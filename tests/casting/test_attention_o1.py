@@ -84,7 +84,7 @@ def model_and_input(name: str) -> tuple:
 def output_dtype(model: nn.Module, given: torch.dtype, half: torch.dtype) -> torch.dtype:
     """Autocast's: attention ends in a linear layer, a layer in a norm or in a sum with its input.
 
-    The oracle in a FakeTensorMode stops at self-attention; test_module_db asks it with three inputs.
+    The oracle in a FakeTensorMode stops at self-attention; test_module_db has three inputs for it.
     """
     if isinstance(model, nn.MultiheadAttention):
         return half
@@ -175,7 +175,7 @@ def test_parts_of_a_model_called_by_themselves_run_in_half(name, half):
 
 
 def test_models_on_other_devices_keep_their_fused_kernels(monkeypatch):
-    monkeypatch.setattr(policies, "_device_limit", lambda: set())  # as where there is a GPU
+    monkeypatch.setattr(policies, "devices_to_start_from", lambda: set())  # as where there is a GPU
     model, x, _ = model_and_input("encoder")
     plain, _ = evaluated(model.eval(), x)
     ampatch.initialize(nn.Linear(2, 2, device="meta"), verbosity=0)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from registrations import forgotten_afterwards
 from torch.autograd import Function
 
 import ampatch
@@ -62,9 +63,15 @@ def grads(output: torch.Tensor, leaves: list) -> list:
     return list(torch.autograd.grad(output.sum(), leaves))
 
 
+@pytest.fixture
+def forgetting():
+    """What the test registers is forgotten afterwards."""
+    with forgotten_afterwards():
+        yield
+
+
 @pytest.mark.parametrize("registered", [False, True])
-def test_forward_and_backward(leaves, registered, monkeypatch):
-    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", [])
+def test_forward_and_backward(leaves, registered, forgetting):
     Product, _, seen = functions()
     plain = dict(vars(Product))
     exact = grads(Product.apply(*leaves), leaves)

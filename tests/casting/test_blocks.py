@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ampatch
-from ampatch.casting.policy import FOLLOW
+from ampatch.casting.cast_state import FOLLOW
 
 X = torch.randn(4, 4)
 H, FP32 = torch.bfloat16, torch.float32

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import ampatch
-from ampatch.casting.install import resolve
+from ampatch.casting.places import resolve
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`CastState.suspend` is `with state.under(lambda: None)`, and a model's entry a push."""
+"""`CastState.casts_off` is `state.under(lambda: None)`, and a model's entry a push."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import ampatch
-from ampatch.casting.policy import FOLLOW, CastState, Policy
-from ampatch.session.session import registry
+from ampatch.casting.cast_state import FOLLOW, CastState
+from ampatch.casting.policy import Policy
+from ampatch.session.registry import registry
 
 H = torch.bfloat16
 X = torch.ones(2, 2)
@@ -50,20 +51,15 @@ def in_use(process: Policy | None) -> CastState:
 
 @pytest.mark.parametrize("outer", BLOCKS)
 @pytest.mark.parametrize("casting", [True, False])
-def test_suspend_is_a_block_without_casts(casting, outer):
+def test_casts_off_is_a_block_without_casts(casting, outer):
     policy = Policy(half_to=H) if casting else None
     found = []
-    for suspends in (True, False):
+    for is_short in (True, False):
         state = in_use(policy)
         with around(state)[outer]:
             before = seen(state)
-            if suspends:
-                token = state.suspend()
+            with state.casts_off if is_short else state.under(lambda: None):
                 found.append(seen(state))
-                state.resume(token)
-            else:
-                with state.under(lambda: None):
-                    found.append(seen(state))
             assert seen(state) == before
         assert not state.thread.frames and not state.overridden
     if casting or outer in ("another policy", "a policy of the user's"):
@@ -72,32 +68,28 @@ def test_suspend_is_a_block_without_casts(casting, outer):
         assert found[0][0] is found[1][0] is None and found[0][2] is found[1][2] is None
 
 
-def test_suspended_again_inside():
+def test_casts_off_again_inside():
     state = in_use(Policy(half_to=H))
-    first = state.suspend()
-    second = state.suspend()
-    assert state.current() is None
-    state.resume(second)
-    assert state.current() is None and state.overridden
-    state.resume(first)
+    with state.casts_off:
+        with state.casts_off:
+            assert state.current() is None
+        assert state.current() is None and state.overridden
     assert state.current() is state.process and not state.overridden
 
 
-def test_a_closure_s_forward_runs_under_what_the_step_suspended():
+def test_a_closure_s_forward_runs_under_what_the_step_covers():
     state = in_use(Policy(half_to=H))
-    token = state.suspend()
-    with state.under(state.covered):
-        assert state.current() is state.process
-    assert state.current() is None
-    state.resume(token)
+    with state.casts_off:
+        with state.under(state.covered):
+            assert state.current() is state.process
+        assert state.current() is None
 
 
 def test_blocks_that_end_in_another_order():
     state = in_use(Policy(half_to=H))
     block = state.under(lambda: OTHER)
-    token = state.suspend()
-    block.__enter__()
-    state.resume(token)
+    with state.casts_off:
+        block.__enter__()
     assert state.current() is OTHER
     block.__exit__(None, None, None)
     assert state.thread.policy is FOLLOW and not state.overridden and not state.thread.frames
@@ -105,22 +97,31 @@ def test_blocks_that_end_in_another_order():
 
 def test_other_threads_go_on_casting():
     state, found = in_use(Policy(half_to=H)), []
-    token = state.suspend()
-    thread = threading.Thread(target=lambda: found.append(state.current()))
-    thread.start()
-    thread.join()
-    state.resume(token)
+    with state.casts_off:
+        thread = threading.Thread(target=lambda: found.append(state.current()))
+        thread.start()
+        thread.join()
     assert found == [state.process]
 
 
-def test_what_hooks_left_is_dropped_and_a_suspension_is_not():
+def test_what_hooks_left_is_dropped_and_a_block_is_not():
     state = in_use(Policy(half_to=H))
-    token = state.suspend()
-    state.push(OTHER, "an interrupted forward")
-    state.drop_interrupted()
-    assert state.current() is None
-    state.resume(token)
+    with state.casts_off:
+        state.push(OTHER, "an interrupted forward")
+        state.drop_interrupted()
+        assert state.current() is None
     assert not state.thread.frames
+
+
+def test_a_block_entered_before_anything_casts():
+    """It has nothing to switch off, and what comes meanwhile is not its to take away."""
+    state = in_use(None)
+    with state.casts_off:
+        state.process = Policy(half_to=H)
+        with state.casts_off:
+            assert state.current() is None
+        assert state.current() is state.process
+    assert not state.thread.frames and not state.overridden
 
 
 class Calls(nn.Module):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import ampatch
-from ampatch.casting.install import has, resolve
+from ampatch.casting.places import has, resolve
 from ampatch.casting.tables import BLACKLIST, PROMOTE, WHITELIST, Rule
 
 PLACES = [

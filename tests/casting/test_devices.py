@@ -18,7 +18,7 @@ from ampatch.session import policies, session
 @pytest.fixture
 def accelerator(monkeypatch):
     """As on a machine where models may live on the CPU or elsewhere."""
-    monkeypatch.setattr(policies, "_device_limit", lambda: set())
+    monkeypatch.setattr(policies, "devices_to_start_from", lambda: set())
 
 
 def test_only_tensors_where_the_model_lives_are_cast(accelerator):
@@ -38,7 +38,7 @@ def test_a_model_that_moves_takes_the_rules_along(accelerator):
 def test_without_an_accelerator_nothing_is_asked():
     model = nn.Linear(4, 4)
     ampatch.initialize(model, verbosity=0)
-    policy = session.registry.sessions[-1].policy
+    policy = session.registry.sessions[-1].policy()
     assert torch.cuda.is_available() or policy.devices is None
 
 

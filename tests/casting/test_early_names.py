@@ -123,10 +123,10 @@ def test_what_the_user_rebinds_meanwhile_is_left_alone(monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="ampatch"):
         ampatch.deactivate()
     assert mine.mm is own and not hasattr(mine, "exp")
-    assert "my_module.mm was replaced by somebody else" in caplog.text
+    assert "my_module.mm was replaced by other code" in caplog.text
 
 
-def test_in_apex_flavour_and_for_overridden_functions_too(monkeypatch):
+def test_in_apex_tables_and_for_overridden_functions_too(monkeypatch):
     mine = module(
         monkeypatch, "my_module", std=torch.std, relu=torch.relu, sampler=torch.grid_sampler
     )

@@ -135,7 +135,7 @@ def test_with_a_row(module, name, half):
 
 @pytest.mark.parametrize("module, name", OURS, ids=[name for _, name in OURS])
 def test_beyond_autocast(module, name, half):
-    """In FP32 on half and on mixtures, which PyTorch refuses; FP32 and float64 as PyTorch has them."""
+    """In FP32 on half and on mixtures, which PyTorch refuses; FP32 and float64 as in PyTorch."""
     args = arguments(module, name)
 
     def call(*args: Any) -> Any:

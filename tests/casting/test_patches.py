@@ -80,7 +80,7 @@ def test_somebody_elses_replacement_is_left_alone(patches, owner, caplog):
     with caplog.at_level("WARNING", logger="ampatch"):
         patches.undo()
     assert owner.function is theirs
-    assert "somewhere.function was replaced by somebody else" in caplog.text
+    assert "somewhere.function was replaced by other code" in caplog.text
 
 
 def test_a_name_somebody_deleted_is_not_brought_back(patches, owner, caplog):

@@ -53,7 +53,7 @@ def test_no_op_has_two_rules():
     assert [op for op, rows in count.items() if rows > 1] == []
 
 
-def test_no_op_has_two_rules_in_apex_flavour():
+def test_no_op_has_two_rules_in_apex_tables():
     count = Counter((row.where, name) for row in APEX for name in row.names)
     assert [op for op, rows in count.items() if rows > 1] == []
 
@@ -287,12 +287,12 @@ def test_the_other_promoters_need_us(where, name):
             REFUSED[name](function)
 
 
-# Apex's flavour.
+# Apex's tables.
 
 NEVER_REFUSED_BY_APEX = {"log1p_", "square_"}
 
 
-def test_apex_flavour_adds_what_apex_ran_in_fp32():
+def test_apex_tables_adds_what_apex_ran_in_fp32():
     assert {(row.where, name) for row in APEX if row.rule is Rule.FLOAT for name in row.names} == {
         *places(["std", "var"], "torch", "torch.Tensor"),
         *places(["__ipow__", "cpu"], "torch.Tensor"),
@@ -301,7 +301,7 @@ def test_apex_flavour_adds_what_apex_ran_in_fp32():
     }
 
 
-def test_apex_flavour_refuses_the_in_place_forms_of_blacklisted_functions():
+def test_apex_tables_refuses_the_in_place_forms_of_blacklisted_functions():
     refused = {
         (row.where, name) for row in APEX if row.rule is Rule.REFUSE_IN_PLACE for name in row.names
     }
@@ -315,5 +315,5 @@ def test_apex_flavour_refuses_the_in_place_forms_of_blacklisted_functions():
     assert ("torch.Tensor", "exp_") in refused and ("torch", "exp_") in refused
 
 
-def test_apex_flavour_has_no_other_rules():
+def test_apex_tables_has_no_other_rules():
     assert {row.rule for row in APEX} == {Rule.FLOAT, Rule.REFUSE_IN_PLACE}

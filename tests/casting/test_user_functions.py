@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from registrations import forgotten_afterwards
 from torch import nn
 
 import ampatch
@@ -48,14 +49,13 @@ def test_decorators(decorate):
 
 @pytest.fixture
 def library(monkeypatch):
-    """A module of the user's, forgotten afterwards."""
-    registry = ampatch.session.session.registry
-    monkeypatch.setattr(registry.user_functions, "_rules", [])
+    """A module of the user's; what is registered in it is forgotten afterwards."""
     module = types.ModuleType("users_library")
     module.dtype_of = lambda x: x.dtype
     monkeypatch.setitem(sys.modules, "users_library", module)
-    yield module
-    ampatch.deactivate()
+    with forgotten_afterwards():
+        yield module
+        ampatch.deactivate()
 
 
 @pytest.mark.parametrize("early", [True, False])

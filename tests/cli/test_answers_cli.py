@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from warm_python import environment, on_a_terminal, python
 
 import ampatch
-from ampatch.cli import diagnose, main
+from ampatch.cli import main, script_options
+from ampatch.cli import run as run_module
 from ampatch.diagnose import doctor, running
 
-ROOT = str(Path(ampatch.__file__).parents[1])
 TRAINING = """
     import sys
     import torch
@@ -66,16 +64,8 @@ def script(tmp_path):
     return path
 
 
-def environment():
-    paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120", "TERM": "xterm"}
-
-
 def run(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "ampatch", *map(str, arguments)],
-        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    return python("-m", "ampatch", *arguments, cwd=cwd, env=environment(COLUMNS="120"))
 
 
 def test_gradients_piped_as_json_with_a_plot(script, tmp_path):
@@ -94,24 +84,10 @@ def test_gradients_piped_as_json_with_a_plot(script, tmp_path):
 
 def test_explain_in_a_terminal(script, tmp_path):
     """Both streams on a pseudo-terminal; the script runs to its end."""
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ampatch", "explain", "train.py", "--", "2"],
-        cwd=tmp_path, env=environment(), stdin=child, stdout=child, stderr=child,
-    )  # fmt: skip
-    os.close(child)
-    shown = b""
-    while True:
-        try:
-            part = os.read(parent, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(parent)
-    assert process.wait(timeout=120) == 0
-    lines = shown.decode().replace("\r\n", "\n").splitlines()
+    command = ("-m", "ampatch", "explain", "train.py", "--", "2")
+    shown, status = on_a_terminal(*command, cwd=tmp_path, env=environment(COLUMNS="120"))
+    assert status == 0
+    lines = shown.replace("\r\n", "\n").splitlines()
     linear = next(line for line in lines if line.startswith("torch.nn.functional.linear"))
     # two layers, two forwards: inputs 8*8*2 bytes and, of the second layer, cast already
     assert linear.split()[1:5] == ["4", "6", "4", str(2 * (2 * 64) + 2 * (64 + 8 + 16 + 2))]
@@ -182,7 +158,7 @@ def test_run_under_debug(tmp_path):
 
 
 def test_debug_of_a_healthy_run(capsys):
-    assert diagnose.run_debugged(lambda: 3) == 3
+    assert run_module.run_debugged(lambda: 3) == 3
     assert capsys.readouterr().err == "ampatch: no inf or NaN in 0 optimizer steps.\n"
 
 
@@ -250,21 +226,18 @@ def test_what_is_called_fast(ratios, expected):
     assert doctor.fast(speeds) == expected
 
 
-def test_doctor_measures_torch_and_not_the_casts():
+def test_doctor_measures_torch_and_not_the_casts(monkeypatch):
     ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
     seen = []
-    find = doctor._operators
+    find = doctor.operators
 
     def noting(device, dtype):
         runs = find(device, dtype)
         seen.extend(gradient.dtype is dtype for run in runs for gradient in run())
         return runs
 
-    doctor._operators = noting
-    try:
-        doctor.measure("cpu")
-    finally:
-        doctor._operators = find
+    monkeypatch.setattr(doctor, "operators", noting)
+    doctor.measure("cpu")
     assert seen and all(seen)
 
 
@@ -273,4 +246,4 @@ def test_every_new_command_is_listed(capsys):
         main.main(["--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("gradients", "explain", "doctor"))
-    assert diagnose.DEFAULT_STEPS == 20
+    assert script_options.DEFAULT_STEPS == 20

@@ -1,8 +1,6 @@
 """The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
 
 import json
-import os
-import pty
 import subprocess
 import sys
 import textwrap
@@ -10,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_python import on_a_terminal, python
 
-import ampatch
 from ampatch._version import __version__
 from ampatch.casting import tables
 from ampatch.cli import main
@@ -32,7 +30,6 @@ TRAINING = """
         optimizer.step()
     amp.log_metrics(accuracy=0.75)
 """
-ROOT = str(Path(ampatch.__file__).parents[1])
 
 
 @pytest.fixture
@@ -42,21 +39,8 @@ def script(tmp_path):
     return str(path)
 
 
-def environment():
-    """Ours, with ampatch found from any directory and a wide terminal."""
-    paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "160", "TERM": "xterm"}
-
-
 def ampatch_command(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "ampatch", *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python("-m", "ampatch", *arguments, cwd=cwd)
 
 
 # sweep
@@ -134,36 +118,12 @@ def test_arguments_after_two_dashes_are_the_scripts(script, tmp_path):
 
 def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path):
     pytest.importorskip("rich")
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ampatch", "sweep", script, "--levels", "O0"],
-        cwd=tmp_path,
-        env=environment(),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    text = read_all(ours)
-    assert process.wait() == 0
+    text, status = on_a_terminal("-m", "ampatch", "sweep", script, "--levels", "O0", cwd=tmp_path)
+    assert status == 0
     assert "\x1b[?25l" in text  # the cursor, hidden while the bar is drawn
     assert "steps" in text and "(1/1) O0 seed 0: ok, 10 steps of " in text
     assert "\x1b[32mok" in text
     assert text.index("\x1b[?25h") < text.index("\x1b[32mok")
-
-
-def read_all(terminal):
-    """What is written to a pseudo-terminal until its other end is closed."""
-    parts = []
-    while True:
-        try:
-            part = os.read(terminal, 4096)
-        except OSError:  # Linux's way to say that the other end is closed
-            part = b""
-        if not part:
-            os.close(terminal)
-            return b"".join(parts).decode()
-        parts.append(part)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +225,11 @@ def test_run_takes_scripts_written_for_apex(script, tmp_path):
 def test_a_crash_in_run_reads_as_pythons_own(script, tmp_path):
     Path(script).write_text("def f():\n    raise ValueError('too late')\n\nf()\n")
     ours = ampatch_command("run", "train.py", cwd=tmp_path)
-    python = subprocess.run(
+    theirs = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert ours.returncode == python.returncode == 1
-    assert ours.stderr.replace(str(tmp_path), "") == python.stderr.replace(str(tmp_path), "")
+    assert ours.returncode == theirs.returncode == 1
+    assert ours.stderr.replace(str(tmp_path), "") == theirs.stderr.replace(str(tmp_path), "")
 
 
 # tables and doctor

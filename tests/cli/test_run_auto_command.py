@@ -1,15 +1,14 @@
-"""`ampatch run --auto`, as a user runs it: the same script by Python, in float16 and in bfloat16."""
+"""`ampatch run --auto`, as a user runs it: one script by Python, in float16 and in bfloat16."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from run_command import ampatch_run, environment, write
+from run_command import ampatch_run, write
+from warm_python import python
 
 PLAIN = """
     import argparse, json, torch
@@ -94,7 +93,9 @@ DDP = """
         if "RANK" in os.environ:
             train(int(os.environ["RANK"]), 2)
         else:
-            store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            store = torch.distributed.TCPStore(
+                "localhost", 0, is_master=True, wait_for_workers=False
+            )
             os.environ.update(
                 MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
                 TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there: ranks only connect
@@ -103,10 +104,8 @@ DDP = """
 """
 
 
-def python(folder, *arguments):
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True
-    )
+def run_plain(folder, *arguments):
+    done = python(*arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -124,7 +123,7 @@ def results(tmp_path_factory):
     write(folder / "plain.py", PLAIN)
     short = ["plain.py", "--epochs", "1"]
     calls = {
-        "python": (python, ["plain.py"], {}),
+        "python": (run_plain, ["plain.py"], {}),
         "float16": (run_auto, ["--opt-level", "O1", "plain.py"], {}),
         "bfloat16": (run_auto, ["--dtype", "bfloat16", "-m", "plain"], {}),
         "spawn": (run_auto, [*short, "--workers", "spawn"], {}),

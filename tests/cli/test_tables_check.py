@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from warm_python import python
 
-import ampatch
 from ampatch.cli import main
-
-ROOT = Path(ampatch.__file__).parents[1]
 
 
 def check(name: str, cwd: Path) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-m", "ampatch", "tables", "--check", name],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return python("-m", "ampatch", "tables", "--check", name, cwd=cwd)
 
 
 MODULE = """

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -17,29 +14,26 @@ from op_samples import NO_CPU_KERNEL, NO_ORACLE, call, sample
 from repository import DATA
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from warm_python import python
 
 import ampatch
 from ampatch.casting import special_ops, tables
-from ampatch.casting.install import has
-from ampatch.casting.policy import CastState
-from ampatch.casting.tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ampatch.casting.cast_state import CastState
+from ampatch.casting.places import has
+from ampatch.casting.tables import (
+    APEX,
+    BANNED,
+    BEYOND,
+    BLACKLIST,
+    PROMOTE,
+    WHITELIST,
+    Rule,
+)
 from ampatch.cli import main
 from ampatch.diagnose.tables import content, differences, formats
 
 ROOT = Path(ampatch.__file__).parents[1]
 ROWS = (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
-
-
-def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-m", "ampatch", "tables", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 # What is printed
@@ -107,7 +101,7 @@ def test_an_unknown_name_says_so(capsys):
 
 
 def test_text_is_plain_and_narrow_when_piped():
-    done = run()
+    done = python("-m", "ampatch", "tables")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.isascii() and "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 88

@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from warm_python import python
 
 import ampatch
 from ampatch.compat import apex as compat
@@ -270,7 +271,6 @@ def test_the_oldest_api():
 
 
 def test_importing_ampatch_registers_nothing():
-    import subprocess
-
     code = "import sys, ampatch, ampatch.compat; assert 'apex' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

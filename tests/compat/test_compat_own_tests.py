@@ -1,4 +1,4 @@
-"""What apex's own tests asked of apex.amp, asked of the package: mixed models, injected infs, groups.
+"""What apex's own tests ask of apex.amp, asked of the package: mixed models, infs, groups.
 
 The models mix FP32 and half weights, which are left as they are (`cast_model_type=False`), the
 losses scale several optimizers at once, and an inf is written into a gradient by hand.

@@ -1,4 +1,4 @@
-"""Legacy scripts, in tests/compat/scripts, run unedited by `ampatch run`, each in a process of its own.
+"""Legacy scripts, in tests/compat/scripts, run unedited by `ampatch run`, each in a process.
 
 Every script prints one line of JSON at its end: its losses, the dtypes that a
 layer gave, and what its idiom is about.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from repository import ROOT, TESTS
+import run_command
+from repository import TESTS
 
 SCRIPTS = TESTS / "compat" / "scripts"
 
@@ -37,18 +36,10 @@ RUNS = {
 }
 
 
-def ampatch_run(folder: Path, script: str, arguments: list[str], environment: dict) -> dict:
+def ampatch_run(folder: Path, script: str, arguments: list[str], variables: dict) -> dict:
     """What `ampatch run SCRIPT` printed last."""
     folder.mkdir()
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "ampatch", "run", str(SCRIPTS / script), *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_command.ampatch_run(folder, str(SCRIPTS / script), *arguments, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

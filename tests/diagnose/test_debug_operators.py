@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import ampatch
+from ampatch.torch_private import dispatch_modes
 
 
 class Steps(nn.Module):
@@ -120,9 +121,9 @@ def test_in_place_operators_are_asked_for_what_they_found():
     assert report.input_is_finite
 
 
-def test_without_torchs_private_names_of_nodes(monkeypatch):
-    monkeypatch.setattr("ampatch.diagnose.operators._current_node", lambda: None)
-    monkeypatch.setattr("ampatch.diagnose.operators._next_node_number", lambda: 0)
+def test_a_torch_that_does_not_number_nodes(monkeypatch):
+    monkeypatch.setattr(dispatch_modes, "running_backward_node", lambda: (False, -1))
+    monkeypatch.setattr(dispatch_modes, "newest_node", lambda: -1)
     report = found(lambda m, x: torch.exp(x), torch.full((2, 4), 100.0))
     assert report.operator == "aten.exp"
     report = found(lambda m, x: torch.sqrt(m.linear(x) * 0), torch.ones(2, 4), backward=True)

@@ -277,7 +277,13 @@ def test_a_missing_matplotlib_is_said(report, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "share, text",
-    [(0, "0.00 %"), (1e-9, "under 0.01 %"), (0.5, "50.00 %"), (1 - 1e-9, "over 99.99 %"), (1, "100.00 %")],
-)  # fmt: skip
+    [
+        (0, "0.00 %"),
+        (1e-9, "under 0.01 %"),
+        (0.5, "50.00 %"),
+        (1 - 1e-9, "over 99.99 %"),
+        (1, "100.00 %"),
+    ],
+)
 def test_shares_are_never_rounded_away(share, text):
     assert percent(share) == text

@@ -11,6 +11,9 @@ from repository import EXAMPLES
 from ampatch.sweep import DTYPES, sweep
 
 
+pytestmark = pytest.mark.usefixtures("warm_trials")
+
+
 def run_everywhere(example, arguments, out):
     pytest.importorskip("sklearn")
     return sweep(

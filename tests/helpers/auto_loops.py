@@ -20,7 +20,7 @@ SCALE = 2.0**10
 
 @pytest.fixture(params=["static", "dynamic"])
 def asked(request):
-    """float16, at a static scale or at the dynamic one, begun where these losses do not overflow."""
+    """float16, at a static scale or a dynamic one, begun where these losses do not overflow."""
     return Asked(loss_scale=SCALE if request.param == "static" else None)
 
 

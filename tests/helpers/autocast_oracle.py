@@ -25,7 +25,7 @@ DRIVERLESS = bool(torch.version.cuda) and not torch.cuda.is_available()
 
 
 class NoAnswer(pytest.skip.Exception):
-    """This build of torch asks the CUDA driver, and there is none.  Uncaught, the test is skipped."""
+    """This build of torch needs the CUDA driver, and there is none.  Uncaught it skips the test."""
 
 
 @contextmanager

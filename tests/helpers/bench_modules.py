@@ -10,7 +10,7 @@ from repository import BENCHMARKS
 
 
 def load(name):
-    """`benchmarks/name.py`, which imports its neighbours; skips the module that asks without them."""
+    """`benchmarks/name.py`, which imports its neighbours; without them it skips the test module."""
     if not BENCHMARKS.is_dir():
         pytest.skip(
             "tests of an installed package: benchmarks/ is not here", allow_module_level=True

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampatch.casting.install import resolve
+from ampatch.casting.places import resolve
 
 Sample = tuple[tuple, dict]
 

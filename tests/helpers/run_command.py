@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
-from repository import ROOT
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Ours, with ampatch found from any directory and nothing of ampatch set but `variables`."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("AMPATCH_")}
-    return {**ours, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "160", **variables}
+from warm_python import environment, python
 
 
 def ampatch_run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
     """`python -m ampatch run ARGUMENTS` in `folder`."""
-    return subprocess.run(
-        [sys.executable, "-m", "ampatch", "run", *arguments],
-        cwd=folder,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python("-m", "ampatch", "run", *arguments, cwd=folder, env=environment(**variables))
 
 
 def write(path: Path, text: str) -> Path:

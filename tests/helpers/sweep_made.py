@@ -2,11 +2,13 @@
 
 import math
 
-from ampatch.sweep.files import write_files
-from ampatch.sweep.judge import recommendation
-from ampatch.sweep.record import Case, Measured, Planned, Run, Series, write_json
-from ampatch.sweep.results import Results
-from ampatch.sweep.summary import summarize
+from ampatch.sweep.json_files import write_json
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.judge import recommendation
+from ampatch.sweep.report.results import Results
+from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.summary_files import write_files
+from ampatch.sweep.trial import Case, Trial
 
 CASES = (
     Case("O0"),
@@ -38,7 +40,7 @@ def made_run(case, seed=0, steps=120, diverges=False, **fields):
     )
     for name, value in fields.items():
         setattr(measured, name, value)
-    return Run(Planned(case, seed), 0, 2.5, measured)
+    return Run(Trial(case, seed), 0, 2.5, measured)
 
 
 def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
@@ -47,7 +49,7 @@ def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
         runs = [made_run(case, seed) for case in CASES for seed in (0, 1)]
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     for run in runs:
-        write_json(directory / "runs" / f"{run.planned.file_stem}.json", run.to_json())
+        write_json(directory / "runs" / f"{run.trial.file_stem}.json", run.to_json())
     rows = summarize(runs)
     results = Results(
         script=script,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
+from warm_python import python
 
 import ampatch as amp
 
@@ -245,7 +243,8 @@ assert not [row for table in after for row in table if "ampatch" in repr(row)]
 
 @whole_graphs
 def test_a_compiler_imported_late_has_the_tables_it_would_have_had():
-    subprocess.run([sys.executable, "-c", LATE.replace("{tables}", TABLES)], check=True)
+    done = python("-c", LATE.replace("{tables}", TABLES))
+    assert done.returncode == 0, done.stderr
 
 
 def owned():
@@ -279,7 +278,7 @@ def test_tables_filled_during_a_session_hold_the_originals():
 
 
 def test_rules_of_others_outlive_a_session():
-    """What is imported later adds rules to the table, which would be lost if it were filled anew."""
+    """Later imports add rules to the table, which would be lost if it were filled anew."""
     table = rules.get_torch_obj_rule_map()
     start(nn.Linear(2, 2))
     amp.deactivate()

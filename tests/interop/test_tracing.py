@@ -210,7 +210,7 @@ def test_script_bound_early_is_found(monkeypatch, said):
 @JIT
 @pytest.mark.parametrize("level", LEVELS)
 def test_script_of_a_managed_model(level, said):
-    """Hooks cannot be scripted; what is compiled is the model in FP32, at O1 on the same weights."""
+    """Hooks cannot be scripted; the model is compiled in FP32, at O1 on the same weights."""
     model = managed(level, verbosity=1)
     scripted = torch.jit.script(model)
     warned = [m for m in said() if "torch.jit.script(Net)" in m]

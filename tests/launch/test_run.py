@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from run_command import ampatch_run, environment, write
+from run_command import ampatch_run, write
+from warm_python import environment
 
 import ampatch
 from ampatch.cli import main
@@ -25,7 +26,8 @@ LEGACY = """
     with amp.scale_loss(model(torch.ones(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    print(model.weight.dtype, model(torch.ones(1, 4)).dtype, amp._amp_state.loss_scalers[0].loss_scale())
+    scale = amp._amp_state.loss_scalers[0].loss_scale()
+    print(model.weight.dtype, model(torch.ones(1, 4)).dtype, scale)
 """
 NO_AMP = "print('started')\n"
 
@@ -124,7 +126,7 @@ def test_a_wrong_variable_is_named(name, value, expected, tmp_path, monkeypatch,
 
 @pytest.fixture
 def in_process(tmp_path, monkeypatch, capfd):
-    """`run` in this process, and what Python itself makes of the same; what a run sets is undone."""
+    """`run` in this process, and Python itself on the same; what a run sets is undone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
@@ -237,8 +239,9 @@ def test_interrupted(tmp_path):
 
 SEEN = """
     import sys, os
-    print(__name__, sys.argv[1:], os.path.basename(sys.argv[0]), __file__ == os.path.abspath(__file__))
-    print(__spec__ and __spec__.name, __package__, sys.path[0], sys.modules["__main__"].__dict__ is globals())
+    print(__name__, sys.argv[1:], os.path.basename(sys.argv[0]))
+    print(__file__ == os.path.abspath(__file__), __spec__ and __spec__.name, __package__)
+    print(sys.path[0], sys.modules["__main__"].__dict__ is globals())
 """
 
 

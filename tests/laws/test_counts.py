@@ -17,7 +17,7 @@ from bench_modules import load
 from torch import nn
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 counts, systems = load("counts"), load("systems")
 

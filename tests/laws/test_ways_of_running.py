@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 import textwrap
 import types
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from warm_python import python
 
 import ampatch
 
@@ -140,13 +140,7 @@ def test_names_bound_early_are_rebound_and_undone(monkeypatch):
 
 
 def in_a_process(code: str, **options) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
-    )
+    done = python("-W", "error", "-c", textwrap.dedent(code), **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -191,7 +185,8 @@ for level in ("O1", "O2", "O3"):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model, optimizer = ampatch.initialize(
-        model, optimizer, opt_level=level, dtype="bfloat16", loss_scale="dynamic", init_scale=128.0, verbosity=0)
+        model, optimizer, opt_level=level, dtype="bfloat16", loss_scale="dynamic",
+        init_scale=128.0, verbosity=0)
     with ampatch.scale_loss(model(x * torch.randn(2, 4))[0].float().sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -226,7 +221,8 @@ def test_functions_that_this_torch_lacks_are_left_out_and_listed():
         import ampatch
         ampatch.initialize([], dtype="bfloat16", verbosity=0)
         installation = ampatch.session.session.registry.installation
-        print({"torch.trapz", "torch.special.expm1"} <= set(installation.missing), torch.mm(torch.eye(2), torch.eye(2)).dtype)
+        named = {"torch.trapz", "torch.special.expm1"}
+        print(named <= set(installation.missing), torch.mm(torch.eye(2), torch.eye(2)).dtype)
         ampatch.deactivate()
         assert not hasattr(torch, "trapz")
     """

@@ -207,7 +207,7 @@ def test_float64_is_never_touched(opt_level, half):
 
 
 def test_an_o1_session_beside_goes_on_casting():
-    """Half models with FP32 buffers have patches in, but none of their own outside their forward."""
+    """Half models with FP32 buffers install patches; outside their forward these cast nothing."""
     other = ampatch.initialize(nn.Linear(2, 2), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
     ampatch.initialize(Everything(), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
     x = torch.randn(2, 2)

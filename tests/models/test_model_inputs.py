@@ -279,5 +279,5 @@ def test_a_forward_that_raises_leaves_nothing_behind():
     ampatch.initialize(model, opt_level="O2", verbosity=0)
     with pytest.raises(KeyError):
         model({"x": torch.ones(2)})
-    managed = ampatch.session.session.registry.managed_model(model)
+    managed = ampatch.session.session.registry.models.managed(model)
     assert not managed._inputs._open.given

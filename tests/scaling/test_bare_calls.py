@@ -134,7 +134,7 @@ def test_schedulers_still_count_steps(level, scheduler_first):
     assert optimizer.param_groups[0]["lr"] == 0.025
 
 
-@pytest.mark.parametrize("lacking", ["_AROUND_STEPS", "_profiler_enabled"])
+@pytest.mark.parametrize("lacking", ["_AROUND_STEPS", "is_profiling"])
 def test_a_torch_that_lets_us_see_less_gets_the_whole_call(lacking, monkeypatch):
     model, optimizer = start("O1")
     monkeypatch.setattr(bare_calls, lacking, None if lacking == "_AROUND_STEPS" else lambda: True)

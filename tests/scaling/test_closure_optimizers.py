@@ -335,7 +335,7 @@ class NeverAsks(Base):
 @pytest.mark.parametrize("kind", [NeverAsks, torch.optim.SGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_from_before_the_step_count(level, kind):
-    """The closure is not called, or is a forward only: the overflow of earlier gradients is seen."""
+    """The closure is not called, or only runs a forward: earlier gradients' overflow is seen."""
     model = seeded()
     optimizer = kind(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level=level, init_scale=1024.0, verbosity=0)

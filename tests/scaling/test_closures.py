@@ -1,4 +1,4 @@
-"""`optimizer.step(closure)`: ordinary optimizers, LBFGS, ones of the user's own; overflows inside."""
+"""`optimizer.step(closure)`: ordinary optimizers, LBFGS, the user's own; overflows inside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, in each way it can run: O2 is the loop by hand, O1 is autocast."""
+"""Every optimizer of torch.optim, in each way it can run: O2 equals a loop by hand, O1 autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading, setting, saving and loading the loss scale: whatever comes in, it stays a usable number."""
+"""Reading, setting, saving and loading the loss scale: it stays a usable number in any case."""
 
 from __future__ import annotations
 

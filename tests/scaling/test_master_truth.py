@@ -1,4 +1,4 @@
-"""O2: the master is the truth, the half weight derived; what is written into either is taken over."""
+"""O2: the half weight is derived from the master; what is written into either is taken over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""O2: optimizers with lists and optimizers of their own, and those that `initialize` was not given."""
+"""O2: optimizers with lists and inner optimizers of their own, and unmanaged optimizers."""
 
 from __future__ import annotations
 

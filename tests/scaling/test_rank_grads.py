@@ -1,4 +1,4 @@
-"""Two gloo ranks at O2: gradients of several passes add up in FP32, whoever averages them, and when."""
+"""Two gloo ranks at O2: gradients of several passes add up in FP32, however they are averaged."""
 
 from __future__ import annotations
 

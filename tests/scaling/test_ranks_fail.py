@@ -67,7 +67,7 @@ def failing_block(rank: int, level: str, accumulated: bool) -> dict:
         default=0.0,
     )
     if accumulated:
-        amp.session.registry.managed(optimizer).finish_pending()
+        amp.session.registry.optimizers.managed(optimizer).bring_up_to_date()
         largest = max(p.grad.abs().max().item() for p in amp.master_params(optimizer))
     optimizer.zero_grad()
     for number in range(30, 34):

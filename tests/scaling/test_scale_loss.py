@@ -1,4 +1,4 @@
-"""What the gradients are after a `scale_loss` block, alone, accumulated, delayed and for several."""
+"""The gradients after a `scale_loss` block: alone, accumulated, delayed, for several optimizers."""
 
 from __future__ import annotations
 

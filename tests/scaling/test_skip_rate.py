@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 from small_training import backward, data, seeded
+from warm_python import python
 
 import ampatch
 from ampatch.scaling.step_counts import StepCounter
@@ -170,10 +168,8 @@ def test_a_script_that_ends_tells_too(factors, expected, tmp_path, scale_lives_o
         return  # a process of its own
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT.format(factors=factors)))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, check=True
-    )
+    done = python(script)
+    assert done.returncode == 0, done.stderr
     if expected is None:
         assert "skipped" not in done.stderr
     else:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -284,7 +284,9 @@ def test_a_hundred_rounds_leave_memory_flat(opt_level):
         ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
         one_step(model, optimizer, 0)
         masters = list(ampatch.master_params(optimizer))
-        managed = [*registry.sessions[-1].models(), *registry.sessions[-1].optimizers()]
+        session = registry.sessions[-1]
+        managed = [*session.models.alive(), *session.optimizers.alive()]
+        del session
         if number % 10 == 9:
             ampatch.deactivate()
         things = (model, optimizer, *model.parameters(), *masters, *managed)

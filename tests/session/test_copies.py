@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch.multiprocessing
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, Dataset
+from warm_python import python
 
 import ampatch
 from ampatch.errors import AmpatchError
@@ -116,13 +115,7 @@ for level, output in torch.load("outputs.pt").items():
     assert {value.dtype for value in model.parameters()} == {torch.float32}
     assert not model._forward_hooks and not model._forward_pre_hooks
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-W", "error", "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,12 +1,10 @@
-"""After `deactivate` nothing of ours is left: in modules imported meanwhile, with mocks, on failures."""
+"""After `deactivate` no replacement is left: in modules imported later, with mocks, on failures."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
 import gc
-import os
-import subprocess
 import sys
 import textwrap
 from unittest import mock
@@ -14,10 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from registrations import forgotten_afterwards
 from torch import nn
+from warm_python import python
 
 import ampatch
-from ampatch.errors import TakingOut
+from ampatch.errors import UndoAll
 
 H = torch.float16
 FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")
@@ -32,7 +32,7 @@ def start(**options):
 
 
 def replacements():
-    return [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+    return list(ampatch.session.session.registry.installation.replacements)
 
 
 TABLES = """
@@ -122,7 +122,7 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         found = {F.linear, F.relu, F.conv2d, F.layer_norm}
         ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
         assert "torch.ao.quantization.quantize_fx" not in sys.modules
-        ours = [made for made, _ in ampatch.session.session.registry.installation._originals.values()]
+        ours = list(ampatch.session.session.registry.installation.replacements)
         import torch.ao.quantization.quantize_fx
         import torch.ao.ns._numeric_suite_fx
         from torch.ao.quantization.backend_config import get_native_backend_config
@@ -141,12 +141,7 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         print("nothing left")
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    done = python(tmp_path / "script.py")
     assert "nothing left" in done.stdout, done.stderr
 
 
@@ -236,11 +231,10 @@ def test_module_methods_of_ours_under_a_mock():
 
 @pytest.fixture
 def late_module(tmp_path, monkeypatch):
-    registry = ampatch.session.session.registry
-    monkeypatch.setattr(registry.user_functions, "_rules", [])
     (tmp_path / "late_library.py").write_text("def dtype_of(x):\n    return x.dtype\n")
     monkeypatch.syspath_prepend(tmp_path)
-    yield "late_library"
+    with forgotten_afterwards():
+        yield "late_library"
     sys.modules.pop("late_library", None)
 
 
@@ -333,27 +327,31 @@ def fails_in(managed, part, monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("part", ["settle", "finish_pending", "release_parameters", "fit_state"])
+@pytest.mark.parametrize(
+    "part", ["bring_up_to_date", "finish_pending", "release_parameters", "fit_state"]
+)
 def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
     models, optimizers = zip(*[start(opt_level=level) for _ in range(3)], strict=True)
     registry = ampatch.session.session.registry
-    fails_in(registry.managed(optimizers[1]), part, monkeypatch)
+    managed = registry.optimizers.managed(optimizers[1])
+    owners = {"finish_pending": managed.gradients.state, "fit_state": managed.groups}
+    fails_in(owners.get(part, managed), part, monkeypatch)
     with pytest.raises(ValueError, match=part):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions and registry.state.process is None
     for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
         assert "step" not in vars(optimizer) and not model._forward_hooks
-        if index != 1 or part not in ("settle", "finish_pending", "release_parameters"):
+        if index != 1 or part not in ("bring_up_to_date", "finish_pending", "release_parameters"):
             assert {p.dtype for p in model.parameters()} == {torch.float32}
     ampatch.deactivate()
 
 
 def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
     model, optimizer = start(opt_level="O2")
-    managed = ampatch.session.session.registry.managed_model(model)
-    found = managed._master_of
+    masters = ampatch.session.session.registry.models.session_of(model).masters
+    found = masters.current
     monkeypatch.setattr(
-        managed, "_master_of", lambda t: failing("weight")() if t is model.weight else found(t)
+        masters, "current", lambda t: failing("weight")() if t is model.weight else found(t)
     )
     bias = list(ampatch.master_params(optimizer))[1].detach().clone()
     with pytest.raises(ValueError, match="weight"):
@@ -365,9 +363,9 @@ def test_several_errors_come_together(monkeypatch):
     models, optimizers = zip(*[start() for _ in range(3)], strict=True)
     registry = ampatch.session.session.registry
     for number, model in enumerate(models[:2]):
-        monkeypatch.setattr(registry.managed_model(model), "uninstall", failing(f"model {number}"))
+        monkeypatch.setattr(registry.models.managed(model), "uninstall", failing(f"model {number}"))
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
-    with pytest.raises(kind, match="2 parts could not be taken out"):
+    with pytest.raises(kind, match="2 parts could not be undone"):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions
     assert not models[2]._forward_hooks and "step" not in vars(optimizers[0])
@@ -375,22 +373,22 @@ def test_several_errors_come_together(monkeypatch):
 
 def test_errors_of_a_python_without_groups(monkeypatch):
     monkeypatch.delattr(builtins, "ExceptionGroup", raising=False)
-    taking_out = TakingOut("deactivate()")
+    undo = UndoAll("deactivate()")
     for name in ("one", "two", "two"):
-        assert taking_out.do(failing(name)) is None
+        assert undo.do(failing(name)) is None
     with pytest.raises(ampatch.AmpatchError, match="2 parts.*ValueError: one; ValueError: two"):
-        taking_out.end()
+        undo.end()
 
 
 def test_ctrl_c_wins(monkeypatch):
     models, _ = zip(*[start() for _ in range(2)], strict=True)
     registry = ampatch.session.session.registry
-    fails_in(registry.managed_model(models[1]), "uninstall", monkeypatch)
+    fails_in(registry.models.managed(models[1]), "uninstall", monkeypatch)
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(registry.managed_model(models[0]), "uninstall", interrupted)
+    monkeypatch.setattr(registry.models.managed(models[0]), "uninstall", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
-from repository import HELPERS, ROOT
-from resuming import HALF_TYPES, LEVELS, build, checkpoint, make_optimizer, save_all, start, train
+from repository import HELPERS
+from resuming import (
+    HALF_TYPES,
+    LEVELS,
+    build,
+    checkpoint,
+    make_optimizer,
+    save_all,
+    start,
+    train,
+)
+from warm_python import python
 
 import ampatch
 
 
 def in_a_new_process(*arguments):
     """What a Python process of its own prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment
-    )
+    done = python(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

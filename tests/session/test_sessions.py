@@ -9,7 +9,7 @@ from torch import nn
 from torch_snapshot import changes, snapshot
 
 import ampatch
-from ampatch.session.session import registry
+from ampatch.session.registry import registry
 
 BF16 = torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""`state_dict()` holds the loss scales of every open session; `load_state_dict` restores them all."""
+"""`state_dict()` holds the loss scales of all open sessions; `load_state_dict` restores them."""
 
 from __future__ import annotations
 

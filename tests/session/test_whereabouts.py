@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import ampatch
-from ampatch.session.index import Whereabouts
-from ampatch.session.session import registry
+from ampatch.session.index import Index
+from ampatch.session.registry import registry
 
 SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}
 
@@ -41,8 +42,8 @@ def frames(function, *args) -> int:
 
 
 def entries() -> tuple[int, int]:
-    """How many optimizers and models are in somebody's care."""
-    return len(registry.cared_for), len(registry.modelled)
+    """How many optimizers and models are managed."""
+    return len(registry.optimizers), len(registry.models)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -51,57 +52,59 @@ def test_looking_one_up_is_one_call_however_many_there_are(level):
     for model, optimizer in pairs:
         ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
     for model, optimizer in pairs:
-        session, managed = registry.care_of(optimizer)
-        assert session is registry.session_of_model(model) and managed.optimizer is optimizer
-        assert registry.managed_model(model).model is model
-    assert len({id(registry.session_of(optimizer)) for _, optimizer in pairs}) == 30
-    assert [frames(registry.care_of, optimizer) for _, optimizer in pairs] == [1] * 30
-    assert frames(registry.care_of, object()) == 1
+        session, managed = registry.optimizers.find(optimizer)
+        assert session is registry.models.session_of(model) and managed.optimizer is optimizer
+        assert registry.models.managed(model).model is model
+    assert len({id(registry.optimizers.session_of(optimizer)) for _, optimizer in pairs}) == 30
+    assert [frames(registry.optimizers.find, optimizer) for _, optimizer in pairs] == [1] * 30
+    assert frames(registry.optimizers.find, object()) == 1
 
 
-def test_nobody_has_a_stranger():
+def test_what_was_not_given_is_in_no_session():
     model, optimizer = pair()
     ampatch.initialize(*pair(), **SETTINGS)
-    assert registry.care_of(optimizer) is None
-    assert registry.session_of(optimizer) is registry.managed(optimizer) is None
-    assert registry.session_of_model(model) is registry.managed_model(model) is None
+    assert registry.optimizers.find(optimizer) is None
+    assert (
+        registry.optimizers.session_of(optimizer) is registry.optimizers.managed(optimizer) is None
+    )
+    assert registry.models.session_of(model) is registry.models.managed(model) is None
 
 
-def test_a_disabled_session_has_it_without_a_side_of_ours():
+def test_a_disabled_session_has_it_without_a_managed_counterpart():
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
-    assert registry.care_of(optimizer) == (registry.sessions[0], None)
+    assert registry.optimizers.find(optimizer) == (registry.sessions[0], None)
     ampatch.deactivate()
-    assert registry.care_of(optimizer) is None and entries() == (0, 0)
+    assert registry.optimizers.find(optimizer) is None and entries() == (0, 0)
 
 
 def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
     model, optimizer = pair()
     for enabled, level in [(True, "O1"), (False, "O1"), (True, "O2"), (True, "O0")]:
         ampatch.initialize(model, optimizer, enabled=enabled, opt_level=level, **SETTINGS)
-        session, managed = registry.care_of(optimizer)
+        session, managed = registry.optimizers.find(optimizer)
         assert session is registry.sessions[-1] and (managed is not None) is enabled
-        assert (registry.session_of_model(model) is session) is enabled
+        assert (registry.models.session_of(model) is session) is enabled
         assert entries() == (1, int(enabled)) and len(registry.sessions) == 1
     ampatch.set_opt_level(model, "O1")
-    assert registry.session_of_model(model) is registry.session_of(optimizer) is session
+    assert registry.models.session_of(model) is registry.optimizers.session_of(optimizer) is session
 
 
 def test_part_of_a_session_leaves_it():
     (first, one), (second, other) = pair(), pair()
     ampatch.initialize([first, second], [one, other], **SETTINGS)
-    old = registry.session_of(one)
+    old = registry.optimizers.session_of(one)
     ampatch.initialize(second, other, opt_level="O2", **SETTINGS)
-    assert registry.session_of(one) is registry.session_of_model(first) is old
-    assert registry.session_of(other) is registry.session_of_model(second) is not old
-    assert old.managed(other) is old.managed_model(second) is None
-    assert [model.model for model in old.models()] == [first]
+    assert registry.optimizers.session_of(one) is registry.models.session_of(first) is old
+    assert registry.optimizers.session_of(other) is registry.models.session_of(second) is not old
+    assert old.optimizers.find(other) is old.models.find(second) is None
+    assert [model.model for model in old.models.alive()] == [first]
 
 
 def test_what_is_released_is_with_nobody():
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, **SETTINGS)
-    session = registry.session_of(optimizer)
+    session = registry.optimizers.session_of(optimizer)
     session.release_model(model)
     session.release_optimizer(optimizer)
     assert entries() == (0, 0) and session.is_empty()
@@ -111,7 +114,7 @@ def test_a_failed_initialize_gives_all_back(monkeypatch):
     (first, one), (second, other), (third, new) = pair(), pair(), pair()
     ampatch.initialize([first, second], [one, other], opt_level="O2", **SETTINGS)
     ampatch.initialize(nn.Linear(2, 2), enabled=False, **SETTINGS)
-    session, managed = registry.care_of(one)
+    session, managed = registry.optimizers.find(one)
 
     def fail(added):
         raise KeyboardInterrupt
@@ -119,21 +122,21 @@ def test_a_failed_initialize_gives_all_back(monkeypatch):
     monkeypatch.setattr(registry, "add", fail)
     with pytest.raises(KeyboardInterrupt):
         ampatch.initialize([third, second, first], [new, other], opt_level="O2", **SETTINGS)
-    assert registry.care_of(one) == (session, managed)
-    assert registry.session_of(other) is session
-    assert [registry.session_of_model(model) for model in (first, second)] == [session] * 2
-    assert registry.care_of(new) is registry.session_of_model(third) is None
+    assert registry.optimizers.find(one) == (session, managed)
+    assert registry.optimizers.session_of(other) is session
+    assert [registry.models.session_of(model) for model in (first, second)] == [session] * 2
+    assert registry.optimizers.find(new) is registry.models.session_of(third) is None
     assert entries() == (2, 2)
 
 
-def test_bystanders_come_back_too(monkeypatch):
+def test_what_a_disabled_session_was_given_comes_back_too(monkeypatch):
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
-    found = registry.care_of(optimizer)
+    found = registry.optimizers.find(optimizer)
     monkeypatch.setattr(registry, "add", lambda added: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ampatch.initialize(model, optimizer, **SETTINGS)
-    assert registry.care_of(optimizer) == found and entries() == (1, 0)
+    assert registry.optimizers.find(optimizer) == found and entries() == (1, 0)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -144,54 +147,54 @@ def test_the_dead_are_forgotten(enabled):
     ampatch.initialize(kept, optimizer, enabled=enabled, **SETTINGS)
     gc.collect()
     assert entries() == (1, int(enabled))
-    assert registry.session_of(optimizer) is registry.sessions[-1]
+    assert registry.optimizers.session_of(optimizer) is registry.sessions[-1]
 
 
 class Thing:
-    """Something with a side of ours: `Side.thing`."""
+    """Something with a counterpart: `Counterpart.thing`."""
 
 
-class Side:
+class Counterpart:
     def __init__(self, thing):
         self.thing = thing
 
 
-def test_an_id_used_again_finds_nobody():
+def test_an_id_used_again_finds_nothing():
     """As an object that dies in a cycle may leave its entry for a while."""
-    where = Whereabouts(lambda side: side.thing)
+    index = Index(lambda managed: managed.thing)
     thing, session = Thing(), object()
-    side = Side(thing)
-    where.put(thing, session, side)
-    side.thing = Thing()  # the same id as far as the look-up can see, and another object
-    assert where.find(thing) is None
-    side.thing = thing
-    assert where.find(thing) == (session, side)
+    managed = Counterpart(thing)
+    index.put(thing, session, managed)
+    managed.thing = Thing()  # the same id as far as the look-up can see, and another object
+    assert index.find(thing) is None
+    managed.thing = thing
+    assert index.find(thing) == (session, managed)
 
 
-def test_the_entry_of_a_new_side_outlives_the_old_side():
-    where = Whereabouts(lambda side: side.thing)
+def test_the_entry_of_a_new_counterpart_outlives_the_old_one():
+    index = Index(lambda managed: managed.thing)
     thing, first, second = Thing(), object(), object()
-    old, new = Side(thing), Side(thing)
-    where.put(thing, first, old)
-    where.put(thing, second, new)
-    where.remove(thing, first)  # it has passed it on
-    assert where.find(thing) == (second, new)
+    old, new = Counterpart(thing), Counterpart(thing)
+    index.put(thing, first, old)
+    index.put(thing, second, new)
+    index.remove(thing, first)  # it has passed it on
+    assert index.find(thing) == (second, new)
 
 
-def test_an_old_side_that_dies_late_takes_nothing_along():
+def test_an_old_counterpart_that_dies_late_removes_no_new_entry():
     """Another thread may be looking at the old entry while the new one is put."""
-    where = Whereabouts(lambda side: side.thing)
+    index = Index(lambda managed: managed.thing)
     thing, second = Thing(), object()
-    old, new = Side(thing), Side(thing)
-    where.put(thing, object(), old)
-    looked_at = where._of[id(thing)]
-    where.put(thing, second, new)
+    old, new = Counterpart(thing), Counterpart(thing)
+    index.put(thing, object(), old)
+    (looked_at,) = weakref.getweakrefs(old)
+    index.put(thing, second, new)
     del old
     gc.collect()
-    assert looked_at[1]() is None
-    assert where.find(thing) == (second, new)
-    where.remove(thing, second)
-    assert where.find(thing) is None and len(where) == 0
+    assert looked_at() is None
+    assert index.find(thing) == (second, new)
+    index.remove(thing, second)
+    assert index.find(thing) is None and len(index) == 0
 
 
 # What opening and closing many cost
@@ -253,7 +256,7 @@ def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()
     monkeypatch.undo()
-    assert registry.sessions == [older] and registry.state.process is older.policy
+    assert registry.sessions == [older] and registry.state.process is older.policy()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
 

@@ -14,7 +14,8 @@ import pytest
 
 import ampatch
 from ampatch.sweep import Sweep, read_results, read_runs, sweep
-from ampatch.sweep.record import Run, read_json
+from ampatch.sweep.json_files import read_json
+from ampatch.sweep.measure.record import Run
 
 TRAINING = """
     import json, os, sys, time
@@ -294,7 +295,7 @@ def test_the_script_finds_itself_as_python_would_run_it(directory):
 
 @pytest.fixture
 def hanging(request, tmp_path):
-    """A sweep in a process of its own; yields it, and the pids of its child and the child's child."""
+    """A sweep in its own process; yields it, and the pids of its child and the child's child."""
     pid_file = tmp_path / "pid"
     script = write_script(
         tmp_path,

@@ -7,8 +7,10 @@ import shutil
 import pytest
 
 from ampatch.sweep import Sweep, read_results, read_runs
-from ampatch.sweep.record import Measured, Run, Series, write_json
-from ampatch.sweep.runner import Files, Runner
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.json_files import write_json
+from ampatch.sweep.measure.record import Measured, Run, Series
 
 SCRIPT = "print('never run here')\n"
 
@@ -20,18 +22,18 @@ class Machine:
         self.ran = []
         self.fails = {}  # by number of the run
 
-    def run(self, runner, planned, progress):
+    def run(self, runner, trial, progress):
         failure = self.fails.get(len(self.ran))
-        self.ran.append(planned.label)
+        self.ran.append(trial.label)
         if isinstance(failure, BaseException):
             raise failure
         measured = Measured(
-            opt_level=planned.case.opt_level,
+            opt_level=trial.case.opt_level,
             skipped=[False] * 4,
-            losses={"0": Series([0], [1.0 + planned.seed])},
+            losses={"0": Series([0], [1.0 + trial.seed])},
         )
-        run = Run(planned, 0, 1.0, measured, ended_by=failure or "", timeout=runner.timeout)
-        write_json(Files.of(runner.directory, planned).run, run.to_json())
+        run = Run(trial, 0, 1.0, measured, ended_by=failure or "", timeout=runner.timeout)
+        write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
         return run
 
 

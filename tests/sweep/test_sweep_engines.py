@@ -1,4 +1,4 @@
-"""The rows beside the levels, in real processes: autocast's against plain PyTorch, settings, seeds."""
+"""Rows beside the levels, in real processes: autocast's against plain PyTorch, settings, seeds."""
 
 import itertools
 import json
@@ -16,7 +16,8 @@ MODEL = """
     import torch
     from apex import amp
     torch.manual_seed(5)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))
+    layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2)
+    model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     x = torch.randn(4, 32, 8)
 """
@@ -203,7 +204,7 @@ def test_a_script_without_amp_code(tmp_path):
     ]
     curves = []
     for run in plan.runs:
-        log = plan.directory / "runs" / f"{run.planned.file_stem}.log"
+        log = plan.directory / "runs" / f"{run.trial.file_stem}.log"
         curves.append([float(line) for line in log.read_text().splitlines()])
         assert run.measured.losses["0"].values == pytest.approx(curves[-1], rel=1e-6)
     assert curves[0] != curves[1]  # O1 did cast

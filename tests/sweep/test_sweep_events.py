@@ -8,7 +8,7 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Sweep
-from ampatch.sweep.events import write_events
+from ampatch.sweep.report.tensorboard_events import write_events
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_events_read_back_are_the_runs_series(tmp_path):
     made_sweep(tmp_path, [run])
     write_events(tmp_path)
     write_events(tmp_path)  # takes the place of the first
-    place = tmp_path / "tensorboard" / run.planned.file_stem
+    place = tmp_path / "tensorboard" / run.trial.file_stem
     assert len(list(place.iterdir())) == 1
     events = reader.EventAccumulator(str(place)).Reload()
     assert set(events.Tags()["scalars"]) == {

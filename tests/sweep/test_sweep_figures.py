@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from ampatch.sweep import Sweep, cases
-from ampatch.sweep.figures import first_and_last, status, step_ms
-from ampatch.sweep.probes import BATCH, Readings, Timeline
-from ampatch.sweep.record import Case, Measured, Planned, Run, Series, read_json, write_json
-from ampatch.sweep.summary import summarize
-from ampatch.sweep.table import plain_table, write_table
+from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.measure.probes import BATCH, Readings, Timeline
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.figures import first_and_last, status, step_ms
+from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.table import plain_table, write_table
+from ampatch.sweep.trial import Case, Trial
 
 # What to run
 
@@ -42,7 +44,7 @@ def test_a_wrong_name_is_refused_before_anything_runs(wrong, message):
 
 def run_of(level="O1", exit_code=0, **fields):
     case = Case(level, None if level == "O0" else "float16")
-    return Run(Planned(case), exit_code, 1.0, Measured(opt_level=level, **fields))
+    return Run(Trial(case), exit_code, 1.0, Measured(opt_level=level, **fields))
 
 
 def losses(*values):
@@ -60,7 +62,7 @@ def test_an_overflow_that_was_skipped_is_no_divergence():
 
 def test_a_script_that_overrules_the_sweep_is_found_out():
     run = run_of(skipped=[False], losses=losses(1.0))
-    run.planned = Planned(Case("O2", "float16"))
+    run.trial = Trial(Case("O2", "float16"))
     assert status(run) == "other level: ran at O1, not at O2"
 
 
@@ -105,8 +107,8 @@ def test_json_keeps_every_value(tmp_path):
         matmul_precision="high",
     )
     case = Case("O2", "float16", tf32=True, settings=(("overrides", "x"), ("loss_scale", 2.0)))
-    planned = Planned(case, seed=3, repeat=1)
-    run = Run(planned, 1, 2.5, measured, ended_by="timed out: after 2 s", timeout=2.0)
+    trial = Trial(case, seed=3, repeat=1)
+    run = Run(trial, 1, 2.5, measured, ended_by="timed out: after 2 s", timeout=2.0)
     write_json(tmp_path / "run.json", run.to_json())
     assert Run.from_json(read_json(tmp_path / "run.json")) == run
 

@@ -1,34 +1,52 @@
-"""Verdicts and plans of sweeps, of records made by hand: statistics against scipy and formulas."""
+"""Verdicts and plans of sweeps, of records made by hand: statistics against formulas."""
 
+import math
 import random
 import statistics
 
 import pytest
 
-from ampatch.sweep.figures import samples_per_second
-from ampatch.sweep.files import as_csv, as_markdown
-from ampatch.sweep.judge import direction, recommendation
-from ampatch.sweep.output_metrics import read_metrics
-from ampatch.sweep.plan import cases, order
-from ampatch.sweep.record import Case, Measured, Planned, Run, Series
-from ampatch.sweep.results import Results
-from ampatch.sweep.summary import summarize
-from ampatch.sweep.welch import welch
+from ampatch.sweep.measure.output_metrics import read_metrics
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.plan import cases, trials
+from ampatch.sweep.report.figures import samples_per_second
+from ampatch.sweep.report.judge import direction, recommendation
+from ampatch.sweep.report.results import Results
+from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.summary_files import as_csv, as_markdown
+from ampatch.sweep.report.welch import MISSING, welch
+from ampatch.sweep.trial import Case, Trial
 
 # Welch's test
 
 
-def test_welch_is_scipys():
-    stats = pytest.importorskip("scipy.stats")
+def test_welch_is_students_integral():
+    """p and interval from Welch's formulas, with Student's density integrated by Simpson's rule."""
     chance = random.Random(0)
-    for _ in range(100):
+    for _ in range(30):
         ours = [chance.gauss(0, chance.choice([0.01, 1, 5])) for _ in range(chance.randint(2, 9))]
         base = [chance.gauss(0.5, 1) for _ in range(chance.randint(2, 9))]
-        theirs = stats.ttest_ind(ours, base, equal_var=False)
+        first, second = (statistics.variance(values) / len(values) for values in (ours, base))
+        error = math.sqrt(first + second)
+        freedom = (first + second) ** 2 / (first**2 / (len(ours) - 1) + second**2 / (len(base) - 1))
         found = welch(ours, base)
-        assert found.p == pytest.approx(theirs.pvalue, rel=1e-9)
-        interval = theirs.confidence_interval(0.95)
-        assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+        assert found.difference == pytest.approx(statistics.mean(ours) - statistics.mean(base))
+        assert found.p == pytest.approx(1 - within(abs(found.difference) / error, freedom))
+        assert within((found.high - found.difference) / error, freedom) == pytest.approx(0.95)
+        assert found.high - found.difference == pytest.approx(found.difference - found.low)
+
+
+def within(t, freedom, parts=4000):
+    """The probability of a Student-distributed value between -t and t."""
+
+    def density(x):
+        return (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+
+    front = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+    front /= math.sqrt(freedom * math.pi)
+    width = t / parts
+    inner = sum((4 if n % 2 else 2) * density(n * width) for n in range(1, parts))
+    return 2 * front * width / 3 * (density(0) + inner + density(t))
 
 
 def test_welch_by_hand():
@@ -49,6 +67,13 @@ def test_samples_without_scatter_differ_or_do_not(ours, p):
     assert welch(ours, [0.5, 0.5]).p == p
 
 
+def test_without_scipy_accuracy_is_not_tested(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    row = rows_of([0.90, 0.91, 0.92], [0.80, 0.81, 0.82])[1]
+    assert (row.outcome, row.comparisons[0].p) == ("untested", None)
+    assert "pip install scipy" in MISSING
+
+
 # Verdicts
 
 
@@ -65,7 +90,7 @@ def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error=""):
     )
     if accuracy is not None:
         measured.metrics = {"accuracy": Series([40], [accuracy])}
-    return Run(Planned(case, seed, repeat), int(bool(error)), 1.0, measured)
+    return Run(Trial(case, seed, repeat), int(bool(error)), 1.0, measured)
 
 
 def rows_of(base, ours, **options):
@@ -184,8 +209,8 @@ def test_rows_beside_the_levels():
 
 def test_rounds_take_turns_and_go_both_ways():
     rows = cases(["O0", "O1", "O2"], ["float16"])
-    planned = order(rows, seeds=2, repeats=2)
-    rounds = [planned[start : start + 3] for start in range(0, 12, 3)]
+    plan = trials(rows, seeds=2, repeats=2)
+    rounds = [plan[start : start + 3] for start in range(0, 12, 3)]
     assert [[one.case for one in each] for each in rounds] == [rows, rows[::-1], rows, rows[::-1]]
     assert [{(one.repeat, one.seed) for one in each} for each in rounds] == [
         {(0, 0)},
@@ -193,11 +218,11 @@ def test_rounds_take_turns_and_go_both_ways():
         {(1, 0)},
         {(1, 1)},
     ]
-    assert len({one.file_stem for one in planned}) == 12
+    assert len({one.file_stem for one in plan}) == 12
 
 
 def test_file_names_are_plain_and_differ():
-    stems = [Planned(Case("O1", settings=(("overrides", text),))).file_stem for text in "/:"]
+    stems = [Trial(Case("O1", settings=(("overrides", text),))).file_stem for text in "/:"]
     assert stems[0] != stems[1] and not any(set(stem) & set("/: '") for stem in stems)
 
 

@@ -5,9 +5,9 @@ import io
 import pytest
 from sweep_made import made_run
 
-from ampatch.sweep.progress import Lines, Live, progress_on, shortened
-from ampatch.sweep.record import Case, Planned
-from ampatch.sweep.time_left import TimeLeft
+from ampatch.sweep.execution.progress import Lines, Live, progress_on, shortened
+from ampatch.sweep.execution.time_left import TimeLeft
+from ampatch.sweep.trial import Case, Trial
 
 
 class Clock:
@@ -65,10 +65,10 @@ def test_a_pipe_gets_lines():
     shown = progress_on(stream)
     assert isinstance(shown, Lines)
     with shown:
-        shown.started(1, 2, Planned(Case("O0")))
+        shown.started(1, 2, Trial(Case("O0")))
         shown.reached(3, 0.5)
         shown.ended(made_run(Case("O0")))
-        shown.started(2, 2, Planned(Case("O1", "float16"), seed=1))
+        shown.started(2, 2, Trial(Case("O1", "float16"), seed=1))
     first, second, third = stream.getvalue().splitlines()
     assert first == "[1/2] O0 seed 0: started"
     assert second == "[1/2] O0 seed 0: ok, 120 steps of 10.00 ms in 2.5 s"
@@ -83,9 +83,9 @@ def test_a_terminal_gets_level_seed_step_loss_and_time_left(monkeypatch):
     shown = progress_on(stream, steps=120)
     assert isinstance(shown, Live)
     with shown:
-        shown.started(1, 2, Planned(Case("O0")))
+        shown.started(1, 2, Trial(Case("O0")))
         shown.ended(made_run(Case("O0")))
-        shown.started(2, 2, Planned(Case("O1", "float16"), seed=1))
+        shown.started(2, 2, Trial(Case("O1", "float16"), seed=1))
         shown.reached(60, 0.25)
     last = stream.getvalue()
     for word in ("(2/2) O1-float16 seed 1", "step 60/120", "loss 0.25", "0:00 left"):

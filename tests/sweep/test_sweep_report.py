@@ -15,10 +15,10 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, read_runs, write_report
-from ampatch.sweep.curves import POINTS, loss_curves, scale_curves
-from ampatch.sweep.plots import COLOURS, pictures
-from ampatch.sweep.record import Series
-from ampatch.sweep.summary import summarize
+from ampatch.sweep.measure.record import Series
+from ampatch.sweep.report.curves import POINTS, loss_curves, scale_curves
+from ampatch.sweep.report.plots import COLOURS, pictures
+from ampatch.sweep.report.summary import summarize
 
 NAMES = ["loss-by-step", "loss-by-time", "speed", "memory", "loss-scale"]
 VOID = {"meta", "link", "img", "br"}
@@ -80,7 +80,7 @@ def test_the_page_holds_everything(made, page):
     for fact in ("ampatch 1.2.3", "torch 2.9", "cpu Some CPU, 2 cores", "seeds 2", "ran on cpu"):
         assert fact in page.text
     for run in read_runs(made[0]):
-        assert f"runs/{run.planned.file_stem}.log" in page.text
+        assert f"runs/{run.trial.file_stem}.log" in page.text
     assert page.text.count("O2-loss_scale=<b>$1$</b>") > 3  # a setting is text, never markup
     assert not page.all("b")
 

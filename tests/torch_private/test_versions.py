@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from warm_python import python
 
-import ampatch
 from ampatch.diagnose.tables import content
 
-ROOT = Path(ampatch.__file__).parents[1]
 LACKS = {
     "a function": ("del torch.trapz", ["torch.trapz"]),
     "a leaf": ("del torch._C._nn.huber_loss", ["torch._C._nn.huber_loss"]),
@@ -27,14 +22,7 @@ LACKS = {
 
 
 def in_a_process(code: str) -> str:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = python("-W", "error", "-c", textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

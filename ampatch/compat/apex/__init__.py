@@ -1,8 +1,8 @@
 """An `apex` package for scripts that import one: `install()` and `uninstall()`.
 
 After `install()`, `from apex import amp` finds ampatch, and `apex.optimizers`,
-`apex.normalization` and `apex.parallel` find torch's own parts.  Nothing of
-NVIDIA's apex is in here.  Importing ampatch registers nothing.
+`apex.normalization` and `apex.parallel` find torch's own parts.  No code of NVIDIA's
+apex is in here.  `import ampatch` does not register the package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ampatch import AmpatchError, observe
 
-from ...session.session import registry
+from ...session import facade as engine
 from . import (
     amp,
     fp16_utils,
@@ -81,29 +81,37 @@ def install(force: bool = False) -> None:
             "be hidden. Uninstall it (pip uninstall apex), or call install(force=True)."
         )
     modules = build({**CONTENTS, **lists.contents()})
-    # As apex has it: `apex.amp._amp_state` is the state even after it was imported as a module.
+    # As in apex: `apex.amp._amp_state` is the state, also after an import of the module.
     modules["apex.amp"]._amp_state = state._amp_state
     modules["apex.amp.amp"].__class__ = internals.AmpModule
-    modules["apex.parallel.LARC"].__class__ = _CallableLARC  # the class's name is its module's too
+    modules[
+        "apex.parallel.LARC"
+    ].__class__ = _CallableLARC  # the class and its module have the same name
     finder = Finder(modules, _hide())
     sys.meta_path.insert(0, finder)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
     stop_observing = observe(cleaner)
-    finder.stop = lambda: (cleaner.clean_all(), stop_observing(), registry.edit_tables([]))
+
+    def stop() -> None:
+        cleaner.clean_all()
+        stop_observing()
+        engine.edit_tables([])
+
+    finder.stop = stop
 
 
 class _CallableLARC(ModuleType):
-    """`from apex.parallel import LARC` gives the module, and scripts call it."""
+    """`from apex.parallel import LARC` returns the module, and scripts call it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return larc.LARC(*args, **kwargs)
 
 
 def uninstall() -> None:
-    """Take `apex` out again; a real one that was hidden comes back.  Harmless when not installed.
+    """Remove `apex`; a real one that was hidden is importable again.  A second call does nothing.
 
-    What is in training stays so: call `ampatch.deactivate()` for that.
+    Open sessions stay open; `ampatch.deactivate()` closes them.
     """
     finder = _finder()
     if finder is None:
@@ -117,7 +125,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether `import apex` finds ampatch's."""
+    """Whether `import apex` finds ampatch's package."""
     return _finder() is not None
 
 
@@ -126,7 +134,7 @@ def _finder() -> Finder | None:
 
 
 def _real_apex() -> str | None:
-    """Where an importable apex is; an empty namespace (a checkout beside the script) is none."""
+    """The path of an importable apex; None for a namespace, as of a checkout beside the script."""
     loaded = sys.modules.get("apex")
     if loaded is not None:
         return getattr(loaded, "__file__", None)

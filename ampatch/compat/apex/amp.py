@@ -1,8 +1,8 @@
 """apex.amp: apex's functions with apex's signatures, over ampatch's.
 
-Sessions opened from here keep to apex's tables where they differ from
-autocast's policy: `binary_cross_entropy` and in-place functions that overflow
-are refused on half tensors, `Tensor.cpu()` gives FP32, and so on.
+Sessions opened from here follow apex's tables where these differ from autocast's
+policy: `binary_cross_entropy` and in-place functions that overflow are refused on half
+tensors, `Tensor.cpu()` returns FP32, and so on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ampatch import register_float_function as _register_float_function
 from ampatch import register_half_function as _register_half_function
 from ampatch import register_promote_function as _register_promote_function
 
-from ...session.session import Session, registry
+from ...session import facade as engine
 from . import lists
 from .state import Stash, _amp_state
 
@@ -64,15 +64,14 @@ def initialize(
     min_loss_scale: float | str | None = None,
     max_loss_scale: float | str = 2.0**24,
 ) -> Any:
-    """`ampatch.initialize` with apex's signature, apex's tables, and apex's ways at O1 and with
-    several optimizers (`docs/from_apex.md`).
+    """`ampatch.initialize` with apex's signature and tables.
 
-    Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which
-    scripts look for, until their session closes.
+    It also behaves like apex at O1 and with several optimizers (`docs/from_apex.md`).
+    Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which scripts use,
+    until their session closes.
     """
-    registry.edit_tables(lists.edits())
-    registry.opens_as_apex = True
-    try:
+    engine.edit_tables(lists.edits())
+    with engine.with_apex_tables():
         result = ampatch.initialize(
             models,
             optimizers,
@@ -90,12 +89,10 @@ def initialize(
             max_loss_scale=max_loss_scale,
             allow_banned=False,
         )
-    finally:
-        registry.opens_as_apex = False
-    session = registry.sessions[-1]
+    session = engine.open_sessions()[-1]
     _amp_state.verbosity = verbosity
     if session.properties.enabled:
-        for managed in session.optimizers():
+        for managed in session.optimizers.alive():
             _put_stash(managed.optimizer)
     return result
 
@@ -107,8 +104,8 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Any:
-    """`ampatch.init`; what `amp.lists` holds counts here too."""
-    registry.edit_tables(lists.edits())
+    """`ampatch.init`; edits of `amp.lists` count here too."""
+    engine.edit_tables(lists.edits())
     return ampatch.init(enabled, loss_scale, enable_caching, verbose, allow_banned)
 
 
@@ -136,23 +133,21 @@ def _put_stash(optimizer: Any) -> None:
 
 
 def _lazy_init(optimizer: Any) -> None:
-    """Have the masters take over what was written into the half weights."""
-    managed = registry.managed(optimizer)
-    if managed is not None:
-        managed.masters.settle()
+    """Copy what was written into the half weights to their masters."""
+    engine.sync_masters(optimizer)
     optimizer._amp_stash.lazy_init_called = True
 
 
 class Cleaner:
-    """Takes off the optimizers what `initialize` put there, when their session closes."""
+    """Observer that removes what `initialize` put on the optimizers of a session."""
 
-    def on_close(self, session: Session) -> None:
-        """Told by the session, before its optimizers go."""
-        for managed in session.optimizers():
+    def on_close(self, session: engine.Session) -> None:
+        """Called when a session closes, before its optimizers are released."""
+        for managed in session.optimizers.alive():
             for name in _ON_OPTIMIZER:
                 vars(managed.optimizer).pop(name, None)
 
     def clean_all(self) -> None:
-        """Do so for every open session."""
-        for session in registry.sessions:
+        """Do the same for every open session."""
+        for session in engine.open_sessions():
             self.on_close(session)

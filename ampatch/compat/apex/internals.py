@@ -1,4 +1,4 @@
-"""What scripts import from modules that were apex's own business."""
+"""Names that scripts import from apex's internal modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...session.session import registry
+from ...session import facade as engine
 from .state import _amp_state
 
 __all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "to_type"]
@@ -20,15 +20,15 @@ class AmpModule(ModuleType):
 
     @property
     def _DECORATOR_HANDLE(self) -> Any:  # apex's name
-        return _amp_state.handle if registry.sessions else None
+        return _amp_state.handle if engine.open_sessions() else None
 
     @_DECORATOR_HANDLE.setter
     def _DECORATOR_HANDLE(self, value: Any) -> None:
-        """Scripts set it to None to start anew, which every `initialize` does anyway."""
+        """Accepts the None that scripts set to start again; every `initialize` starts again."""
 
 
 def to_type(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """A floating tensor in `dtype`; others as they are."""
+    """A floating tensor in `dtype`; other tensors unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -46,12 +46,12 @@ def applier(value: Any, fn: Callable[[Tensor], Any]) -> Any:
 
 
 def check_params_fp32(models: Iterable[nn.Module]) -> None:
-    """apex refused models that were half already; they are welcome here."""
+    """Does nothing: apex refused half models, ampatch accepts them."""
 
 
 def check_models(models: Iterable[nn.Module]) -> None:
-    """`initialize` checks its models."""
+    """Does nothing: `initialize` checks its models."""
 
 
 def check_optimizers(optimizers: Iterable[Any]) -> None:
-    """`initialize` checks its optimizers."""
+    """Does nothing: `initialize` checks its optimizers."""

@@ -2,9 +2,8 @@
 
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 
-What the lists hold at `amp.initialize` counts.  A name that was taken out is
-left to PyTorch, one that was added follows the rule of its list, whatever
-ampatch's tables say of it.
+The content of the lists at `amp.initialize` counts.  A removed name is not patched; an
+added name follows the rule of its list, also against ampatch's tables.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from ampatch import AmpatchError
 
-from ...casting.tables import APEX, BANNED, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ...casting.tables import APEX, BANNED, BLACKLIST, BUILTINS, PROMOTE, WHITELIST, Rule
 
 PREFIX = "apex.amp.lists"
 
@@ -26,9 +25,9 @@ _PLACES = {
     "torch_overrides": "torch",
     "tensor_overrides": "torch.Tensor",
 }
-_PARTS = {  # of the tables' places, by the place a user knows
-    "torch.nn.functional": ("torch.nn.functional", "torch._C._nn", "torch"),
-    "torch": ("torch", "torch._VF"),
+_PARTS = {  # the tables' namespaces, by the namespace that users know
+    "torch.nn.functional": ("torch.nn.functional", BUILTINS["torch.nn.functional"], "torch"),
+    "torch": ("torch", BUILTINS["torch"]),
     "torch.Tensor": ("torch.Tensor",),
 }
 _LISTS = {  # a name in two lists follows the first
@@ -45,7 +44,7 @@ _RULES = {
     Rule.FLOAT_UNLESS_DTYPE: Rule.FLOAT,
     Rule.PROMOTE: Rule.PROMOTE,
 }
-# Functions of torch.nn.functional whose parts the tables name.
+# Functions of torch.nn.functional that call functions of the tables.
 _WHOLE = {
     "torch.nn.functional": (
         "cross_entropy",
@@ -60,7 +59,7 @@ _WHOLE = {
 
 
 def contents() -> dict[str, Any]:
-    """Fresh modules' contents by name: `MODULE` and the lists."""
+    """The contents of new modules by name: `MODULE` and the lists."""
     made: dict[str, Any] = {}
     for title, place in _PLACES.items():
         values = {name: list(names) for name, names in _initial(place).items()}
@@ -72,7 +71,7 @@ def contents() -> dict[str, Any]:
 
 
 def edits() -> list[tuple[str, str, Rule | None]]:
-    """`(namespace, name, rule)` of what a script changed; None: no cast.
+    """The script's changes as `(namespace, name, rule)`; a rule of None means no cast.
 
     Raises `AttributeError` for a name that its module lacks, `AmpatchError` for a new
     entry in `BANNED_FUNCS`.

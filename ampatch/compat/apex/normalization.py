@@ -58,7 +58,7 @@ def _shape(normalized_shape: Any) -> list[int]:
 
 
 class FusedLayerNormAffineFunction:
-    """Has `apply`, and is no autograd Function: torch's layer norm knows its backward."""
+    """Has `apply` but is no autograd Function: torch's layer norm has a backward of its own."""
 
     apply = staticmethod(fused_layer_norm_affine)
 

@@ -1,4 +1,4 @@
-"""How the `apex` modules are made and found, and what is said of those that are missing."""
+"""Makes and finds the `apex` modules, and the error messages for missing ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REPLACEMENTS = {
 
 
 def replacement(name: str) -> str | None:
-    """What to use in the place of `name` (dotted), or of the package it is in; None if unknown."""
+    """What to use instead of `name` (dotted) or of its package; None if unknown."""
     while name.count("."):
         if name in REPLACEMENTS:
             return REPLACEMENTS[name]
@@ -51,7 +51,7 @@ def replacement(name: str) -> str | None:
 
 
 def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
-    """A module for each name, with the public names of what it stands for."""
+    """A module for each name, with the public names of its source."""
     modules: dict[str, ModuleType] = {}
     for name, source in contents.items():
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
@@ -89,17 +89,17 @@ def _unknown(module: str) -> Callable[[str], NoReturn]:
 
 
 class Loader:
-    """The modules are complete before anybody imports them."""
+    """Does nothing: the modules are complete before they are imported."""
 
     def create_module(self, spec: Any) -> None:
-        """Python's usual module."""
+        """Python's default module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to run (`importlib.reload` comes here)."""
+        """Nothing to run; `importlib.reload` calls this."""
 
 
 class Finder:
-    """Finds our modules, gives the package a version, and names what to use for the rest."""
+    """Finds ampatch's apex modules and their version; errors for others say what to use."""
 
     def __init__(self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType]) -> None:
         self.stop: Callable[[], None] = lambda: None  # run by `uninstall`
@@ -107,7 +107,7 @@ class Finder:
         self.hidden = hidden
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec of one of ours.  Raises `ImportError` where there is something to say."""
+        """The spec of a module.  Raises `ImportError` with a hint for modules that are missing."""
         if name in self.modules:
             return self.modules[name].__spec__
         hint = replacement(name)
@@ -121,11 +121,11 @@ class Finder:
             yield Distribution()
 
     def invalidate_caches(self) -> None:
-        """There are none."""
+        """There are no caches."""
 
 
 class Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` says of the package."""
+    """The package in `importlib.metadata`."""
 
     _FILES: ClassVar[dict[str, str]] = {
         "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {VERSION}\n"
@@ -134,14 +134,14 @@ class Distribution(importlib.metadata.Distribution):
     }
 
     def read_text(self, filename: str) -> str | None:
-        """One of the two files there are."""
+        """The text of one of the two files."""
         return self._FILES.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """No files belong to it."""
+        """Raises `FileNotFoundError`: no files belong to it."""
         raise FileNotFoundError(f"ampatch's apex has no file {path}")
 
     @property
     def files(self) -> Sequence | None:
-        """Not known."""
+        """Unknown."""
         return None

@@ -1,7 +1,7 @@
-"""apex.amp._amp_state: apex's private state, as scripts read and write it, over ours.
+"""apex.amp._amp_state: apex's private state for scripts that read and write it.
 
-Everything here is a view of the session opened last.  Attributes that apex set
-in `initialize` are missing before it, so `hasattr` answers as it did there.
+Everything here is a view of the session opened last.  Attributes that apex sets in
+`initialize` are missing before it, so `hasattr` returns what it returns with apex.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ...session.session import Session, registry
+from ...session import facade as engine
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 
 
 class AmpState:
-    """`apex.amp._amp_state`.  What a script sets on it for itself stays on it."""
+    """`apex.amp._amp_state`.  A script may set attributes of its own on it."""
 
     def __init__(self) -> None:
         self.hard_override = False
-        self.allow_incoming_model_not_fp32 = False  # ours takes half models in any case
+        self.allow_incoming_model_not_fp32 = False  # ampatch always accepts half models
         self.verbosity = 1
 
     @property
@@ -35,14 +35,15 @@ class AmpState:
 
     @property
     def handle(self) -> SessionHandle:
-        """`_amp_state.handle._deactivate()` takes the patches of torch's functions out."""
+        """The handle; its `_deactivate()` removes the patches of torch's functions."""
         session = self._session("handle")
         return session.handle or SessionHandle(session)
 
-    def _session(self, name: str) -> Session:
-        if not registry.sessions:
+    def _session(self, name: str) -> engine.Session:
+        sessions = engine.open_sessions()
+        if not sessions:
             raise AttributeError(f"_amp_state has no {name!r} before amp.initialize.", name=name)
-        return registry.sessions[-1]
+        return sessions[-1]
 
 
 class LossScaler:
@@ -130,7 +131,7 @@ class OptProperties:
 class SessionHandle:
     """The handle of a session that `initialize` opened."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: engine.Session) -> None:
         self._session = session
 
     @property
@@ -138,20 +139,20 @@ class SessionHandle:
         return self.is_active()
 
     def is_active(self) -> bool:
-        """Whether the session is open, enabled, and was not told to `_deactivate`."""
+        """Whether the session is open and enabled, and `_deactivate` was not called."""
         session = self._session
         return session.is_open and session.properties.enabled and session.may_cast
 
     def _deactivate(self) -> None:
-        """As apex: torch's functions are its own again; models, masters and scales stay."""
+        """As in apex: torch's functions are restored; models, masters and scales stay."""
         self._session.stop_casting()
 
     def _clear_cache(self) -> None:
-        self._session._drop_cache()
+        engine.drop_cached_weights(self._session)
 
 
 class Stash:
-    """`optimizer._amp_stash`: which parameters are half, and which FP32 ones stand for them."""
+    """`optimizer._amp_stash`: the half parameters, and their FP32 masters."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -160,23 +161,19 @@ class Stash:
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """The model's half parameters."""
-        return [pair.half for pair in self._pairs()]
+        return [pair.half for pair in engine.master_pairs(self._optimizer)]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
         """Their FP32 masters, in the same order."""
-        return [pair.master for pair in self._pairs()]
+        return [pair.master for pair in engine.master_pairs(self._optimizer)]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The parameters that are FP32 in the model too."""
-        masters = {id(pair.master) for pair in self._pairs()}
+        """The parameters that are FP32 in the model."""
+        masters = {id(pair.master) for pair in engine.master_pairs(self._optimizer)}
         groups = self._optimizer.param_groups
         return [param for group in groups for param in group["params"] if id(param) not in masters]
-
-    def _pairs(self) -> list[Any]:
-        managed = registry.managed(self._optimizer)
-        return [] if managed is None else list(managed.masters)
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:

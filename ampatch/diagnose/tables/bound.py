@@ -1,7 +1,7 @@
-"""Functions bound before the patches: where a user's module holds them, and what to do.
+"""Functions that a user's module bound before the patches: where, and what to do.
 
-`check` looks through the module, initializes, and looks again: what is no
-longer found was rebound, and what still is, is out of reach.
+`check` searches the module, calls `initialize`, and searches again.  A function that is
+no longer found was rebound; one that is still found is out of reach.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 import ampatch
-from ampatch.casting.install import has, raw_attribute, resolve
 from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
+from ampatch.session.facade import listed_function
 
 _DEEPEST = 8  # attribute of an item of an attribute of ...
 
@@ -54,11 +54,10 @@ class Checked(NamedTuple):
 
 
 def check(name: str) -> Checked:
-    """Import the module `name`, or the file, and say what it holds of torch's patched functions.
+    """Import the module or file `name`, and find the patched functions of torch that it holds.
 
-    A package is looked through with those of its submodules that importing it
-    imports.  Raises `ImportError` if there is no such module or it cannot be
-    imported, whatever it raises itself.
+    The submodules that a package imports are searched too.  Raises `ImportError` if there
+    is no such module, and for any exception that its import raises.
     """
     modules = _import(name)
     ampatch.deactivate()  # a script may have called initialize
@@ -90,7 +89,7 @@ def _is_file(name: str) -> bool:
 
 def _import_file(path: Path) -> str:
     sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -103,19 +102,20 @@ def _import_module(name: str) -> str:
 
 
 def listed_functions() -> dict[int, str]:
-    """The patched functions' ids and public names; to be asked before the patches are in."""
+    """Ids and names of the functions to patch; call it before the patches are installed."""
     found: dict[int, str] = {}
     for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND):
         for name in row.names:
-            if not row.native and has(row.where, name):
-                found.setdefault(id(raw_attribute(resolve(row.where), name)), f"{row.where}.{name}")
+            function = None if row.native else listed_function(row.where, name)
+            if function is not None:
+                found.setdefault(id(function), f"{row.where}.{name}")
     return found
 
 
 def places(module: types.ModuleType, functions: dict[int, str]) -> Iterator[Place]:
-    """Where a module holds one of `functions`.
+    """The places where a module holds one of `functions`.
 
-    Followed are containers, partials, the module's own functions and classes,
+    The search follows containers, partials, the module's own functions and classes,
     and the attributes of instances, torch.nn modules among them.
     """
     search = _Search(module.__name__, functions)
@@ -149,10 +149,10 @@ class _Search:
             yield from _items(value.args, "partial")
             yield from _items(value.keywords, "partial")
         elif isinstance(value, types.FunctionType):
-            if self._is_ours(value):
+            if self._is_of_module(value):
                 yield from _parts_of_function(value)
         elif isinstance(value, type):
-            if self._is_ours(value):
+            if self._is_of_module(value):
                 for name, attribute in list(vars(value).items()):
                     yield attribute, f".{name}", "class attribute"
         elif isinstance(value, (list, tuple, set, frozenset, dict)):
@@ -160,7 +160,7 @@ class _Search:
         elif not isinstance(value, (types.ModuleType, torch.Tensor)):
             yield from _attributes(value)
 
-    def _is_ours(self, value: Any) -> bool:
+    def _is_of_module(self, value: Any) -> bool:
         return value.__module__ == self._module
 
 
@@ -187,7 +187,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[Any, str,
 
 
 def _attributes(value: Any) -> Iterator[tuple[Any, str, str]]:
-    """What an instance holds, without asking it: `__dict__` and slots."""
+    """The attributes of an instance, from `__dict__` and slots, without running its code."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -1,4 +1,4 @@
-"""What `ampatch tables` shows: the rows, what this torch lacks of them, where others differ."""
+"""The content of `ampatch tables`: the rows, what this torch lacks, where others differ."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import fnmatch
 from collections.abc import Iterator
 
 from ampatch.casting import tables
-from ampatch.casting.install import has
 from ampatch.casting.tables import Row, Rule
+from ampatch.session.facade import listed_function
 
 from . import differences
 
@@ -18,7 +18,7 @@ TITLES = {
     "PROMOTE": "To the widest floating dtype among the inputs.",
     "BANNED": "Refused in half, or run in FP32 with a warning.",
     "BEYOND": "What PyTorch refuses in half or in two dtypes, where autocast casts nothing.",
-    "APEX": "Only in apex's flavour (`ampatch.init()`, the `apex` package), on top.",
+    "APEX": "Only with apex's tables (`ampatch.init()`, the `apex` package), in addition.",
 }
 RULES = {
     Rule.HALF: "FP32 inputs are cast to the half type, and inputs of the other half type too.",
@@ -51,8 +51,8 @@ PARTS = {
 class Entry:
     """One row as it is shown.
 
-    `missing` are those of `names` that the running torch lacks; `autocast` and
-    `apex` say how these differ from the row, and are empty where they do not.
+    `missing` are the `names` that the running torch lacks; `autocast` and `apex` say how
+    these differ from the row, and are empty if they do not.
     """
 
     table: str
@@ -67,7 +67,7 @@ class Entry:
 
 
 def entries(rule: str | None = None, pattern: str | None = None) -> Iterator[Entry]:
-    """The rows with this rule that name something like `pattern`, cut down to those names."""
+    """The rows with this rule and names like `pattern`, with only those names."""
     for table in TITLES:
         for row in getattr(tables, table):
             names = tuple(name for name in row.names if _is_like(row.where, name, pattern))
@@ -76,7 +76,7 @@ def entries(rule: str | None = None, pattern: str | None = None) -> Iterator[Ent
 
 
 def _entry(table: str, row: Row) -> Entry:
-    in_flavour = table == "APEX"
+    is_of_apex = table == "APEX"
     return Entry(
         table=table,
         rule=row.rule.value,
@@ -86,12 +86,12 @@ def _entry(table: str, row: Row) -> Entry:
         native=row.native,
         missing=tuple(name for name in row.names if is_missing(row.where, name)),
         autocast=differences.from_autocast(row, table in ("APEX", "BEYOND")),
-        apex="" if in_flavour else differences.from_apex(row),
+        apex="" if is_of_apex else differences.from_apex(row),
     )
 
 
 def _is_like(where: str, name: str, pattern: str | None) -> bool:
-    """Whether a name is asked for: by a part of it, or by a pattern with wildcards."""
+    """Whether a name contains `pattern`, or matches it if it has wildcards."""
     if pattern is None:
         return True
     whole = f"{where}.{name}"
@@ -101,8 +101,8 @@ def _is_like(where: str, name: str, pattern: str | None) -> bool:
 
 
 def is_missing(where: str, name: str) -> bool:
-    """Whether the running torch lacks it."""
-    return not has(where, name)
+    """Whether the running torch lacks this name."""
+    return listed_function(where, name) is None
 
 
 def missing() -> list[str]:

@@ -1,8 +1,8 @@
-"""Where the tables differ from `torch.autocast` for CUDA and from apex: data, and how to ask it.
+"""Where the tables differ from `torch.autocast` for CUDA and from apex: data and look-ups.
 
-Autocast's side was asked of PyTorch's dispatcher, whose answers a test
-compares with these.  Apex's side are the functions that its `amp/lists` and
-its treatment of recurrent cells name, by the names that our rows give them.
+A test compares the entries for autocast with the answers of PyTorch's dispatcher.  The
+entries for apex are the functions that its `amp/lists` and its code for recurrent cells
+name, under the names of ampatch's rows.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ AUTOCAST = {
     "active one; ampatch promotes it like any other.",
     Rule.BANNED: "raises RuntimeError whatever the dtype; ampatch minds half inputs only.",
 }
-"""Rules that autocast has otherwise.  Rows that PyTorch promotes itself are the same for all."""
+"""Rules that autocast treats differently.  PyTorch promotes some rows itself, for both."""
 
-IN_FLAVOUR = {
+AUTOCAST_OF_APEX_ROWS = {
     "grid_sampler": "promotes; half with half stays half.",
     "interpolate": 'runs it in FP32 too, but for mode="area", which stays half.',
 }
 LEFT_ALONE = "leaves them as PyTorch has them."
-"""What autocast does where a row is ours alone: `IN_FLAVOUR`, or nothing."""
+"""What autocast does for rows that only ampatch has, unless `AUTOCAST_OF_APEX_ROWS` says it."""
 
 APEX = {
     Rule.HALF: (
@@ -46,17 +46,21 @@ APEX = {
     Rule.PROMOTE: "addcdiv addcmul atan2 bilinear cross dot",
     Rule.BANNED: "binary_cross_entropy",
 }
-"""Apex's rule for a function, wherever it put it: it patched `F.cross_entropy`, we the leaf below."""
+"""Apex's rule for a function.  Apex patched `F.cross_entropy`, ampatch patches the leaf below."""
 
-_NEWER = ("torch.fft", "torch.linalg", "torch.special")  # than apex's lists
+_NEWER = (
+    "torch.fft",
+    "torch.linalg",
+    "torch.special",
+)  # namespaces that are newer than apex's lists
 
 _RULE_OF = {name: rule for rule, names in APEX.items() for name in names.split()}
 
 
-def from_autocast(row: Row, is_ours_alone: bool) -> str:
+def from_autocast(row: Row, is_extra: bool) -> str:
     """How autocast for CUDA treats the functions of a row differently, or nothing."""
-    if is_ours_alone:
-        return IN_FLAVOUR.get(row.names[0], LEFT_ALONE)
+    if is_extra:
+        return AUTOCAST_OF_APEX_ROWS.get(row.names[0], LEFT_ALONE)
     return "" if row.native else AUTOCAST.get(row.rule, "")
 
 
@@ -77,5 +81,5 @@ def from_apex(row: Row) -> str:
 
 
 def _plain(rule: Rule) -> Rule:
-    """Apex knew no exception for `dtype=`."""
+    """The rule as apex knew it, which had no exception for `dtype=`."""
     return Rule.FLOAT if rule is Rule.FLOAT_UNLESS_DTYPE else rule

@@ -24,15 +24,15 @@ Made by `ampatch tables --format markdown`, from `ampatch/casting/tables.py`; a 
 two. `ampatch tables` also says what your torch lacks of it. Apex called the first two tables
 whitelist and blacklist.
 
-A row names functions where they are patched, which is the place that others reach them through:
-`torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`. Whatever is in no row
-is the same object as without ampatch, and so are in-place functions (`exp_`) but for those that write
-values in (`index_add_`). In a patched function
-calls with `out=`, and float64, complex, integer and bool tensors, are left alone.
+A row names functions in the namespace where they are patched, through which others call them:
+`torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`. A function in no row
+is the same object as without ampatch. In-place functions (`exp_`) are not patched either, except
+those that write values into a tensor (`index_add_`). A patched function does not cast calls with
+`out=`, nor float64, complex, integer and bool tensors.
 
 The last two columns say where `torch.autocast` for CUDA and apex differ; empty: they do the same.
-What holds a function from before the patches is not found by every road:
-[early_names.md](early_names.md).
+Code that took a function before the patches is found in most places:
+[early_names.md](early_names.md) lists them.
 """
 
 

@@ -1,4 +1,4 @@
-"""Whether half weights still are what their masters round to: many weights in one comparison.
+"""Whether half weights still are what their masters round to: many weights at once.
 
 Values are compared, bit by bit, since `.data` writes, numpy, collectives and fused kernels raise no
 version.  The weights are put together in scratch memory, a bounded part at a time.
@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ...torch_private import foreach
+from ...torch_private.devices import is_read_by_host
+
 _PART = 2**16  # elements: half a megabyte of scratch memory
 _LARGE_PART = 2**18  # elements, as much
 plain_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-"""`.data`, past whoever watches it."""
+"""`.data`, past the property that watches reads of it."""
 set_plain_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -27,7 +30,7 @@ class Pair(NamedTuple):
     master: Parameter
 
 
-class Agreement:
+class Comparison:
     """A comparison of `pairs`, good for as long as `is_current`."""
 
     def __init__(self, pairs: list[Pair]) -> None:
@@ -72,12 +75,12 @@ class Agreement:
         """
         for part in self._parts:
             if not is_read_by_host(part.pairs[0].half):
-                part.take_over()
+                part.sync_masters()
             elif not part.agrees():
                 yield from (pair for pair in part.pairs if not agrees(pair))
         for pair in self._odd:
             if not is_read_by_host(pair.half):
-                take_over(pair)
+                sync_master_from_half(pair)
             elif not agrees(pair):
                 yield pair
 
@@ -111,11 +114,11 @@ class _Row:
         rounded = torch.cat(self._masters).to(halves.dtype)
         return torch.equal(halves.view(torch.int64), rounded.view(torch.int64))
 
-    def take_over(self) -> None:
-        """As `take_over`, for all, without waiting for the device."""
+    def sync_masters(self) -> None:
+        """As `sync_master_from_half`, for all, without waiting for the device."""
         chosen = _chosen(torch.cat(self._halves), torch.cat(self._masters))
         parts = chosen.split(list(map(Tensor.numel, self._masters)))
-        torch._foreach_copy_(self._masters, list(parts))
+        foreach.copy_(self._masters, list(parts))
 
 
 class _Large:
@@ -141,15 +144,10 @@ class _Large:
                 return False
         return True
 
-    def take_over(self) -> None:
-        """As `take_over`, without waiting for the device."""
+    def sync_masters(self) -> None:
+        """As `sync_master_from_half`, without waiting for the device."""
         for half, master in self._parts:
             master.copy_(_chosen(half.view(self._dtype), master))
-
-
-def is_read_by_host(tensor: Tensor) -> bool:
-    """Whether its values can be looked at without waiting: the one place that decides it."""
-    return tensor.device.type == "cpu"
 
 
 def agrees(pair: Pair) -> bool:
@@ -171,7 +169,7 @@ def is_unchanged(tensor: Tensor, before: Tensor) -> bool:
     return same_kind and bool(_alike(now, before).all())
 
 
-def take_over(pair: Pair) -> None:
+def sync_master_from_half(pair: Pair) -> None:
     """Give the master what was written into the half, where it differs from the master's rounding.
 
     Elsewhere the master keeps its precision.
@@ -212,7 +210,11 @@ def _flat(pair: Pair) -> tuple[Tensor, Tensor] | None:
         or (half.dim() > 1 and half.stride() != master.stride())
     ):
         return None
-    return tuple(t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in (half, master))
+    return _in_a_row(half), _in_a_row(master)
+
+
+def _in_a_row(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 A version tells most of them.  `.data` gives an alias with a version of its own, which is kept here
 and asked too.  What raises neither (collectives, numpy) leaves at most the knowledge that
-somebody has had `.data` in his hands.
+`.data` was read, and may have been written through.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from torch import Tensor
 
 _version_of = operator.attrgetter("_version")
-_OURS = 3  # references to an alias that nobody else holds: the list's, the loop's, the question's
+_OURS = 3  # references to an alias without a holder outside: list, loop, question
 
 
 class Writes:
@@ -58,7 +58,7 @@ class Writes:
         )
 
     def may_be_new(self, tensor: Tensor) -> bool:
-        """Whether it was written into, or somebody has had its `.data` and may have done so."""
+        """Whether it was written into, or may have been, its `.data` having been read."""
         return id(tensor) in self._held or self.is_new(tensor)
 
     def note(self, tensors: list[Tensor]) -> None:
@@ -90,7 +90,7 @@ class Writes:
         return self._versions
 
     def _note_aliases(self, tensor: Tensor) -> None:
-        """Keep the newest alias, which may have views, and those that are in somebody's hands."""
+        """Keep the newest alias, which may have views, and those that are held outside."""
         key = id(tensor)
         self._held.discard(key)
         self._given.discard(key)

@@ -56,7 +56,7 @@ def _zipped(saved: Sequence[Any], groups: Groups, name: str) -> list[tuple[Any, 
 def _listed(
     saved: Sequence[Sequence[Tensor]], groups: Groups, is_master: Callable[[Tensor], bool]
 ) -> list[tuple[Tensor, Tensor]]:
-    values = []
+    values: list[tuple[Tensor, Tensor]] = []
     for number, (tensors, group) in enumerate(_zipped(saved, groups, _LISTED)):
         params = group["params"]
         if len(params) != len(tensors):  # apex left out those that were FP32 in the model

@@ -1,8 +1,8 @@
-"""torch's own `step` and `zero_grad` without what surrounds them, where nobody would notice.
+"""torch's own `step` and `zero_grad` without what surrounds them, where that makes no difference.
 
 `torch.optim.Optimizer` wraps both in a range for the profiler, and `step` in loops
 over hooks.  While no profiler runs and there are no hooks, that is only time.  What
-somebody else has put in their place, on the instance or on the class, is called as it is.
+other code has put in their place, on the instance or on the class, is called as it is.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim import optimizer as _torchs
 
+from ...torch_private.optimizers import (
+    GLOBAL_POST_HOOKS,
+    GLOBAL_PRE_HOOKS,
+    STEP_POST_HOOKS,
+    STEP_PRE_HOOKS,
+)
+from ...torch_private.probes import is_profiling
 from .unmanaged import are_others
-
-try:
-    from torch.autograd import _profiler_enabled
-except ImportError:
-
-    def _profiler_enabled() -> bool:
-        """Without a way to ask, a profiler may be running."""
-        return True
 
 
 def _code_around_steps() -> Any:
@@ -31,35 +29,32 @@ def _code_around_steps() -> Any:
 
 
 _AROUND_STEPS = _code_around_steps()
-_EVERYBODYS_HOOKS = (
-    getattr(_torchs, "_global_optimizer_pre_hooks", True),
-    getattr(_torchs, "_global_optimizer_post_hooks", True),
-)
 
 
-def bare_step(original: Callable, optimizer: Any) -> Callable | None:
+def bare_step(original: Any, optimizer: Any) -> Callable | None:
     """The function inside torch's wrapper around a bound `step`, to be called with the optimizer.
 
     None where the wrapper is not torch's, or has something to do.
     """
-    function = getattr(original, "__func__", None)
+    function: Any = getattr(original, "__func__", None)
     if (
         getattr(function, "__code__", None) is not _AROUND_STEPS
         or _AROUND_STEPS is None
         or original.__self__ is not optimizer  # but one that it wraps
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or any(map(are_others, _EVERYBODYS_HOOKS))
-        or _profiler_enabled()
+        or getattr(optimizer, STEP_PRE_HOOKS, True)
+        or getattr(optimizer, STEP_POST_HOOKS, True)
+        or are_others(GLOBAL_PRE_HOOKS)
+        or are_others(GLOBAL_POST_HOOKS)
+        or is_profiling()
     ):
         return None
     return function.__wrapped__
 
 
-def is_bare_zero_grad(original: Callable, optimizer: Any) -> bool:
+def is_bare_zero_grad(original: Any, optimizer: Any) -> bool:
     """Whether a bound `zero_grad` is torch's own and does no more than drop gradients."""
     return (
         getattr(original, "__func__", None) is Optimizer.zero_grad
         and original.__self__ is optimizer
-        and not _profiler_enabled()
+        and not is_profiling()
     )

@@ -14,13 +14,16 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import optimizer as _torchs
 
+from ...torch_private.optimizers import GLOBAL_PRE_HOOKS, STEP_PRE_HOOKS
 from .snapshots import WeightsAndState
 from .unmanaged import are_others
+
+if TYPE_CHECKING:
+    from ..optimizer import ManagedOptimizer
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -34,7 +37,7 @@ class Overflowed(BaseException):
 class Evaluations:
     """The evaluations of closures within one step."""
 
-    def __init__(self, managed: Any) -> None:
+    def __init__(self, managed: ManagedOptimizer) -> None:
         self.first: Any = None
         self.count = 0
         self.overflowed = False
@@ -52,10 +55,10 @@ class Evaluations:
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         managed = self._managed
         managed.masters.push()
-        with managed.casts_on():
+        with managed.casts.on():
             loss = closure()
-        managed.settle()
-        managed.update_deferred()
+        managed.bring_up_to_date()
+        managed.gradients.state.update_deferred()
         if self.count == 0:
             self.first = loss
         self.count += 1
@@ -64,20 +67,26 @@ class Evaluations:
 
     def ask(self) -> None:
         """End the optimizer's step if there is an overflow in the gradients gathered so far."""
-        if self._managed.take_overflow():
+        if self._managed.gradients.take_overflow():
             self.overflowed = True
             raise Overflowed
 
 
 def step_with_closure(
-    managed: Any, original: Callable, evaluations: Evaluations, args: tuple, kwargs: dict
+    managed: ManagedOptimizer,
+    original: Callable,
+    evaluations: Evaluations,
+    args: tuple,
+    kwargs: dict,
 ) -> Any:
     """Step with closures, which `evaluations` stand in for; returns what the optimizer returns,
     or the first loss on a skip.
 
     Casting is off around this, and on again inside the closures.
     """
-    before = None if evaluates_first(original, managed.optimizer) else managed.snapshot()
+    before = (
+        None if evaluates_first(original, managed.optimizer) else WeightsAndState(managed.optimizer)
+    )
     result = None
     try:
         result = original(*args, **kwargs)
@@ -96,7 +105,7 @@ def step_with_closure(
     return result
 
 
-def _go_back(managed: Any, before: WeightsAndState | None) -> None:
+def _go_back(managed: ManagedOptimizer, before: WeightsAndState | None) -> None:
     if before is not None:
         before.restore()
     managed.masters.push()
@@ -129,9 +138,9 @@ def evaluates_first(original: Callable, optimizer: Any) -> bool:
 
     So do torch's own, but for LBFGS, while no hook runs in front of them: no need of a copy.
     """
-    if type(optimizer) not in _torchs_own() or optimizer._optimizer_step_pre_hooks:
+    if type(optimizer) not in _torchs_own() or getattr(optimizer, STEP_PRE_HOOKS, True):
         return False
-    if are_others(getattr(_torchs, "_global_optimizer_pre_hooks", True)):
+    if are_others(GLOBAL_PRE_HOOKS):
         return False
     function = getattr(original, "__func__", original)
     while function is not None:  # around torch's own method only wrappers of torch's own

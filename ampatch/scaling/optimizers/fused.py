@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ...torch_private import optimizers
+
 
 def skips_in_kernel(optimizer: Any) -> bool:
     """Whether every group of the optimizer heeds `optimizer.found_inf`.
@@ -14,7 +16,7 @@ def skips_in_kernel(optimizer: Any) -> bool:
     step on inf.
     """
     return (
-        getattr(optimizer, "_step_supports_amp_scaling", False)
+        optimizers.skips_in_kernel(optimizer)
         and all(group.get("fused", True) for group in optimizer.param_groups)
         and _fill_momentum(optimizer)
     )

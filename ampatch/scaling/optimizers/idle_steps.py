@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...log import logger
+from ...torch_private.devices import is_captured
 from ..master_weights import MasterWeights
 
 _Sample = tuple[Tensor, Tensor, Tensor, Tensor]  # master, index, gradient and value there
@@ -28,10 +29,10 @@ class IdleSteps:
         """What to look at again after the step."""
         if not any(group.get("lr", 1.0) != 0 for group in self._optimizer.param_groups):
             return []  # nothing is to change; the next step may tell
-        samples = []
+        samples: list[_Sample] = []
         for _, master in masters:
             grad = master.grad
-            if grad is not None and not grad.is_sparse and grad.numel() and not _is_captured(grad):
+            if grad is not None and not grad.is_sparse and grad.numel() and not is_captured(grad):
                 grad = grad.detach()
                 index = grad.abs().argmax()
                 samples.append((master, index, grad.take(index), master.detach().take(index)))
@@ -54,7 +55,3 @@ class IdleSteps:
                 'Use opt_level="O1", where the weights stay FP32.',
                 type(self._optimizer).__name__,
             )
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -45,8 +45,8 @@ def check(optimizer: Any, halves: set[int]) -> None:
     if where is not None:
         raise AmpatchError(
             f"ampatch.initialize(optimizers=...): {type(optimizer).__name__}{where} keeps "
-            "parameters in a place of its own, which cannot be given the FP32 master weights of this "
-            "opt level; it would go on updating the half weights. Nothing was changed. Use "
+            "parameters in a place of its own, which cannot be given the FP32 master weights of "
+            "this opt level; it would go on updating the half weights. Nothing was changed. Use "
             'opt_level="O1", where the weights stay FP32, or an optimizer that works on its '
             "param_groups."
         )
@@ -86,11 +86,12 @@ def _items(value: Any) -> list[Any]:
 def _exchange(value: Any, new_of: Mapping[int, Tensor], depth: int) -> None:
     if depth == 0 or not isinstance(value, (list, dict, tuple)):
         return
+    places: Any = value  # a tuple has none of the weights: `check` has refused it
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in list(pairs):
         if isinstance(item, Tensor):
             if id(item) in new_of:
-                value[key] = new_of[id(item)]
+                places[key] = new_of[id(item)]
         else:
             _exchange(item, new_of, depth - 1)
 

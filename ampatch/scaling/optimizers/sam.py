@@ -15,10 +15,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .closures import Evaluations
 from .snapshots import Weights
+
+if TYPE_CHECKING:
+    from ..optimizer import ManagedOptimizer
 
 
 def has_two_steps(optimizer: Any) -> bool:
@@ -29,7 +32,7 @@ def has_two_steps(optimizer: Any) -> bool:
 class TwoSteps:
     """The halves of one managed optimizer's step."""
 
-    def __init__(self, managed: Any) -> None:
+    def __init__(self, managed: ManagedOptimizer) -> None:
         self._managed = managed
         self._before = Weights()
         self._overflowed = False
@@ -38,24 +41,26 @@ class TwoSteps:
     def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `first_step`."""
         if self._inside is not None:
-            return self._part(original, args, kwargs)
+            return self._part(self._inside, original, args, kwargs)
         self._managed.before_step()
-        self._overflowed = self._managed.take_overflow()
+        self._overflowed = self._managed.gradients.take_overflow()
         if self._overflowed:
-            return self._zero_grad_if_asked(original, args, kwargs)
+            self._zero_grad_if_asked(original, args, kwargs)
+            return None
         self._before = Weights(self._managed.parameters())
         return self._moved(original, args, kwargs)
 
     def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `second_step`."""
         if self._inside is not None:
-            return self._part(original, args, kwargs)
+            return self._part(self._inside, original, args, kwargs)
         self._managed.before_step()
-        overflowed = self._managed.take_overflow() or self._overflowed
+        overflowed = self._managed.gradients.take_overflow() or self._overflowed
         self._overflowed = False
+        result = None
         if overflowed:
             self._go_back()
-            result = self._zero_grad_if_asked(original, args, kwargs)
+            self._zero_grad_if_asked(original, args, kwargs)
         else:
             result = self._moved(original, args, kwargs)
         self._before = Weights()
@@ -72,10 +77,10 @@ class TwoSteps:
         finally:
             self._inside = None
 
-    def _part(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def _part(self, evaluations: Evaluations, original: Callable, args: tuple, kwargs: dict) -> Any:
         """A half that `step(closure)` calls; gradients from before the closure are looked at."""
-        if not self._inside.count:
-            self._inside.ask()
+        if not evaluations.count:
+            evaluations.ask()
         return original(*args, **kwargs)
 
     def _go_back(self) -> None:
@@ -86,7 +91,7 @@ class TwoSteps:
 
     def _moved(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         try:
-            with self._managed.casts_off():
+            with self._managed.casts.off:
                 result = original(*args, **kwargs)
         except BaseException:
             self._go_back()

@@ -1,4 +1,7 @@
-"""Hooks of ours on every optimizer's step: strangers on half weights are refused, steps are told of."""
+"""Hooks on the steps of all optimizers, those that `initialize` was not given among them.
+
+An unmanaged optimizer that would update half weights is refused; every step is notified.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def are_others(hooks: Any) -> bool:
-    """Whether among hooks for everybody's steps there are some but ours (True: nobody knows)."""
+    """Whether hooks for all optimizers' steps are others than ampatch's too (True: unknown)."""
     return bool(hooks) and (
         hooks is True
-        or any(type(hook) not in (RefuseStrangers, TellOfSteps) for hook in hooks.values())
+        or any(type(hook) not in (RefuseUnmanaged, NotifyOfSteps) for hook in hooks.values())
     )
 
 
-class TellOfSteps:
+class NotifyOfSteps:
     """A hook after every step of a `torch.optim.Optimizer`, while it `keep`s watch."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
         self._handle: Any = None
 
     def keep(self, needed: bool) -> None:
@@ -40,10 +43,10 @@ class TellOfSteps:
             self._handle = None
 
     def __call__(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        self._tell()
+        self._notify()
 
 
-class RefuseStrangers:
+class RefuseUnmanaged:
     """A hook before every step of a `torch.optim.Optimizer`, while it `keep`s watch.
 
     `wanting_masters()` gives ids of half weights that only optimizers with masters may

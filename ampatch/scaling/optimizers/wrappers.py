@@ -1,4 +1,4 @@
-"""Methods of ours on one optimizer: put in, taken out, and put in again without piling up."""
+"""Replaced methods of one optimizer: put in, taken out, and put in again without piling up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Answer = Callable[[Callable, tuple, dict], Any]
-_SEAT = "_ampatch_seat"  # functools.wraps hands it on to wrappers around ours
+_SEAT = "_ampatch_seat"  # functools.wraps hands it on to wrappers around the replacement
 
 
 class _Seat:
-    """Who answers for a method; nobody, and calls pass through."""
+    """What answers for a method; without an answer calls pass through."""
 
     __slots__ = ("answer",)
 
@@ -26,7 +26,7 @@ class Methods:
 
     Only a bound method *of the optimizer* is met by LR schedulers built before
     and after: they rebind `step.__func__`.  A scheduler's wrapper stays when
-    ours is taken out from under it; whoever comes next takes the seat that is
+    the method is taken out from under it; the next `put` takes the seat that is
     left inside, so that wrappers do not nest ever deeper.
     """
 
@@ -52,14 +52,14 @@ class Methods:
         self._seats.append(seat)
 
     def put_own(self, name: str, method: Callable) -> None:
-        """Have `method` on the optimizer under a name that only its class has, if anyone."""
+        """Have `method` on the optimizer under a name that at most its class has."""
         own = vars(self._optimizer)
         self._put[name] = (name in own, own.get(name), method)
         own[name] = method
 
     @contextlib.contextmanager
     def out(self) -> Iterator[None]:
-        """The optimizer is without these methods, as far as nobody has wrapped them."""
+        """Context manager: without these methods, except those that other code has wrapped."""
         own = vars(self._optimizer)
         inside = [name for name, (_, _, put) in self._put.items() if own.get(name) is put]
         for name in inside:
@@ -70,7 +70,7 @@ class Methods:
             own.update({name: self._put[name][2] for name in inside})
 
     def take_out(self) -> None:
-        """Give the optimizer its own methods back, as far as nobody has wrapped ours."""
+        """Give the optimizer its own methods back, except those that other code has wrapped."""
         for seat in self._seats:
             seat.answer = None
         for name, (_, _, put) in self._put.items():
@@ -88,10 +88,10 @@ class Methods:
 
 
 def _asking(seat: _Seat, name: str, original: Callable, of_class: Any) -> Callable:
-    """A method that asks who sits in `seat`; `original` is what it stands for.
+    """A method that asks what answers in `seat`; `original` is what it stands for.
 
-    That was found on the class as `of_class`, if not None; what somebody puts there later
-    is called in its place, as Python would do without us.
+    That was found on the class as `of_class`, if not None; what other code puts there
+    later is called in its place, as Python would do.
     """
 
     @functools.wraps(getattr(original, "__func__", original))

@@ -1,4 +1,4 @@
-"""Half models by hand: converting them, and keeping FP32 copies of their weights."""
+"""Half models by hand: conversion, and FP32 copies of the weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
+
+from ampatch.torch_private.modules import BATCH_NORMS
 
 __all__ = [
     "BN_convert_float",
@@ -36,7 +37,7 @@ class tofp16(nn.Module):  # apex's name
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # apex's name
-    """Put batch norms that have weights back to FP32, in place."""
+    """Convert batch norms that have weights to FP32, in place."""
     for part in module.modules():
         if _keeps_float(part):
             part.float()
@@ -75,7 +76,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _keeps_float(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine
+    return isinstance(module, BATCH_NORMS) and module.affine
 
 
 class FP16Model(nn.Module):
@@ -86,7 +87,7 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, dtype=torch.half)
 
     def forward(self, *inputs: Any) -> Any:
-        """The network's output, as it comes."""
+        """The network's output, unchanged."""
         return self.network(*(_half(value) for value in inputs))
 
 
@@ -120,7 +121,7 @@ def prep_param_lists(
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the gradients of the model into those of the FP32 copies; they are not unscaled."""
+    """Copy the model's gradients to the FP32 copies, without unscaling."""
     if flat_master:
         grads = [_grad_or_zeros(param).reshape(-1).float() for param in model_params]
         master_params[0].grad = torch.cat(grads)

@@ -1,4 +1,4 @@
-"""FP16_Optimizer: an optimizer that keeps FP32 copies of the half weights it is given."""
+"""FP16_Optimizer: an optimizer with FP32 copies of its half weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FP16_Optimizer:  # apex's name
             self._split(group)
 
     def _split(self, group: dict) -> None:
-        """Put FP32 copies in the place of a group's half parameters."""
+        """Replace a group's half parameters by FP32 copies."""
         halves, masters, floats = [], [], []
         for index, param in enumerate(group["params"]):
             if param.dtype not in _HALF_TYPES:
@@ -76,7 +76,7 @@ class FP16_Optimizer:  # apex's name
         self.fp32_from_fp32_groups.append(floats)
 
     def add_param_group(self, group: dict) -> None:
-        """As the optimizer's; the new half parameters get FP32 copies too."""
+        """As in the optimizer; the new half parameters get FP32 copies too."""
         self.optimizer.add_param_group(group)
         self._split(self.optimizer.param_groups[-1])
 
@@ -93,13 +93,13 @@ class FP16_Optimizer:  # apex's name
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Backward of the scaled loss, and unless told otherwise `update_master_grads()`."""
+        """Backward of the scaled loss, then `update_master_grads()` unless it is switched off."""
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Copy the model's gradients to the FP32 copies and unscale; not after an overflow."""
+        """Copy the model's gradients to the FP32 copies and unscale them; not after an overflow."""
         self.overflow = self.loss_scaler.has_overflow(self._model_params())
         if self.overflow:
             return
@@ -126,7 +126,7 @@ class FP16_Optimizer:  # apex's name
         ]
 
     def step(self, closure: Callable | None = None) -> Any:
-        """The optimizer's step, left out after an overflow.  A closure calls `backward` itself."""
+        """The optimizer's step; skipped after an overflow.  A closure calls `backward` itself."""
         scale = self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
@@ -167,7 +167,7 @@ class FP16_Optimizer:  # apex's name
             )
 
     def _overflowed(self) -> Iterator[str]:
-        """The places of parameters whose gradients are not finite."""
+        """The places of parameters with non-finite gradients."""
         for name in ("fp16_groups", "fp32_from_fp32_groups"):
             for index, group in enumerate(getattr(self, name)):
                 for place, param in enumerate(group):
@@ -239,7 +239,7 @@ class FP16_Optimizer:  # apex's name
 
     @property
     def state(self) -> Any:
-        """The optimizer's."""
+        """The state of the optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -248,7 +248,7 @@ class FP16_Optimizer:  # apex's name
 
     @property
     def param_groups(self) -> list[dict]:
-        """The optimizer's; they hold the FP32 copies."""
+        """The groups of the optimizer; they hold the FP32 copies."""
         return self.optimizer.param_groups
 
     @param_groups.setter

@@ -35,17 +35,17 @@ class _Scaler:
 
 
 class LossScaler(_Scaler):
-    """A fixed scale, which looks for no overflow."""
+    """A fixed scale, without a check for overflow."""
 
     def __init__(self, scale: float = 1) -> None:
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """False: a fixed scale does not look."""
+        """False: a fixed scale has no check."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Nothing moves a fixed scale."""
+        """Does nothing: the scale is fixed."""
 
 
 class DynamicLossScaler(_Scaler):
@@ -71,7 +71,7 @@ class DynamicLossScaler(_Scaler):
         )
 
     def update_scale(self, overflow: bool) -> None:
-        """Take note of one step."""
+        """Update the scale after one step."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
             self.last_overflow_iter = self.cur_iter

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .common import Fused, listed, steps_by_tensor, unhooked
+from .common import Fused, listed, steps_by_tensor
 
 __all__ = ["FusedAdagrad"]
 
@@ -28,17 +27,8 @@ class FusedAdagrad(Fused, torch.optim.Adagrad):
         self.adagrad_w_mode = int(adagrad_w_mode)
         self.set_grad_none = set_grad_none
 
-    def step(self, closure: Callable | None = None) -> Any:
-        """One step; returns what the closure returns."""
-        return self._step(closure)
-
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
         steps_by_tensor(group, state)
 
     def _update(self) -> None:
-        step = unhooked(torch.optim.Adagrad.step)
-        if self.adagrad_w_mode:
-            self._decay_apart()
-            self._without_weight_decay(step)
-        else:
-            step(self)
+        self._step_of_torch(torch.optim.Adagrad.step, bool(self.adagrad_w_mode))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.torch_private import foreach
+from ampatch.session.facade import foreach
 
-from .common import Fused, all_on_cuda, listed, refuse, steps_by_tensor, unhooked, with_grads
+from .common import Fused, all_on_cuda, listed, refuse, steps_by_tensor, with_grads
 
 __all__ = ["FusedAdam"]
 
@@ -22,12 +22,12 @@ class FusedAdam(Fused, torch.optim.Adam):
     """Adam with decoupled weight decay, as `torch.optim.AdamW`, unless `adam_w_mode=False`.
 
     The default weight decay is apex's 0.  With `bias_correction=False` (an option
-    of parameter groups too) the moments are used as they are.  `capturable` and
-    `master_weights` are accepted; masters are the business of `initialize` at O2.
+    of parameter groups too) the moments are not corrected.  `capturable` and
+    `master_weights` are accepted and have no effect; `initialize` makes masters at O2.
 
-    `step(grads=..., scale=..., output_params=...)` is that of apex's first
-    version: explicit gradients, what they are to be divided by, and half
-    parameters that get the new values.  `max_grad_norm` is of that version too.
+    `step(grads=..., scale=..., output_params=...)` and `max_grad_norm` are those of apex's
+    first version: explicit gradients, their divisor, and half parameters that get the new
+    values.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class FusedAdam(Fused, torch.optim.Adam):
         self.defaults["bias_correction"] = bias_correction
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
-        self._see_whether_kernels_skip()
+        self._update_kernel_support()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; `bias_correction` may differ from group to group."""
         super().add_param_group(param_group)
-        self._see_whether_kernels_skip()
+        self._update_kernel_support()
 
-    def _see_whether_kernels_skip(self) -> None:
-        """Only torch's fused kernels look at `found_inf`; where we compute, nobody would."""
+    def _update_kernel_support(self) -> None:
+        """Only torch's fused kernels read `found_inf`; the code in this class does not."""
         if not self._is_plain():
             self._step_supports_amp_scaling = False
 
     def _is_plain(self) -> bool:
-        """Whether torch's own step does all that is asked for."""
+        """Whether torch's own step does everything that the options ask for."""
         return all(group.get("bias_correction", True) for group in self.param_groups) and (
             _DECOUPLES or not getattr(self, "adam_w_mode", 0)
         )
@@ -112,15 +112,15 @@ class FusedAdam(Fused, torch.optim.Adam):
                 "FusedAdam.step(scale=..., grad_norms=...): only with grads=... as well. With "
                 "ampatch.scale_loss gradients are unscaled already: call step() alone."
             )
-        result = self._step(closure)
+        result = super().step(closure)
         if output_params is not None:
             self._copy_out(output_params)
         return result
 
     def _update(self) -> None:
-        step = unhooked(torch.optim.Adam.step)
+        step = torch.optim.Adam.step
         if self._is_plain():
-            step(self)
+            self._step_of_torch(step, decays_apart=False)
             return
         groups = self.param_groups
         corrected = [group for group in groups if group.get("bias_correction", True)]
@@ -129,11 +129,7 @@ class FusedAdam(Fused, torch.optim.Adam):
                 self._update_uncorrected(group)
         self.param_groups = corrected
         try:
-            if self.adam_w_mode and not _DECOUPLES:
-                self._decay_apart()
-                self._without_weight_decay(step)
-            else:
-                step(self)
+            self._step_of_torch(step, bool(self.adam_w_mode) and not _DECOUPLES)
         finally:
             self.param_groups = groups
 
@@ -163,7 +159,7 @@ class FusedAdam(Fused, torch.optim.Adam):
         foreach.add_(divisor, group["eps"])
         foreach.addcdiv_(params, first, divisor, value=-float(group["lr"]))
 
-    # The first version's arguments
+    # The arguments of apex's first version
 
     def _put_grads(self, grads: Any, scale: float, grad_norms: Any) -> None:
         norms = grad_norms if grad_norms is not None else [None] * len(self.param_groups)
@@ -186,7 +182,7 @@ class FusedAdam(Fused, torch.optim.Adam):
 
 
 def _by_group(values: Any, groups: list[dict], argument: str) -> list[list[Tensor]]:
-    """One list for each group, from that or from a flat list or generator for a single group."""
+    """One list for each group, from such lists, or from one flat list for a single group."""
     rows = list(values)
     if rows and not isinstance(rows[0], (list, tuple)):
         rows = [rows]

@@ -1,4 +1,4 @@
-"""What apex's optimizers have in common."""
+"""What apex's optimizers have in common: `step`, `zero_grad`, checkpoints, weight decay."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ampatch.torch_private import foreach
+from ampatch.session.facade import foreach
 
 
 class Fused:
-    """Gradients are dropped or zeroed as asked; apex's checkpoints load.
+    """apex's `step(closure)`, `zero_grad` and checkpoints for an optimizer of torch.
 
-    Comes before a `torch.optim.Optimizer` among the bases.  A subclass says what
-    one step on the present gradients does in `_update`.
+    A mixin, in front of a `torch.optim.Optimizer` among the bases: torch's optimizers take
+    these methods from their class.  A subclass implements one step on the present gradients
+    in `_update`.
     """
 
     set_grad_none = True
@@ -35,9 +36,10 @@ class Fused:
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
-        """Bring a group of a checkpoint, and its parameters' state, from apex's form to ours."""
+        """Bring a group of a checkpoint, and its parameters' state, from apex's form to torch's."""
 
-    def _step(self, closure: Callable | None) -> Any:
+    def step(self, closure: Callable | None = None) -> Any:
+        """One step; returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -49,15 +51,24 @@ class Fused:
     def _update(self) -> None:
         raise NotImplementedError
 
+    def _step_of_torch(self, step: Callable, decays_apart: bool) -> None:
+        """Run the `step` of torch's class; with `decays_apart` weight decay is no gradient."""
+        step = unhooked(step)
+        if decays_apart:
+            self._decay_apart()
+            self._without_weight_decay(step)
+        else:
+            step(self)
+
     def _decay_apart(self) -> None:
-        """Weight decay that stays out of the gradients: p -= lr * weight_decay * p."""
+        """Weight decay outside of the gradients: p -= lr * weight_decay * p."""
         for group in self.param_groups:
             params = with_grads(group)
             if params and group["weight_decay"]:
                 foreach.mul_(params, 1 - group["lr"] * group["weight_decay"])
 
     def _without_weight_decay(self, step: Callable) -> None:
-        """Run torch's step as if no group had weight decay."""
+        """Run torch's step with weight decay 0 in every group."""
         found = [group["weight_decay"] for group in self.param_groups]
         try:
             for group in self.param_groups:
@@ -84,18 +95,18 @@ def with_grads(group: dict[str, Any]) -> list[Tensor]:
 def unhooked(step: Callable) -> Callable:
     """A class's `step` without the wrapper by which torch runs step hooks.
 
-    A `step` of ours has that wrapper too, and hooks must not run twice.
+    The `step` of `Fused` has that wrapper too, and hooks must not run twice.
     """
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def refuse(name: str, argument: str, instead: str) -> NoReturn:
-    """Raise apex's `RuntimeError` for what cannot be had."""
+    """Raise apex's `RuntimeError` for an argument that is not available."""
     raise RuntimeError(f"apex.optimizers.{name}({argument}): not available. Use {instead}.")
 
 
 def listed(params: Any) -> list:
-    """Parameters or groups in a list, generators in groups read once: they are looked at twice."""
+    """Parameters or groups in a list; generators in groups are read once, for two uses."""
     if isinstance(params, Tensor):
         raise TypeError("params: expected an iterable of tensors or dicts, got one tensor.")
     return [

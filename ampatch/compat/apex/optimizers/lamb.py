@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampatch.torch_private import foreach
+from ampatch.session.facade import foreach
 
 from .common import Fused, listed, refuse, with_grads
 
@@ -16,14 +15,14 @@ __all__ = ["FusedLAMB"]
 
 
 class FusedLAMB(Fused, torch.optim.Optimizer):
-    """Adam whose update of each tensor is made as long as the tensor, times the learning rate.
+    """Adam with each tensor's update scaled to the norm of the tensor, times the learning rate.
 
     Args:
         params: parameters or groups.
         lr, betas, eps, bias_correction: as Adam's.
         weight_decay: added to the update (`adam_w_mode=True`), or to the gradient.
         grad_averaging: whether new gradients enter the first moment times 1 - beta1, or whole.
-        max_grad_norm: all gradients together are clipped to this norm; 0 for not at all.
+        max_grad_norm: all gradients together are clipped to this norm; 0 turns it off.
         use_nvlamb: rescale tensors without weight decay too.
     """
 
@@ -57,10 +56,6 @@ class FusedLAMB(Fused, torch.optim.Optimizer):
         self.adam_w_mode = int(adam_w_mode)
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
-
-    def step(self, closure: Callable | None = None) -> Any:
-        """One step; returns what the closure returns."""
-        return self._step(closure)
 
     def _update(self) -> None:
         grads = [param.grad for group in self.param_groups for param in with_grads(group)]

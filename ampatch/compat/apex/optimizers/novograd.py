@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,12 +57,8 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
         self.reg_inside_moment = reg_inside_moment
         self.set_grad_none = set_grad_none
 
-    def step(self, closure: Callable | None = None) -> Any:
-        """One step; returns what the closure returns."""
-        return self._step(closure)
-
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
-        """apex keeps the running norms in the group: those of its half tensors, of its FP32 ones."""
+        """apex keeps the running norms in the group: a tensor for half, one for FP32 parameters."""
         parts = [part for part in group.pop("exp_avg_sq", []) if part.numel()]
         if not parts:
             return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .common import Fused, all_on_cuda, listed, unhooked
+from .common import Fused, all_on_cuda, listed
 
 __all__ = ["FusedSGD"]
 
@@ -43,14 +42,5 @@ class FusedSGD(Fused, torch.optim.SGD):
         self.wd_after_momentum = wd_after_momentum
         self.set_grad_none = set_grad_none
 
-    def step(self, closure: Callable | None = None) -> Any:
-        """One step; returns what the closure returns."""
-        return self._step(closure)
-
     def _update(self) -> None:
-        step = unhooked(torch.optim.SGD.step)
-        if self.wd_after_momentum:
-            self._decay_apart()
-            self._without_weight_decay(step)
-        else:
-            step(self)
+        self._step_of_torch(torch.optim.SGD.step, self.wd_after_momentum)

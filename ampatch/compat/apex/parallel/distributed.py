@@ -15,7 +15,7 @@ _MESSAGE_SIZE = 10_000_000  # elements; apex's default
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's, with apex's arguments.
+    """`torch.nn.parallel.DistributedDataParallel` with apex's arguments.
 
     Args:
         module: the model, on its device.
@@ -74,12 +74,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = True
 
     def disable_allreduce(self) -> None:
-        """Leave gradients as each rank has them, until `enable_allreduce`."""
+        """Do not average gradients until `enable_allreduce`."""
         self.require_backward_grad_sync = False
 
 
 class _Reduction:
-    """What `_reduce` multiplies gradients by before and after, and whether in FP32."""
+    """Factors for gradients before and after the reduction, and whether it is in FP32."""
 
     def __init__(self, group: Any, before: float, after: float, in_fp32: bool) -> None:
         self.group = group
@@ -105,9 +105,9 @@ def _reduce(how: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Te
 
 
 class Reducer:
-    """Averages gradients over the ranks when `reduce()` is called, and not before.
+    """Averages gradients over the ranks when `reduce()` is called.
 
-    `module_or_grads_list` is a module, whose parameters are made those of rank 0 at once,
+    `module_or_grads_list` is a module, whose parameters are broadcast from rank 0 at once,
     or a list of tensors to average.
     """
 
@@ -122,7 +122,7 @@ class Reducer:
             self.grads = list(module_or_grads_list)
 
     def reduce(self) -> None:
-        """Average, in place.  Every rank has to have the same gradients."""
+        """Average in place.  Every rank must have gradients for the same tensors."""
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
@@ -135,7 +135,7 @@ class Reducer:
 def create_syncbn_process_group(group_size: int) -> Any:
     """The process group of this rank, of `group_size` neighbouring ranks; None for all (0).
 
-    Every rank has to call it.  Raises `ValueError` if the ranks do not divide so.
+    Every rank must call it.  Raises `ValueError` if `group_size` does not divide the ranks.
     """
     ranks = dist.get_world_size()
     if group_size == 0:

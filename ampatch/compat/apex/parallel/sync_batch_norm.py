@@ -1,4 +1,4 @@
-"""SyncBatchNorm: torch's, and on the CPU, where torch has none, one of its own."""
+"""SyncBatchNorm: torch's, and on the CPU, where torch has none, an implementation here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ampatch.torch_private.modules import BATCH_NORMS, INSTANCE_NORMS
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model"]
 
@@ -103,7 +103,7 @@ def convert_syncbn_model(
     replaced in what is returned.
     """
     converted = module
-    if isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm):
+    if isinstance(module, BATCH_NORMS) and not isinstance(module, INSTANCE_NORMS):
         converted = SyncBatchNorm(
             module.num_features,
             module.eps,

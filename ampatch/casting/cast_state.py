@@ -1,0 +1,223 @@
+"""Which policy is in force: one for the process, and one for each thread that has its own.
+
+A call is under the process's policy, unless its thread is inside a managed model,
+`disable_casts()` or `precision()`.
+
+Patched functions read the state on every call, so it is plain attributes.
+`torch.compile` guards on what it reads while tracing: on plain attributes and
+on attributes that a `threading.local` subclass sets in `__init__` it guards
+correctly (a class-level default of a `threading.local`, and a `ContextVar`, it
+does not: the first is silently frozen into the graph, the second refused).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.compiler import is_dynamo_compiling
+
+from .contexts import PolicyContext
+from .handler_tables import HandlerTables
+from .policy import Policy
+
+FOLLOW = object()
+"""The thread has no policy of its own: the process's policy counts."""
+
+Frame = tuple[Any, Any, bool]
+"""The owner of a push, what the push covered, and whether it changed anything.
+
+A plain tuple: each forward and each step makes several, and a class's constructor is a call.
+"""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.policy: Any = FOLLOW
+        self.frames: list[Frame] = []  # innermost last
+
+
+class CastState:
+    """The policy of the process, and each thread's own where it has one."""
+
+    def __init__(self) -> None:
+        self.process: Policy | None = None
+        self.overridden = False  # a thread has a policy of its own, or an observer watches
+        self.tables = HandlerTables()
+        self.modes = 0  # threads that are in a TorchFunctionMode; counted in `overridden` too
+        self.thread = _Thread()
+        self.casts_off = CastsOff(self)
+        self._region = self.under(lambda: None, by_user=True)
+        self._own = 0
+        self._lock = threading.Lock()
+
+    def current(self) -> Policy | None:
+        """The policy of a call made here and now; None: no casting."""
+        if self.overridden and self.thread.policy is not FOLLOW:
+            return self.thread.policy
+        return self.process
+
+    def table_policy(self) -> Policy | None:
+        """`current()` if it follows the tables; None: rows cast nothing here and now."""
+        policy = self.process
+        if self.overridden:  # as `current()`, without the price of a call
+            own = self.thread.policy
+            if own is not FOLLOW:
+                policy = own
+        return policy if policy is not None and policy.follows_tables else None
+
+    def push(self, policy: Policy | None, owner: Any = None) -> None:
+        """Give this thread a policy of its own, until `pop`."""
+        thread = self.thread
+        found = thread.policy
+        differs = policy is not (self.process if found is FOLLOW else found)
+        if not differs and not isinstance(owner, _BLOCKS) and is_dynamo_compiling():
+            return  # strict export warns of every write, even of one that is taken back
+        thread.frames.append((owner, found, differs))
+        if differs:
+            thread.policy = policy
+            self.watch(+1)
+
+    def pop(self, owner: Any = None) -> None:
+        """Back to what `push` found; nothing, if the last push here was not `owner`'s.
+
+        A `with` block ends wherever it is: an interrupted forward may have left
+        its frame above, and blocks in generators end in any order.
+        """
+        frames = self.thread.frames
+        if frames and frames[-1][0] is owner:
+            _, found, differs = frames.pop()
+            if differs:
+                self.thread.policy = found
+                self.watch(-1)
+        elif isinstance(owner, _BLOCKS):
+            self._take_out(owner)
+
+    def _take_out(self, owner: Any) -> None:
+        frames = self.thread.frames
+        places = [place for place, frame in enumerate(frames) if frame[0] is owner]
+        if not places:  # entered in another thread, or not at all
+            return
+        above = places[-1]
+        _, found, differs = frames.pop(above)
+        if differs:
+            heir, _, heir_differs = frames[above]
+            frames[above] = (heir, found, True)
+            if heir_differs:
+                self.watch(-1)
+
+    def under(self, choose: Callable[[], Policy | None], by_user: bool = False) -> PolicyContext:
+        """A context manager and decorator: the policy is `choose()`, asked at each entry.
+
+        What is `by_user` holds inside managed models too.
+        """
+        return PolicyContext(self, choose, by_user)
+
+    def enter_region(self) -> None:
+        """Casts off, in managed models too, until `leave_region`: what Dynamo traces."""
+        self.push(None, self._region)
+
+    def leave_region(self) -> None:
+        """Back to what `enter_region` found."""
+        self.pop(self._region)
+
+    def drop_interrupted(self) -> None:
+        """Pop what hooks pushed here for forwards that never ended.
+
+        Ctrl-C skips forward hooks.  Called where no managed forward can be running:
+        around `scale_loss`, after a step, when a session closes.
+        """
+        frames = self.thread.frames
+        while frames and not isinstance(frames[-1][0], _BLOCKS):
+            self.pop(frames[-1][0])
+
+    def under_user_control(self) -> bool:
+        """Whether the innermost policy here is from a `with` block of the user's."""
+        frames = self.thread.frames
+        if not frames or not isinstance(frames[-1][0], _BLOCKS):
+            return False
+        block = frames[-1][0]
+        if block.has_ended is not None and block.has_ended():
+            self.pop(block)
+            return self.under_user_control()
+        return block.by_user
+
+    def covered_by_user(self) -> bool:
+        """Whether what the innermost push here covers is from a `with` block of the user's."""
+        beneath = self.thread.frames[-2:-1]
+        if not beneath or not isinstance(beneath[0][0], _BLOCKS):
+            return False
+        block = beneath[0][0]
+        return block.by_user and (block.has_ended is None or not block.has_ended())
+
+    def covered(self) -> Policy | None:
+        """The policy that the innermost push here covers; without one, that in force."""
+        frames = self.thread.frames
+        found = frames[-1][1] if frames and frames[-1][2] else self.thread.policy
+        return self.process if found is FOLLOW else found
+
+    def watch(self, change: int) -> None:
+        """Add to (+1) or take from (-1) the reasons why calls must look at their own thread.
+
+        A thread's own policy is one, and so is an observer that wants to see each cast.
+        """
+        if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
+            self._own += change
+            self.overridden = self._own > 0
+            return
+        with self._lock:
+            self._own += change
+            self.overridden = self._own > 0
+
+
+class CastsOff:
+    """`with` block without casts, for the optimizer's step: one object for all blocks.
+
+    As `state.under(lambda: None)`, in two Python calls and no allocation.  Where nothing
+    casts it does nothing.
+    """
+
+    __slots__ = ("_state",)
+
+    by_user = False
+    has_ended = None
+
+    def __init__(self, state: CastState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        state = self._state
+        if state.process is None and not state.overridden:
+            return
+        if is_dynamo_compiling():
+            state.push(None, self)
+            return
+        thread = state.thread
+        found = thread.policy
+        differs = (state.process if found is FOLLOW else found) is not None
+        thread.frames.append((self, found, differs))
+        if differs:
+            thread.policy = None
+            with state._lock:
+                state._own += 1
+                state.overridden = True
+
+    def __exit__(self, *exception: object) -> None:
+        state = self._state
+        frames = state.thread.frames
+        if not frames:
+            return
+        if frames[-1][0] is not self or is_dynamo_compiling():
+            state.pop(self)
+            return
+        _, found, differs = frames.pop()
+        if differs:
+            state.thread.policy = found
+            with state._lock:
+                state._own -= 1
+                state.overridden = state._own > 0
+
+
+_BLOCKS = (PolicyContext, CastsOff)
+"""Owners of frames that are `with` blocks; the others are hooks of models and modules."""

@@ -1,0 +1,82 @@
+"""Places of functions: a module or class, and a name in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from .tables import BUILTINS
+
+NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.Tensor")
+"""Where torch keeps the functions that overrides and registrations may name."""
+
+
+def resolve(where: str) -> Any:
+    """The module or class that a dotted place names: `torch.nn.functional`, `torch.Tensor`."""
+    owner: Any = sys.modules[where.partition(".")[0]]
+    for name in where.split(".")[1:]:
+        owner = getattr(owner, name)
+    return owner
+
+
+def has(where: str, name: str = "__name__") -> bool:
+    """Whether this torch has the place `where`, and `name` in it."""
+    try:
+        return hasattr(resolve(where), name)
+    except AttributeError:
+        return False
+
+
+def raw_attribute(owner: Any, name: str) -> Any:
+    """`owner.name` as it is stored: a static method as such, not the function inside."""
+    return wrapt.resolve_path(owner, name)[2]
+
+
+def places_of(function: Any) -> list[tuple[Any, str]]:
+    """`(owner, name)` of each place in torch's namespaces that has the function."""
+    return [
+        (owner, name)
+        for owner in map(resolve, filter(has, NAMESPACES))
+        for name in dir(owner)
+        if getattr(owner, name, None) is function
+    ]
+
+
+def public_name(where: str) -> str:
+    """The name by which users know the place of a row."""
+    functional = "torch.nn.functional"
+    return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
+
+
+def parse_place(place: Any, name: str | None) -> tuple[Any, str]:
+    """`(owner, attribute)` from a module and a name, or from one dotted string.
+
+    The owner of a dotted string stays a string: it may not be imported yet.
+    """
+    if name is not None:
+        return place, name
+    owner, _, attribute = str(place).rpartition(".")
+    if not isinstance(place, str) or not owner:
+        raise ValueError(
+            f"{place!r}: expected a module and a name, "
+            'or one dotted string such as "package.module.function".'
+        )
+    return owner, attribute
+
+
+def resolve_user_place(owner: Any) -> Any:
+    """The module or class to patch, or None while the module it names is not imported."""
+    if not isinstance(owner, str):
+        return owner
+    if owner in sys.modules:
+        return sys.modules[owner]
+    parent, _, name = owner.rpartition(".")
+    return getattr(sys.modules[parent], name, None) if parent in sys.modules else None
+
+
+def when_imported(module: str, action: Callable[[Any], None]) -> None:
+    """Run `action(module)` as soon as the module is imported."""
+    wrapt.register_post_import_hook(action, module)

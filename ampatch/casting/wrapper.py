@@ -1,0 +1,210 @@
+"""HOT PATH: what a patched call does.
+
+`replacement(original, choose, state)` returns a plain function (torch.compile sees
+through plain functions; it silently unwraps wrapt's proxies) that asks for the policy
+in force, casts the arguments to the dtype that the rule chooses, and calls the original.
+Each Python call costs as much as a small kernel: for the usual kinds of arguments
+there is none.
+
+Calls with `out=` are never cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..errors import BannedFunctionError
+from ..torch_private.torch_functions import is_mode_on
+from .cast_observers import ObservedCall, observers
+from .cast_state import FOLLOW, CastState
+from .dtype_errors import note_call
+from .handlers import Handled, call_handlers, is_asked
+from .policy import Policy
+from .recording import Recorded, opaque_call
+from .rules import (
+    CASTABLE,
+    SCALARS,
+    TENSORS,
+    Choose,
+    NoHalfKernel,
+    cast,
+    cast_call,
+    castable,
+    choose_float,
+    choose_half,
+    tensors_in,
+    widest,
+)
+
+
+def replacement(original: Callable, choose: Choose, state: CastState) -> Callable:
+    """A plain function that stands in for `original` and casts to what `choose` says."""
+    is_half, is_float = choose is choose_half, choose is choose_float
+    as_object = opaque_call(original)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy, call = state.process, original
+        if state.overridden:  # as `state.current()`, without the price of a call
+            if state.modes and not is_dynamo_compiling() and is_mode_on():
+                return call_handlers(state, patched, original, args, kwargs)
+            own = state.thread.policy
+            if own is not FOLLOW:
+                policy = own
+                if is_dynamo_compiling():
+                    call = as_object
+            if observers and not is_dynamo_compiling():
+                call = ObservedCall(original, args, kwargs)
+        if (
+            policy is None
+            or ("out" in kwargs and kwargs["out"] is not None)
+            or (policy.gate is not None and not policy.gate(args, kwargs))
+        ):
+            for arg in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(arg)
+                if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
+                    return call_handlers(state, patched, original, args, kwargs)
+            return call(*args, **kwargs)
+        if policy.special:
+            if is_asked(args, kwargs):
+                return call_handlers(state, patched, original, args, kwargs)
+            to = policy.special.get(original)
+            return overridden(call, to, choose, patched, args, kwargs, policy, state)
+        if is_half:
+            to = policy.half_to
+        elif is_float:
+            to = policy.float_to
+        else:
+            to = choose(args, kwargs, policy)
+            if to is None:
+                if is_asked(args, kwargs):
+                    return call_handlers(state, patched, original, args, kwargs)
+                return call(*args, **kwargs)
+        try:
+            cast_args, is_traced = [], None
+            for arg in args:
+                kind = type(arg)
+                if kind in TENSORS:  # as `cast`, without the price of a call
+                    if arg.dtype is to:
+                        pass
+                    elif (
+                        arg.dtype not in CASTABLE
+                        or arg.layout is not torch.strided
+                        or (policy.devices is not None and arg.device.type not in policy.devices)
+                    ):
+                        arg = cast(arg, to, policy)
+                    elif kind is Tensor:
+                        arg = arg.to(to)
+                    else:
+                        if is_traced is None:
+                            is_traced = is_dynamo_compiling()
+                        arg = arg.to(to) if is_traced else policy.cache.cast(arg, to)
+                elif kind is tuple:  # of numbers, mostly: a shape, a stride
+                    for item in arg:
+                        if type(item) not in SCALARS:
+                            arg = cast(arg, to, policy)
+                            break
+                elif kind not in SCALARS:
+                    arg = cast(arg, to, policy)
+                cast_args.append(arg)
+            cast_kwargs = {}
+            for name, arg in kwargs.items():
+                cast_kwargs[name] = arg if type(arg) in SCALARS else cast(arg, to, policy)
+        except Handled:
+            return call_handlers(state, patched, original, args, kwargs)
+        except Recorded as proxy:
+            return proxy.record(patched, args, kwargs)
+        except NoHalfKernel:
+            cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
+        try:
+            return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
+        except RuntimeError as error:
+            note_call(error, patched, args, kwargs, to)
+            raise
+
+    return patched
+
+
+def call_in(
+    to: torch.dtype, original: Callable, patched: Callable, args: Any, kwargs: dict, policy: Policy
+) -> Any:
+    """`original` with its arguments cast to `to`; where torch.fx records, `patched` patched."""
+    try:
+        cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
+    except Recorded as proxy:
+        return proxy.record(patched, args, kwargs)
+    except NoHalfKernel:
+        cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
+    return original(*cast_args, **cast_kwargs)
+
+
+def overridden(
+    original: Callable,
+    to: torch.dtype | None,
+    choose: Choose,
+    patched: Callable,
+    args: Any,
+    kwargs: dict,
+    policy: Policy,
+    state: CastState,
+) -> Any:
+    """A patched call under a policy with overrides of functions; `to` is this one's, if any.
+
+    Casts are off inside an overridden function: the rows of what it calls itself
+    (F.softmax calls Tensor.softmax) would have the last word.
+    In a model without casts (O2, O3) the code around the call expects the dtype
+    it put in, so that the result goes back to the widest of the arguments.
+    """
+    if to is None:
+        to = choose(args, kwargs, policy) if policy.follows_tables else None
+        return (
+            original(*args, **kwargs)
+            if to is None
+            else call_in(to, original, patched, args, kwargs, policy)
+        )
+    with state.under(lambda: None):
+        output = call_in(to, original, patched, args, kwargs, policy)
+    found = None if policy.follows_tables else widest(args, kwargs, policy)
+    if found is None:
+        return output
+    after = cast(output, found, policy)
+    if isinstance(original, ObservedCall):
+        original.note_casts(output, after)
+    return after
+
+
+def banned(original: Callable, decide: Callable[[Policy], None], state: CastState) -> Callable:
+    """FLOAT for calls with half arguments, unless `decide(policy)` raises."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy = state.table_policy()
+        if policy is None or not _has_half(args, kwargs, policy):
+            call = ObservedCall(original, args, kwargs) if observers else original
+            return call(*args, **kwargs)
+        decide(policy)
+        return floated(*args, **kwargs)
+
+    floated = replacement(original, choose_float, state)
+    return patched
+
+
+def refuse(message: str, warn: Callable[[str], None]) -> Callable[[Policy], None]:
+    """For `banned`: raise `message` where the policy says so; else `warn` of the call."""
+
+    def decide(policy: Policy) -> None:
+        if not policy.allow_banned:
+            raise BannedFunctionError(message)
+        warn(message)
+
+    return decide
+
+
+def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
+    return any(
+        value.dtype in (torch.float16, torch.bfloat16) and castable(value, policy)
+        for value in tensors_in((*args, *kwargs.values()))
+    )

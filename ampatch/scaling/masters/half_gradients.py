@@ -1,0 +1,204 @@
+"""Gradients that autograd leaves in half weights, and how they get to the masters.
+
+Masters have them in FP32.  In a `scale_loss` block they are moved when the block ends, all in
+batches.  What a plain `loss.backward()` leaves counts as unscaled: hooks move it at once, so that
+`param_groups` show it, unless the script writes blocks; then it is moved before it is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ...torch_private import foreach
+from ...torch_private.half_grads import is_in_backward, raw_grad, set_raw_grad
+from ..gradient_state import GradientState
+from ..master_weights import MasterWeights
+from ..other_blocks import OtherBlocks
+from .arrivals import Arrivals
+from .comparison import Pair
+
+_half_of = operator.attrgetter("half")
+_master_of = operator.attrgetter("master")
+_is_sparse = operator.attrgetter("is_sparse")
+_SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
+
+
+class Script(Enum):
+    """How the script runs its backward passes."""
+
+    UNKNOWN = "neither a plain pass nor a block has come yet"
+    WRITES_BLOCKS = "in `scale_loss` blocks only"
+    HAS_PLAIN_PASSES = "outside blocks, perhaps in blocks too"
+
+
+class HalfGradients:
+    """The gradients of one optimizer's half weights.  It answers for their `.grad` (a `Keeper`).
+
+    `others` knows of blocks for other optimizers.  `reduces` says whether DDP averages the pass
+    of the last forward (None: there is no DDP), `is_unreduced` whether masters have gradients
+    that DDP has not averaged yet: the one fact that waits for ranks.
+    """
+
+    def __init__(self, masters: MasterWeights, state: GradientState, others: OtherBlocks) -> None:
+        self.state = state
+        self._masters = masters
+        masters.keeper = self
+        self._others = others
+        self._arrivals = Arrivals(self._arrived)
+        self.script = Script.UNKNOWN
+        self.reduces: bool | None = None
+        self.is_unreduced = False
+        self._parts: list[list[Pair]] = []
+        self._parts_of: object = None  # the lists of masters that `_parts` were made from
+
+    # Moves
+
+    def has_any(self) -> bool:
+        """Whether a backward pass has left gradients in half weights."""
+        grads = map(raw_grad, self._masters.lists()[0])
+        return any(map(operator.is_not, grads, itertools.repeat(None)))
+
+    def take(self, *, ends_block: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        """Move the gradients out of the half weights: masters, and their FP32 gradients.
+
+        Some at a time, so that there are never two whole sets of them.
+        """
+        if ends_block and self.reduces is not None:
+            self.is_unreduced = not self.reduces
+        masters: list[Tensor] = []
+        taken: list[Tensor] = []
+        if self._masters.listed is None or self._parts_of is not self._masters.listed:
+            self._parts_of = self._masters.lists()
+            self._parts = _in_parts(list(self._masters.by_half.values()))
+        for part in self._parts:
+            grads = list(map(raw_grad, map(_half_of, part)))
+            if any(map(operator.is_, grads, itertools.repeat(None))):
+                part = [pair for pair in part if raw_grad(pair.half) is not None]
+                grads = list(map(raw_grad, map(_half_of, part)))
+            here = list(map(_master_of, part))
+            if any(map(_is_sparse, grads)):
+                taken += [grad.float() for grad in grads]
+            elif grads:
+                copies = list(map(torch.empty_like, here))
+                foreach.copy_(copies, grads)
+                taken += copies
+            for pair in part:
+                set_raw_grad(pair.half, None)
+            masters += here
+        return masters, taken
+
+    def put_back(self, masters: set[int] | None = None) -> None:
+        """Move gradients of (these) masters, by their ids, to where autograd adds to them."""
+        for half, master in self._masters:
+            if master.grad is not None and (masters is None or id(master) in masters):
+                set_raw_grad(half, master.grad.to(half.dtype))
+                master.grad = None
+
+    def drop(self) -> None:
+        """Forget the gradients in the half weights."""
+        for half in self._masters.lists()[0]:
+            set_raw_grad(half, None)
+
+    # Passes outside blocks
+
+    def watch(self) -> None:
+        """Move gradients as they come, unless the script writes `scale_loss` blocks."""
+        if self.script is not Script.WRITES_BLOCKS:
+            self._arrivals.watch(pair.half for pair in self._masters)
+
+    def watch_anew(self) -> None:
+        """As `watch`, after some half weights have left."""
+        is_watching = bool(self._arrivals)
+        self._arrivals.forget()
+        if is_watching:
+            self.watch()
+
+    def note_block(self) -> None:
+        """A block begins, and `script` is unknown yet: blocks move gradients in batches."""
+        self.script = Script.WRITES_BLOCKS
+        self._arrivals.forget()
+
+    def _arrived(self, half: Tensor) -> None:
+        """A pass outside blocks has left a gradient; what DDP is going to average stays there."""
+        is_plain = not (self.state.in_block or self._others.open_blocks) and self.reduces is None
+        if is_plain and id(half) in self._masters.by_half:
+            self.script = Script.HAS_PLAIN_PASSES
+            self.grad_of_half(half)
+
+    def add_to_masters(self) -> None:
+        """Add what plain passes have left, unscaled, to the masters' gradients."""
+        if self.state.in_block or not self.has_any():
+            return
+        self.state.finish_pending()
+        add_to(*self.take())
+        self.is_unreduced = self.reduces is False
+        if self.script is Script.WRITES_BLOCKS and self.reduces is None:  # there are both
+            self.script = Script.HAS_PLAIN_PASSES
+            self.watch()
+
+    def before_forward(self, reduces: bool | None, unscaled: bool) -> None:
+        """An outermost forward of a model begins: what was written into masters reaches it.
+
+        Gradients that earlier passes without `scale_loss` left are added up in FP32 before the
+        next ones come.  `reduces` says whether DDP will average those over the ranks; then it gets
+        what it has not averaged yet where it looks for it: in the half weights.  With
+        a loss scale (not `unscaled`) it is for the block to do that.  Gradients that another
+        block left scaled stay where they are.
+        """
+        if not self._masters.by_half:
+            return
+        if not (self.state.in_block or is_in_backward()):
+            self._masters.before_forward()
+            here = not (self._others.left_scaled or torch.is_inference_mode_enabled())
+            if here and (unscaled or reduces is None):
+                self.add_to_masters()
+                if reduces and self.is_unreduced:
+                    self.put_back()
+        self.reduces = reduces
+
+    # `.grad` of half weights
+
+    def grad_of_half(self, half: Tensor) -> Tensor | None:
+        """The master's gradient, what a plain backward pass has left added."""
+        master = self._masters.by_half[id(half)].master
+        grad = raw_grad(half)
+        if grad is not None:
+            with torch.inference_mode(False):
+                self.state.finish_pending()
+                set_raw_grad(half, None)
+                add_to([master], [grad.float()])
+        return master.grad
+
+    def set_grad_of_half(self, half: Tensor, grad: Tensor | None) -> None:
+        """Take a gradient, FP32 or half, in the place of the master's."""
+        set_raw_grad(half, None)
+        master = self._masters.by_half[id(half)].master
+        master.grad = None if grad is None else grad.float()
+        state = self.state
+        if state.aside:  # inside a block
+            state.aside = [(param, held) for param, held in state.aside if param is not master]
+
+
+def add_to(masters: list[Tensor], grads: list[Tensor]) -> None:
+    """Add gradients to those that masters have."""
+    for master, grad in zip(masters, grads, strict=True):
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+
+
+def _in_parts(pairs: list[Pair]) -> list[list[Pair]]:
+    """Pairs in groups of about an eighth of all elements; small models in few groups."""
+    limit = max(_SMALL_PART, sum(pair.half.numel() for pair in pairs) // 8)
+    parts: list[list[Pair]] = []
+    size = limit
+    for pair in pairs:
+        if size + pair.half.numel() > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(pair)
+        size += pair.half.numel()
+    return parts

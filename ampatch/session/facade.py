@@ -1,0 +1,176 @@
+"""What the rooms above the public API use of the engine, besides `ampatch` itself.
+
+`auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch` and `sweep` import `ampatch`, this
+module, the leaves `errors`, `log` and `_version`, the settings in `config`, and as data
+`casting.tables`; nothing else.  So the engine can be rearranged behind these names.  They are no
+public API: a script that imports this module has no promise that they stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from ..casting.cast_observers import CastObserver, observers
+from ..casting.patches import PatchSet
+from ..casting.places import has, raw_attribute
+from ..casting.places import resolve as resolve_place
+from ..casting.tables import Rule
+from ..config.opt_levels import Properties
+from ..scaling.master_weights import Pair
+from ..scaling.optimizer import ManagedOptimizer
+from ..torch_private import foreach
+from ..torch_private.probes import current_backward_pass
+from .registry import registry
+from .session import Session
+
+__all__ = [
+    "ManagedOptimizer",
+    "Pair",
+    "PatchSet",
+    "Properties",
+    "Session",
+    "casts_off",
+    "current_backward_pass",
+    "drop_cached_weights",
+    "edit_tables",
+    "foreach",
+    "half_of",
+    "listed_function",
+    "manage_optimizer",
+    "managed_optimizer",
+    "master_pairs",
+    "open_automatic_session",
+    "open_sessions",
+    "replacement_of",
+    "session_of",
+    "stop_watching_casts",
+    "sync_masters",
+    "watch_casts",
+    "with_apex_tables",
+]
+
+
+# Sessions
+
+
+def open_sessions() -> list[Session]:
+    """The open sessions, the newest last."""
+    return list(registry.sessions)
+
+
+def open_automatic_session(properties: Properties) -> Session:
+    """Open a session without models, for a script that writes no `scale_loss`.
+
+    The caller scales each backward pass with `session.scaled_backward`.  Calls are cast on
+    accelerators, and on the devices of the optimizers that `manage_optimizer` adds.
+    """
+    session = Session(properties)
+    session.scales_by_itself = True
+    session.open([], [])
+    session.policies.cast_on_accelerators()
+    return session
+
+
+@contextlib.contextmanager
+def with_apex_tables() -> Iterator[None]:
+    """Context manager: sessions that open inside it follow apex's tables."""
+    registry.opens_as_apex = True
+    try:
+        yield
+    finally:
+        registry.opens_as_apex = False
+
+
+# Optimizers and master weights
+
+
+def session_of(optimizer: Any) -> Session | None:
+    """The open session that has an optimizer, or None."""
+    return registry.optimizers.session_of(optimizer)
+
+
+def managed_optimizer(optimizer: Any) -> ManagedOptimizer | None:
+    """The managed counterpart of an optimizer; None where no enabled session has it."""
+    return registry.optimizers.managed(optimizer)
+
+
+def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
+    """Add an optimizer to an open session, and cast on the devices of its parameters."""
+    is_first = not session.optimizers.alive()
+    managed = session.manage_optimizer(optimizer)
+    managed.found_states.forget()
+    session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
+    if is_first:
+        registry.refresh()  # torch's gradient tools are replaced while there are optimizers
+    return managed
+
+
+def half_of(master: Tensor) -> Tensor | None:
+    """The half parameter whose FP32 master weight a tensor is, or None."""
+    return registry.half_weights.half_of(master)
+
+
+def master_pairs(optimizer: Any) -> list[Pair]:
+    """The half parameters of an optimizer that have masters, as `(half, master)` pairs."""
+    managed = registry.optimizers.managed(optimizer)
+    return [] if managed is None else list(managed.masters)
+
+
+def sync_masters(optimizer: Any) -> None:
+    """Have the masters of an optimizer take over what was written into their half weights."""
+    managed = registry.optimizers.managed(optimizer)
+    if managed is not None:
+        managed.masters.sync_from_half()
+
+
+# Casting
+
+
+def casts_off() -> AbstractContextManager[None]:
+    """Context manager: nothing is cast in this thread, but inside managed models."""
+    return registry.state.under(lambda: None)
+
+
+def drop_cached_weights(session: Session) -> None:
+    """Forget the half copies of weights that a session has cached."""
+    session.policies.cache.close()
+
+
+def watch_casts(observer: CastObserver) -> None:
+    """Tell `observer` of each patched call and cast, in all threads, from now on."""
+    observers.append(observer)
+    registry.state.watch(+1)
+
+
+def stop_watching_casts(observer: CastObserver) -> None:
+    """End what `watch_casts` began; nothing if it has ended."""
+    if observer in observers:
+        observers.remove(observer)
+        registry.state.watch(-1)
+
+
+def replacement_of(original: Any) -> Any:
+    """What stands in for one of torch's functions now, or None."""
+    return registry.installation.replaced_by(original)
+
+
+def edit_tables(edits: Iterable[tuple[str, str, Rule | None]]) -> None:
+    """Have torch's functions follow other rules than the tables', in sessions with apex's tables.
+
+    An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and a rule, or
+    None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for an unknown name.
+    """
+    registry.edit_tables(list(edits))
+
+
+def listed_function(where: str, name: str) -> Any:
+    """What this torch has under `name` in a namespace of the tables, or None.
+
+    A static method is given as such, not as the function inside.
+    """
+    return raw_attribute(resolve_place(where), name) if has(where, name) else None

@@ -1,0 +1,135 @@
+"""Half parameters and their masters, in whichever open session they are.
+
+The replaced tools of torch ask here: they are given tensors and modules, and no session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..scaling.optimizer import ManagedOptimizer
+    from .session import Session
+
+
+class Sessions(Protocol):
+    """Has the open sessions, the newest last."""
+
+    sessions: list[Session]
+
+
+class HalfWeights:
+    """Questions about the weights of all open sessions, and events that concern them."""
+
+    def __init__(self, registry: Sessions) -> None:
+        self._registry = registry
+
+    def _optimizers(self) -> list[ManagedOptimizer]:
+        return [
+            managed for session in self._registry.sessions for managed in session.optimizers.alive()
+        ]
+
+    # Questions
+
+    def current_master_of(self, half: Tensor) -> Tensor | None:
+        """The FP32 master of a half parameter, up to date, or None."""
+        for session in reversed(self._registry.sessions):
+            master = session.masters.current(half)
+            if master is not None:
+                return master
+        return None
+
+    def half_of(self, master: Tensor) -> Tensor | None:
+        """The half parameter of a master, or None."""
+        for managed in self._optimizers():
+            half = managed.masters.half_of(master)
+            if half is not None:
+                return half
+        return None
+
+    def masters_in(self, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """The half parameters of a module that have masters, with these, up to date."""
+        pairs = [(half, self.current_master_of(half)) for half in module.parameters()]
+        return [(half, master) for half, master in pairs if master is not None]
+
+    def model_with(self, module: nn.Module) -> nn.Module | None:
+        """The managed model that shares parameters or buffers with a module, or None."""
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        for session in self._registry.sessions:
+            for managed in session.models.alive():
+                tensors = (*managed.model.parameters(), *managed.model.buffers())
+                if not own.isdisjoint(map(id, tensors)):
+                    return managed.model
+        return None
+
+    def name_of(self, tensor: Tensor) -> tuple[str, bool] | None:
+        """The name of the managed half parameter that a tensor is, or shares memory with.
+
+        With it comes whether the parameter has a master.  None for another tensor.
+        """
+        place = tensor.data_ptr()
+        for session in self._registry.sessions:
+            for managed in session.models.alive():
+                for name, parameter in managed.model.named_parameters():
+                    if parameter.dtype is tensor.dtype and parameter.data_ptr() == place:
+                        has_master = session.masters.of(parameter) is not None
+                        return f"{type(managed.model).__name__}.{name}", has_master
+        return None
+
+    def that_need_masters(self) -> set[int]:
+        """Ids of the half parameters of models at a level with master weights."""
+        sessions = self._registry.sessions
+        return set().union(*(session.weights.halves_that_need_masters() for session in sessions))
+
+    # Events
+
+    def ready_gradients(self, tensors: list[Tensor]) -> None:
+        """Gradients of these tensors are about to be used: complete and unscale them."""
+        wanted = {id(tensor) for tensor in tensors}
+        for managed in self._optimizers():
+            managed.gradients.ready(wanted)
+
+    def forget_overflow(self, zeroed: set[int]) -> None:
+        """The gradients of these parameters (ids) were zeroed by their module."""
+        for managed in self._optimizers():
+            managed.gradients.zeroed_by_model(zeroed)
+
+    def broadcast_masters(
+        self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]
+    ) -> None:
+        """Have `send` make the masters of these parameters equal on all ranks."""
+        for managed in self._optimizers():
+            for parameter in parameters:
+                if managed.masters.of(parameter) is not None:
+                    managed.masters.broadcast(parameter, send)
+
+    @contextlib.contextmanager
+    def undressed(self, halves: set[int]) -> Iterator[None]:
+        """Context manager: these half weights (ids) are parameters as torch made them."""
+        with contextlib.ExitStack() as stack:
+            for managed in self._optimizers() if halves else ():
+                stack.enter_context(managed.masters.undressed(halves))
+            yield
+
+    # Writes that raise no version, and half copies of FP32 weights
+
+    def note_data_access(self, parameter: Tensor, data: Tensor | None) -> None:
+        """`parameter.data` was read, and may be written into unseen, or (None) was replaced."""
+        for session in self._registry.sessions:
+            session.policies.cache.forget(parameter)
+            for managed in session.optimizers.alive():
+                managed.masters.touched(parameter, data)
+
+    def note_hook(self) -> None:
+        """A hook was put on a tensor of the graph that this thread is building."""
+        for session in self._registry.sessions:
+            session.policies.cache.note_hook()
+
+    def forget_copies(self) -> None:
+        """An optimizer has stepped: cast weights anew.  Fused steps raise no versions."""
+        for session in self._registry.sessions:
+            session.policies.cache.forget_all()

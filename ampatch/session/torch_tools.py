@@ -1,0 +1,241 @@
+"""Which of torch's own tools are replaced, by what, and while what is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..casting.handlers import FunctionModes
+from ..casting.left_behind import Arrivals
+from ..casting.patches import PatchSet, Replacement
+from ..casting.rebind import bound, give_back
+from ..config.opt_levels import HALF_TYPES
+from ..interop import (
+    clip_grad,
+    ddp,
+    distributed_checkpoint,
+    fx_jit,
+    module_dtype,
+    parameter_data,
+    swa,
+    tensor_hooks,
+)
+from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
+
+if TYPE_CHECKING:
+    from .registry import Registry
+    from .session import Session
+
+
+class Needs(NamedTuple):
+    """What the open sessions have, as far as it decides which tools are replaced."""
+
+    sessions: bool
+    models: bool
+    optimizers: bool
+    half_models: bool
+    master_levels: bool  # models at a level with master weights
+    masters: bool
+    tables: bool  # torch's functions are patched
+    casts: bool  # a policy is in force for the process
+
+
+def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
+    """What these sessions need; the caller knows what they cast.
+
+    Without a call for each session: each one that opens asks for all that are open.
+    """
+    models = [
+        managed
+        for session in sessions
+        for ref in session.models.references
+        if (managed := ref()) is not None
+    ]
+    optimizers = [
+        optimizer
+        for session in sessions
+        for reference in session.optimizers.references
+        if (optimizer := reference()) is not None
+    ]
+    weight_types = [managed.properties.cast_model_type for managed in models]
+    return Needs(
+        sessions=bool(sessions),
+        models=bool(models),
+        optimizers=bool(optimizers),
+        half_models=not set(HALF_TYPES).isdisjoint(weight_types),
+        master_levels=True in [managed.properties.master_weights for managed in models],
+        masters=sum([len(optimizer.masters.by_half) for optimizer in optimizers]) > 0,
+        tables=tables,
+        casts=casts,
+    )
+
+
+class Tool(NamedTuple):
+    """Functions of torch that are replaced together, while `is_needed` says so.
+
+    `is_over_tables`: some of them can be patched by the tables too.  They are replaced after the
+    tables are in and given back before these go.
+    """
+
+    name: str
+    is_needed: Callable[[Needs], bool]
+    replacements: Callable[[], list[Replacement]]
+    is_over_tables: bool = False
+
+
+class Watch(NamedTuple):
+    """A hook of torch's that is hung in while `is_needed` says so, by `keep(needed)`."""
+
+    name: str
+    is_needed: Callable[[Needs], bool]
+    keep: Callable[[bool], None]
+
+
+def tools(registry: Registry) -> list[Tool]:
+    """Every tool of torch that is replaced outside the tables."""
+    halves = registry.half_weights
+
+    def without_methods(optimizer: Any) -> AbstractContextManager:
+        managed = registry.optimizers.managed(optimizer)
+        return nullcontext() if managed is None else managed.without_methods()
+
+    return [
+        Tool(
+            "clipping and zero_grad: gradients are complete, an overflow is forgotten",
+            lambda needs: needs.optimizers,
+            lambda: clip_grad.replacements(halves.ready_gradients, halves.forget_overflow),
+            is_over_tables=True,
+        ),
+        Tool(
+            "DistributedDataParallel: masters are broadcast too",
+            lambda needs: needs.optimizers,
+            lambda: ddp.replacements(halves.broadcast_masters, registry.wrapped.note),
+            is_over_tables=True,
+        ),
+        Tool(
+            "AveragedModel: averages of masters",
+            lambda needs: needs.optimizers,
+            lambda: swa.replacements(halves.current_master_of, halves.name_of),
+            is_over_tables=True,
+        ),
+        Tool(
+            "averages by hand: a warning where they are kept in half",
+            lambda needs: needs.half_models,
+            lambda: swa.watched(halves.name_of),
+            is_over_tables=True,
+        ),
+        Tool(
+            "parameter.data: writes that raise no version",
+            lambda needs: needs.tables or needs.masters,
+            lambda: parameter_data.replacements(halves.note_data_access),
+        ),
+        Tool(
+            "tensor.register_hook: weights are cast one by one from there on",
+            lambda needs: needs.tables,
+            lambda: tensor_hooks.replacements(halves.note_hook),
+        ),
+        Tool(
+            "torch.fx and torch.jit.script: casts in graphs, or a warning",
+            lambda needs: needs.casts or needs.models,
+            lambda: fx_jit.replacements(registry.models.managed, registry.state),
+        ),
+        Tool(
+            "module.to(dtype): refused, and masters follow to other devices",
+            lambda needs: needs.models,
+            lambda: module_dtype.replacements(
+                halves.model_with, halves.masters_in, halves.undressed
+            ),
+        ),
+        Tool(
+            "torch.distributed.checkpoint.state_dict: masters in the place of half weights",
+            lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
+            lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
+        ),
+    ]
+
+
+def watches(registry: Registry) -> list[Watch]:
+    """Every hook of torch's that is hung in for the process."""
+    halves = registry.half_weights
+    return [
+        Watch(
+            "TorchFunctionModes: calls go the long way inside them",
+            lambda needs: needs.sessions,
+            FunctionModes(registry.state).watch,
+        ),
+        Watch(
+            "steps of optimizers without masters on half weights: refused",
+            lambda needs: needs.master_levels,
+            RefuseUnmanaged(halves.that_need_masters).keep,
+        ),
+        Watch(
+            "steps of every optimizer: weights are cast anew",
+            lambda needs: needs.tables,
+            NotifyOfSteps(halves.forget_copies).keep,
+        ),
+    ]
+
+
+class _Kept:
+    """A tool, and what is replaced of it now."""
+
+    def __init__(self, tool: Tool) -> None:
+        self.tool = tool
+        self.patches = PatchSet()
+        self.pairs: list[tuple[Any, Any]] = []  # replacement and original
+
+    def is_in(self) -> bool:
+        return bool(self.pairs) or len(self.patches) > 0
+
+
+class TorchTools:
+    """Keeps tools replaced and hooks hung in for as long as they are needed.
+
+    The modules of the process are searched for names bound early once for all tools that change
+    together: a search takes milliseconds, since thousands of modules are imported.
+    """
+
+    def __init__(self, tools: Iterable[Tool], watches: Iterable[Watch]) -> None:
+        self._kept = [_Kept(tool) for tool in tools]
+        self._watches = list(watches)
+        self._arrivals = Arrivals()
+
+    def take_out_unneeded(self, needs: Needs) -> None:
+        """Give back what is needed no longer."""
+        unneeded = [kept for kept in self._kept if not kept.tool.is_needed(needs)]
+        self._give_back(unneeded)
+        for kept in unneeded:
+            kept.patches.give_to_keepers()  # also of what an earlier `undo` has left alone
+
+    def take_out_over_tables(self) -> None:
+        """Give back what must not lie over patches of the tables that are about to change."""
+        self._give_back(kept for kept in self._kept if kept.tool.is_over_tables)
+
+    def put_in(self, needs: Needs) -> None:
+        """Replace what is needed and not replaced yet; to be called when the tables are in."""
+        new = [kept for kept in self._kept if kept.tool.is_needed(needs) and not kept.is_in()]
+        if not any(kept.is_in() for kept in self._kept):
+            self._arrivals = Arrivals()
+        made: dict[int, tuple[PatchSet, Any]] = {}
+        for kept in new:
+            for owner, name, make in kept.tool.replacements():
+                original = kept.patches.replace(owner, name, make)
+                put = vars(owner)[name]
+                kept.pairs.append((put, original))
+                made[id(original)] = (kept.patches, put)
+        if made:
+            for namespace, name, value in bound(made):
+                patches, put = made[id(value)]
+                patches.rebind(namespace, name, put)
+        for watch in self._watches:
+            watch.keep(watch.is_needed(needs))
+
+    def _give_back(self, leaving: Iterable[_Kept]) -> None:
+        leaving = [kept for kept in leaving if kept.is_in()]
+        for kept in reversed(leaving):
+            kept.patches.undo()
+        if leaving:
+            give_back([pair for kept in leaving for pair in kept.pairs], self._arrivals)
+        for kept in leaving:
+            kept.pairs.clear()

@@ -1,0 +1,1 @@
+"""Running a sweep: its directory, and one process for each trial."""

@@ -1,0 +1,267 @@
+"""The autocast baseline: the same script under torch.autocast and torch.amp.GradScaler.
+
+`install` replaces `initialize`, `scale_loss` and the functions that read or set the
+loss scale in the package `ampatch`.  A script that uses ampatch or `from apex import
+amp` then runs, unedited, like a script written for PyTorch's own mixed precision:
+
+* each model's forward runs under `torch.autocast`, and its floating outputs are
+  FP32 afterwards, so that a loss is computed in FP32, as autocast does it.
+  Weights stay FP32.  Code outside a model's forward does not run in half;
+* one `GradScaler` with its defaults scales all losses, as PyTorch's
+  documentation asks for.  It is off in bfloat16, unless the script says
+  `loss_scale="dynamic"`.  A static loss scale of the script is ignored;
+* `scale_loss` scales, and on its exit calls `unscale_`, so that gradients can be
+  clipped; `optimizer.step()` goes through `GradScaler.step`, and `update`
+  follows when every optimizer whose loss was scaled has stepped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ampatch
+from ampatch.errors import AmpatchError
+from ampatch.sweep.measure.recorder import Recorder
+from ampatch.torch_private.optimizers import forget_unscaling
+
+_SCALER_SETTINGS = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
+_PUBLIC = (
+    "init",
+    "initialize",
+    "load_state_dict",
+    "loss_scale",
+    "scale_loss",
+    "set_loss_scale",
+    "state_dict",
+    "step_was_skipped",
+)
+
+
+class AutocastBaseline:
+    """Implements `ampatch.initialize` and `ampatch.scale_loss` in one process."""
+
+    def __init__(self, dtype: torch.dtype, recorder: Recorder) -> None:
+        self._dtype = dtype
+        self._recorder = recorder
+        self._device = "cpu"
+        self._scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self._enabled = False
+        self._scaled: dict[int, Any] = {}  # optimizers by id, from scale_loss to their step
+        self._unscaled: set[int] = set()  # those of them whose gradients are unscaled already
+        self._stepped: set[int] = set()  # since the scaler's last update
+        self._last_skipped: dict[int, Any] = {}
+        self._initialize = ampatch.initialize
+
+    def install(self) -> None:
+        """Replace the public functions, for the rest of the process."""
+        for name in _PUBLIC:
+            original = getattr(ampatch, name)
+            for module in (ampatch, sys.modules.get("ampatch.compat.apex.amp")):
+                if getattr(module, name, None) is original:
+                    setattr(module, name, getattr(self, name))
+
+    # The functions that the script calls
+
+    def initialize(self, *args: Any, **kwargs: Any) -> Any:
+        """Like `ampatch.initialize`, which opens a disabled session here."""
+        given = inspect.signature(self._initialize).bind(*args, **kwargs)
+        given.apply_defaults()
+        wanted = {**given.arguments, "enabled": False}
+        unknown = wanted.pop("unknown")
+        result = self._initialize(**wanted, **unknown)
+        if given.arguments["enabled"]:
+            models, optimizers = wanted["models"], wanted["optimizers"]
+            self._start(_listed(models), _listed(optimizers), given.arguments)
+        return result
+
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        raise AmpatchError(
+            "ampatch.init(): the autocast baseline of a sweep needs the models. Expected a script "
+            "that calls initialize; leave this row out with --no-autocast."
+        )
+
+    @contextlib.contextmanager
+    def scale_loss(
+        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *args: Any, **kwargs: Any
+    ) -> Iterator[Tensor]:
+        """Like `ampatch.scale_loss`, with the GradScaler."""
+        if not self._enabled:
+            yield loss
+            return
+        self._update_after_step()
+        listed = _listed(optimizers)
+        self._recorder.on_loss(loss, loss_id)
+        for optimizer in listed:
+            self._scale_again(optimizer)
+        scaled = self._scaler.scale(loss)
+        self._recorder.on_scale(self._present_scale(loss.device), loss_id)
+        yield scaled
+        for optimizer in listed:
+            self._scaled[id(optimizer)] = optimizer
+            if not kwargs.get("delay_unscale", args[1] if len(args) > 1 else False):
+                self._unscale(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "_growth_tracker" in state:
+            self._scaler.load_state_dict(state)
+
+    def loss_scale(self, loss_id: int = 0) -> float:
+        return self._scaler.get_scale()
+
+    def set_loss_scale(self, value: float, loss_id: int = 0) -> None:
+        self._scaler.update(float(value))
+
+    def step_was_skipped(self, optimizer: Any) -> bool:
+        return bool(self._last_skipped.get(id(optimizer), False))
+
+    # Starting, stepping, scaling
+
+    def _start(self, models: list[Any], optimizers: list[Any], given: dict[str, Any]) -> None:
+        self._enabled = True
+        self._device = next(
+            (parameter.device.type for model in models for parameter in model.parameters()), "cpu"
+        )
+        scaling = self._dtype is torch.float16 or given["loss_scale"] == "dynamic"
+        settings = {name: given[name] for name in _SCALER_SETTINGS}
+        self._scaler = torch.amp.GradScaler(self._device, enabled=scaling, **settings)
+        for model in models:
+            put_under_autocast(model, self._device, self._dtype)
+        for optimizer in optimizers:
+            self._replace_step(optimizer)
+        self._recorder.on_engine(
+            "autocast", {"dtype": str(self._dtype), "grad_scaler": str(scaling), **settings}
+        )
+
+    def _replace_step(self, optimizer: Any) -> None:
+        original, inside = optimizer.step, [False]
+
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if inside[0]:  # called by GradScaler.step: no overflow, or a fused kernel decides
+                found = getattr(optimizer, "found_inf", None)
+                self._last_skipped[id(optimizer)] = False if found is None else found.clone()
+                return original(*args, **kwargs)
+            self._last_skipped[id(optimizer)] = False
+            inside[0] = True
+            try:
+                result = self._step(optimizer, original, args, kwargs)
+            finally:
+                inside[0] = False
+            self._recorder.on_step(optimizer, self._last_skipped[id(optimizer)])
+            return result
+
+        optimizer.step = types.MethodType(step, optimizer)
+
+    def _step(self, optimizer: Any, original: Callable, args: tuple, kwargs: dict) -> Any:
+        scaled = self._scaled.pop(id(optimizer), None) is not None
+        self._unscaled.discard(id(optimizer))
+        closure = any(map(callable, [*args, *kwargs.values()]))
+        if closure and self._scaler.is_enabled():
+            raise AmpatchError(
+                "optimizer.step(closure): torch.amp.GradScaler takes no closure, so this script "
+                "has no autocast row in float16; leave it out with --no-autocast."
+            )
+        if not (scaled and _has_gradients(optimizer)):
+            self._forget_unscaling(optimizer)
+            return original(*args, **kwargs)
+        if self._scaler.is_enabled():
+            self._last_skipped[id(optimizer)] = True  # until GradScaler calls the step
+        result = self._scaler.step(optimizer, *args, **kwargs)
+        self._stepped.add(id(optimizer))
+        if not self._scaled:
+            self._update_after_step()
+        return result
+
+    def _update_after_step(self) -> None:
+        """Update the scale when all optimizers have stepped, or at the first loss after a step."""
+        if self._stepped and not self._unscaled:
+            self._scaler.update()
+            self._stepped.clear()
+
+    def _unscale(self, optimizer: Any) -> None:
+        if self._scaler.is_enabled() and _has_gradients(optimizer):
+            self._scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def _scale_again(self, optimizer: Any) -> None:
+        """For accumulation: multiply unscaled gradients by the scale again.
+
+        An overflow that was found before is still in the gradients.
+        """
+        if id(optimizer) not in self._unscaled:
+            return
+        self._unscaled.discard(id(optimizer))
+        self._forget_unscaling(optimizer)
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad = self._scaler.scale(parameter.grad)
+
+    def _forget_unscaling(self, optimizer: Any) -> None:
+        """GradScaler refuses a second `unscale_` before the step; delete its note of the first."""
+        if self._scaler.is_enabled():
+            forget_unscaling(self._scaler, optimizer)
+
+    def _present_scale(self, device: torch.device) -> Any:
+        """The scale, without waiting for the device."""
+        if not self._scaler.is_enabled():
+            return 1.0
+        return self._scaler.scale(torch.ones((), device=device))
+
+
+def put_under_autocast(model: nn.Module, device: str, dtype: torch.dtype) -> None:
+    """Run the model's forward under autocast, by hooks; its floating outputs become FP32."""
+    running: list[Any] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        context = torch.autocast(device, dtype=dtype)
+        context.__enter__()
+        running.append(context)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        running.pop().__exit__(None, None, None)
+        return _to_float(output)
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+def _to_float(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, dict):
+        for (
+            key,
+            item,
+        ) in value.items():  # in place: it may be a subclass of dict, as in transformers
+            value[key] = _to_float(item)
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_to_float, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_float, value))
+    return value
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters(optimizer))
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

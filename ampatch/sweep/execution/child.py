@@ -1,0 +1,115 @@
+"""One trial of a sweep, in a process of its own.
+
+    python -m ampatch.sweep.execution.child RECORD OPTIONS SCRIPT [ARGUMENTS]
+
+Runs the script under a recorder and writes what was measured to RECORD, also
+when the script crashes, calls `sys.exit` or receives SIGTERM.  While it runs,
+RECORD.progress holds the number of steps and the loss.  The exit code is the
+script's.  OPTIONS is the text of a `ChildOptions`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import ampatch
+from ampatch.config import environment
+from ampatch.launch import children
+from ampatch.launch.script import describe, run_script
+from ampatch.sweep.execution import script_without_amp
+from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
+from ampatch.sweep.execution.child_options import ChildOptions
+from ampatch.sweep.json_files import write_json
+from ampatch.sweep.measure.record import Measured
+from ampatch.sweep.measure.recorder import Recorder
+
+_GUARD = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sweep, or this process, sends SIGKILL next
+if os.fork():
+    os._exit(0)  # no longer a child of the script's process, which may wait for all of its own
+os.read(0, 1)
+os.killpg(os.getpgrp(), signal.SIGKILL)
+"""
+
+
+def progress_path(record: Path) -> Path:
+    return record.with_suffix(".progress")
+
+
+def main(argv: Sequence[str]) -> int:
+    record, text, script, *arguments = argv
+    options = ChildOptions.from_text(text)
+    path = Path(record).resolve()  # the script may change the directory
+    _end_with_parent(options.guard)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    progress = progress_path(path)
+    recorder = Recorder(
+        lambda steps, loss: write_json(progress, {"steps": steps, "loss": loss}),
+        steps=options.steps,
+        output=sys.stdout.fileno() if options.mark_output else None,
+    )
+    _start_engine(options, recorder)
+    if options.tf32:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+    seed_everything(options.seed)
+    ending = run_script(script, arguments)
+    measured = _measured(recorder)
+    measured.error = ending.error or measured.error
+    write_json(path, measured)
+    return ending.exit_code
+
+
+def _start_engine(options: ChildOptions, recorder: Recorder) -> None:
+    """Set up what the case asks for, and connect the recorder."""
+    if options.autocast:  # before an apex package copies the public functions
+        AutocastBaseline(getattr(torch, options.autocast), recorder).install()
+    children.start(options.auto)
+    if options.auto:
+        script_without_amp.watch(recorder, environment.read())
+    else:
+        ampatch.observe(recorder)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), `random` and, if torch has imported it, numpy."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _measured(recorder: Recorder) -> Measured:
+    try:
+        return recorder.measured()
+    except RuntimeError as error:  # a device that has failed returns no more values
+        return Measured(error=describe(error))
+
+
+def _exit_on_signal(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _end_with_parent(pipe: int | None) -> None:
+    """Have this process and its children killed when the sweep's process has ended.
+
+    Another process of the same group waits for the pipe to close.  A thread cannot do
+    that: C code may hold the interpreter's lock for any time.
+    """
+    if pipe is None:
+        return
+    subprocess.run([sys.executable, "-I", "-S", "-c", _GUARD], stdin=pipe, check=True)
+    os.close(pipe)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""What the sweep passes to a child process, besides the script and the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ChildOptions:
+    """Written on the child's command line by `runner.py`, read by `child.py`."""
+
+    seed: int = 0
+    steps: int | None = None  # end the script after so many optimizer steps
+    tf32: bool = False
+    autocast: str = ""  # the half type of the autocast baseline; "" for other trials
+    auto: bool = False  # the script has no AMP code
+    mark_output: bool = False
+    guard: int | None = None  # a pipe that closes when the sweep has ended
+
+    def to_text(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> ChildOptions:
+        return cls(**json.loads(text))

@@ -1,0 +1,183 @@
+"""The directory of a sweep: one sweep at a time, and never two mixed.
+
+It is locked while a sweep runs.  Before the first run it is checked that it can be
+written and has free space.  It belongs to the sweep whose settings are in its
+`summary.json`: only that sweep continues in it (`resume`), and another replaces it
+only on request (`overwrite`).
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.json_files import read_json
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.results import EVENTS, PLOTS, REPORT, RUNS, SUMMARY, Results, read_results
+from ampatch.sweep.trial import Trial
+
+ROOM = 32 * 2**20  # bytes that must be free before the first run
+_LOCK = ".lock"
+_FILES = (SUMMARY, "summary.csv", "summary.md", REPORT)
+
+
+def choose(out: str | Path | None, script: str, resume: bool, overwrite: bool) -> Path:
+    """`out`, or by default `ampatch-sweep/` and the script's name, numbered if that is taken.
+
+    With `resume` or `overwrite` it is the last one that exists.
+    """
+    if out is not None:
+        return Path(out)
+    names = (f"{Path(script).stem}{ending}" for ending in _endings())
+    paths = (Path("ampatch-sweep") / name for name in names)
+    last = next(paths)
+    while (last / SUMMARY).exists():
+        following = next(paths)
+        if (resume or overwrite) and not (following / SUMMARY).exists():
+            return last
+        last = following
+    return last
+
+
+class Directory:
+    """A directory that one sweep holds, from construction to `release`.
+
+    Raises `OSError` if it cannot be written, `ValueError` if another sweep runs or has run
+    in it.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        self.path = path
+        self.runs = path / RUNS
+        self.settings = settings
+        self._lock: Any = None  # closes the locked file
+        try:
+            self.runs.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+            self._check_room()
+            self.earlier = self._earlier(resume, overwrite)
+        except OSError as error:
+            self.release()
+            reason = f"cannot be written: {error.strerror}. Choose another directory with --out"
+            raise OSError(error.errno, reason, str(path)) from None
+        except BaseException:
+            self.release()
+            raise
+        if self.earlier is None:
+            self._clear()
+
+    def release(self) -> None:
+        """Release it for other sweeps.  A second call changes nothing."""
+        if self._lock is not None:
+            self._lock()
+
+    def finished(self, trials: Sequence[Trial], timeout: float | None) -> dict[Trial, Run]:
+        """The runs of an earlier part of this sweep, but those that a longer timeout may finish."""
+        kept = {}
+        for trial in trials:
+            data = read_json(RunFiles.of(self.runs, trial).run) if self.earlier else None
+            run = None if data is None else Run.from_json(data)
+            if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
+                kept[trial] = run
+        return kept
+
+    def _acquire(self) -> None:
+        file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock = weakref.finalize(self, os.close, file)
+        if not _locked(file):
+            raise ValueError(
+                f"{self.path}: another sweep is running in this directory. Wait for its end, or "
+                "choose another with --out."
+            )
+
+    def _check_room(self) -> None:
+        free = shutil.disk_usage(self.path).free
+        if free < ROOM:
+            raise OSError(
+                errno.ENOSPC,
+                f"{free / 2**20:.0f} MiB are free, a sweep wants {ROOM // 2**20} to begin",
+            )
+        probe = self.path / ".probe"
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(2**20))  # a quota is noticed only when writing
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _earlier(self, resume: bool, overwrite: bool) -> Results | None:
+        """The results to continue.  Raises `ValueError` if that is impossible or not asked for."""
+        if overwrite:
+            return None
+        earlier = read_results(self.path)
+        if earlier is None:
+            if resume:
+                raise ValueError(
+                    f"{self.path}: there is no sweep to resume. Leave --resume out to begin one."
+                )
+            return None
+        if not resume:
+            raise ValueError(
+                f"{self.path}: holds a sweep of {earlier.script} from {earlier.started}, "
+                f"{earlier.done} of {earlier.planned} runs. Go on with it by --resume, replace it "
+                "by --overwrite, or choose another directory with --out."
+            )
+        differ = _differences(earlier.settings, self.settings)
+        if differ:
+            raise ValueError(
+                f"{self.path}: cannot be resumed, it is another sweep: {differ}. Give the same "
+                "settings, replace it by --overwrite, or choose another directory with --out."
+            )
+        return earlier
+
+    def _clear(self) -> None:
+        """Delete the files of an earlier sweep, and no others."""
+        for name in _FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for ending in ("json", "log", "progress", "record", "part"):
+            for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
+                path.unlink()
+        for shown in (f"{PLOTS}/*.png", f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
+            for path in self.path.glob(shown):
+                path.unlink()
+
+
+def _endings() -> Any:
+    yield ""
+    yield from (f"-{number}" for number in itertools.count(2))
+
+
+def _longer(timeout: float | None, before: float | None) -> bool:
+    return before is not None and (timeout is None or timeout > before)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+
+
+def _locked(file: int) -> bool:
+    """Lock an open file until it is closed or this process ends; False if another holds it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        try:
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""The progress display of a sweep: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from ampatch.sweep.execution.time_left import TimeLeft
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.figures import status, step_ms
+from ampatch.sweep.trial import Trial
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+OTHER_COLUMNS = 57  # of the live line: bar, steps, loss and time at their widest
+
+
+class Progress(Protocol):
+    """What the sweep calls while it runs, inside a `with` block of this object.
+
+    A display derives from it and overrides what it shows; by default nothing is shown.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """The sweep has ended or was interrupted."""
+
+    def started(self, number: int, count: int, trial: Trial) -> None:
+        """A trial starts, the one with this `number` (from 1) of `count`."""
+
+    def reached(self, steps: int, loss: float | None) -> None:
+        """The running trial has taken so many steps; `loss` is its latest, if known."""
+
+    def ended(self, run: Run) -> None:
+        """The trial that started last has ended."""
+
+
+class Silent(Progress):
+    """Shows nothing."""
+
+
+class Lines(Progress):
+    """One line when a run starts and one when it has ended, for pipes and files."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._name = ""
+        self._left = TimeLeft()
+
+    def started(self, number: int, count: int, trial: Trial) -> None:
+        self._name = f"[{number}/{count}] {trial.label}"
+        self._left.started(number, count)
+        self._say(", about ".join(filter(None, ("started", self._left.text()))))
+
+    def ended(self, run: Run) -> None:
+        self._left.ended()
+        self._say(outcome(run))
+
+    def _say(self, text: str) -> None:
+        print(f"{self._name}: {text}", file=self._stream, flush=True)
+
+
+class Live(Progress):
+    """One line with a moving bar, and a line above it for each run that has ended.
+
+    The line shows level, dtype and seed, the step, the loss, and the time left.  The
+    number of steps of a run is known after the first run.
+    """
+
+    def __init__(self, stream: TextIO, steps: int | None = None) -> None:
+        from rich import progress
+        from rich.console import Console
+        from rich.table import Column
+
+        def text(form: str) -> Any:
+            return progress.TextColumn(form, table_column=Column(no_wrap=True), markup=False)
+
+        self._bar = progress.Progress(
+            progress.SpinnerColumn(),
+            text("{task.description}"),
+            progress.BarColumn(bar_width=12),
+            text("{task.fields[steps]}"),
+            text("{task.fields[loss]}"),
+            text("{task.fields[left]}"),
+            console=Console(file=stream),
+            transient=True,
+        )
+        self._left = TimeLeft()
+        self._task: Any = None
+        self._name = ""
+        self._total = steps
+
+    def __enter__(self) -> Live:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def started(self, number: int, count: int, trial: Trial) -> None:
+        self._name = f"({number}/{count}) {trial.label}"
+        self._left.started(number, count)
+        shown = shortened(self._name, self._bar.console.width - OTHER_COLUMNS)
+        self._task = self._bar.add_task(shown, total=self._total, **self._fields(0, None))
+
+    def reached(self, steps: int, loss: float | None) -> None:
+        self._bar.update(self._task, completed=steps, **self._fields(steps, loss))
+
+    def ended(self, run: Run) -> None:
+        self._left.ended()
+        self._bar.remove_task(self._task)
+        self._bar.console.print(f"{self._name}: {outcome(run)}", markup=False, highlight=False)
+        if self._total is None and run.measured is not None:
+            self._total = len(run.measured.skipped) or None
+
+    def _fields(self, steps: int, loss: float | None) -> dict[str, str]:
+        share = steps / self._total if self._total else None
+        return {
+            "steps": f"step {steps}" + (f"/{self._total}" if self._total else ""),
+            "loss": "" if loss is None else f"loss {loss:.4g}",
+            "left": self._left.text(share),
+        }
+
+
+def progress_on(stream: TextIO, steps: int | None = None) -> Progress:
+    """The progress display for `stream`; `steps` is the number of steps of a run, if known."""
+    if stream.isatty() and importlib.util.find_spec("rich"):
+        return Live(stream, steps)
+    return Lines(stream)
+
+
+def shortened(name: str, room: int) -> str:
+    """`name`, or its two ends (the seed among them) if `room` columns are too few for it."""
+    if len(name) <= room or room < 16:
+        return name
+    return f"{name[: room - 9]}…{name[-8:]}"
+
+
+def outcome(run: Run) -> str:
+    """How a run went, in one line: `ok, 230 steps of 4.1 ms in 3.2 s`."""
+    steps = len(run.measured.skipped) if run.measured else 0
+    ms = step_ms(run.measured)
+    each = f" of {ms:.2f} ms" if ms is not None else ""
+    return f"{status(run)}, {steps} steps{each} in {run.seconds:.1f} s"

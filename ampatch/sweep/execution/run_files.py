@@ -1,0 +1,28 @@
+"""The files that one trial leaves in the directory of runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampatch.sweep.trial import Trial
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where the child writes, and where the finished run is kept."""
+
+    run: Path
+    record: Path  # written by the child, until the run has ended
+    progress: Path
+    log: Path
+
+    @classmethod
+    def of(cls, directory: Path, trial: Trial) -> RunFiles:
+        endings = ("json", "record", "progress", "log")
+        return cls(*(directory / f"{trial.file_stem}.{ending}" for ending in endings))
+
+    def remove(self) -> None:
+        """Delete what an earlier run of this trial left."""
+        for path in (self.run, self.record, self.progress, self.log):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,180 @@
+"""The parent's side: a process of its own for each trial, watched until it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampatch.config.environment import VARIABLES
+from ampatch.launch.script import PACKAGE_ROOT
+from ampatch.sweep.execution.child_options import ChildOptions
+from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.measure.output_metrics import read_metrics
+from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.plan import counts_its_steps, placeholders
+from ampatch.sweep.trial import Trial
+
+POLL = 0.1  # seconds between two looks at the child
+GRACE = 10.0  # seconds for a child to write its record after SIGTERM
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How to run the script; the files of the runs go to `directory`.
+
+    The script is ended after `steps` optimizer steps, unless its arguments hold
+    `{steps}`.  `metrics` are regular expressions over its output; `timeout` is in
+    seconds.
+    """
+
+    script: str
+    arguments: Sequence[str]
+    directory: Path
+    steps: int | None = None
+    metrics: Mapping[str, str] | None = None
+    timeout: float | None = None
+    auto: bool = False  # a script without AMP code
+
+    def run(self, trial: Trial, progress: Progress) -> Run:
+        """Run the script in a fresh process, and write what it measured to a file.
+
+        The child and the processes it starts end with this call, also after an exception,
+        and also when this process is killed.
+        """
+        files = RunFiles.of(self.directory, trial)
+        files.remove()
+        started = time.monotonic()
+        with self._child(trial, files) as child:
+            in_time = _watch(child, files, started, self.timeout, progress)
+            if not in_time:
+                _end(child)
+        run = Run(
+            trial,
+            child.returncode,
+            time.monotonic() - started,
+            self._measured(files),
+            ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
+            timeout=self.timeout,
+        )
+        write_json(files.run, run.to_json())
+        files.progress.unlink(missing_ok=True)
+        files.record.unlink(missing_ok=True)
+        return run
+
+    def _measured(self, files: RunFiles) -> Measured | None:
+        data = read_json(files.record)
+        if data is None:
+            return None
+        measured = Measured.from_json(data)
+        measured.metrics.update(read_metrics(files.log, self.metrics or {}, measured))
+        return measured
+
+    @contextmanager
+    def _child(self, trial: Trial, files: RunFiles) -> Iterator[subprocess.Popen[bytes]]:
+        """The running child; at the end of the block it and all it started are ended.
+
+        The child has a session of its own, so that one signal reaches the processes it
+        starts as well.  Ctrl-C therefore reaches only the sweep, which ends the child.
+        """
+        guard, held = os.pipe() if hasattr(os, "killpg") else (None, None)
+        try:
+            with files.log.open("wb") as log:
+                child = subprocess.Popen(
+                    self._command(trial, files, guard),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(trial),
+                    start_new_session=True,
+                    pass_fds=() if guard is None else (guard,),
+                )
+            try:
+                yield child
+            finally:
+                if child.poll() is None:
+                    _end(child)
+        finally:
+            for end in (guard, held):  # the child's guard process sees it, and ends the rest
+                if end is not None:
+                    os.close(end)
+
+    def _command(self, trial: Trial, files: RunFiles, guard: int | None) -> list[str]:
+        case = trial.case
+        options = ChildOptions(
+            seed=trial.seed,
+            steps=None if counts_its_steps(self.arguments) else self.steps,
+            tf32=case.tf32,
+            auto=self.auto,
+            autocast=(case.dtype or "") if case.engine == "autocast" else "",
+            mark_output=bool(self.metrics),
+            guard=guard,
+        )
+        module = [sys.executable, "-m", "ampatch.sweep.execution.child", str(files.record)]
+        arguments = placeholders(self.arguments, trial.seed, self.steps)
+        return [*module, options.to_text(), self.script, *arguments]
+
+
+def _watch(
+    child: subprocess.Popen[bytes],
+    files: RunFiles,
+    started: float,
+    timeout: float | None,
+    progress: Progress,
+) -> bool:
+    """Wait for the child and show its progress; False if it ran into the timeout."""
+    while child.poll() is None:
+        if timeout is not None and time.monotonic() - started > timeout:
+            return False
+        time.sleep(POLL)
+        reached = read_json(files.progress)
+        if reached is not None:
+            loss = reached["loss"]
+            progress.reached(reached["steps"], None if loss is None else float(loss))
+    return True
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ask the child to end, then end it with everything it started."""
+    _signal(child, signal.SIGTERM)
+    try:
+        child.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        pass  # it ignored SIGTERM; it cannot ignore SIGKILL
+    finally:
+        _signal(child, getattr(signal, "SIGKILL", signal.SIGTERM))
+        child.wait()
+
+
+def _signal(child: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the child's process group, or to the child where there are no groups."""
+    if not hasattr(os, "killpg"):
+        child.send_signal(number)
+        return
+    try:
+        os.killpg(child.pid, number)
+    except ProcessLookupError:
+        return  # the whole group has ended
+
+
+def _environment(trial: Trial) -> dict[str, str]:
+    """This process's environment, with the variables of ampatch replaced by the trial's."""
+    environment = {**os.environ, "AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1"}
+    for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
+        environment.pop(name, None)
+    environment["AMPATCH_SEED"] = str(trial.seed)
+    environment.setdefault("PYTHONHASHSEED", str(trial.seed))
+    if PACKAGE_ROOT not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        # Not installed: found through the path of this process, which the child does not have.
+        paths = [environment.get("PYTHONPATH"), PACKAGE_ROOT]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {**environment, **trial.case.environment}

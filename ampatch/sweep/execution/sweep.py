@@ -1,0 +1,254 @@
+"""A sweep: the trials of its plan, one after the other, and the results so far."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampatch._version import __version__
+from ampatch.config.validation import whole_number
+from ampatch.errors import AmpatchError
+from ampatch.launch.script import check_script
+from ampatch.sweep.execution.directory import Directory, choose
+from ampatch.sweep.execution.progress import Progress, Silent
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.measure.machine import versions
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.plan import (
+    DTYPES,
+    LEVELS,
+    WITHOUT_AMP,
+    cases,
+    counts_its_steps,
+    directions,
+    patterns,
+    trials,
+)
+from ampatch.sweep.report import welch
+from ampatch.sweep.report.figures import OK, status
+from ampatch.sweep.report.judge import LOSS, recommendation
+from ampatch.sweep.report.results import SUMMARY, Results, Row
+from ampatch.sweep.report.summary import seeds_matter, summarize
+from ampatch.sweep.report.summary_files import write_files
+from ampatch.sweep.trial import Trial
+
+
+class SweepError(AmpatchError):
+    """A sweep cannot go on in a useful way; what it has measured is kept."""
+
+
+class Sweep:
+    """A script and the trials to run it in; `runs` grows while `run` goes on.
+
+    Args:
+        script, arguments: the script's file and its own arguments, in which `{seed}`
+            and `{steps}` are replaced.
+        levels: some of "O0" to "O3"; by default all.
+        dtypes: half dtypes, of "float16" and "bfloat16".
+        seeds: the number of seeds (0, 1, 2, ...); accuracy is tested with two or more.
+        repeats: how often each seed runs; more repeats give more timings.
+        steps: end each run after so many optimizer steps.  With `{steps}` in the arguments
+            the script gets the number instead, and ends by itself.
+        overrides: additional rows, such as "O2 keep_batchnorm_fp32=False".
+        metrics: regular expressions over the output, by name; the group is the number.
+        judge: the metric (or "last loss") that the verdicts are about; by default the first.
+        better: for metrics, "higher" or "lower"; by default the metric's name decides.
+        autocast: add a row for each dtype with torch.autocast and GradScaler.
+        auto: the script has no AMP code and runs as under `ampatch run --auto`.  Levels are
+            then O0 and O1.
+        out: the directory, by default `ampatch-sweep/` and the script's name.
+        timeout: seconds after which a run is ended.
+        resume: go on with the sweep in the directory; it must have the same settings.
+        overwrite: replace the sweep in the directory.
+
+    On a CUDA device there is a row `O0+tf32` beside O0.  `O0` has PyTorch's defaults: matrix
+    products in FP32, cuDNN's convolutions as `torch.backends.cudnn.allow_tf32` says.
+
+    Raises `FileNotFoundError`, `TypeError` or `ValueError` for what cannot be run, and
+    `OSError` for a directory that cannot be written.  Holds the directory until `close`,
+    which `run` calls.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        arguments: Sequence[str] = (),
+        *,
+        levels: Iterable[str] | None = None,
+        dtypes: Iterable[str] = DTYPES[:1],
+        seeds: int = 1,
+        repeats: int = 1,
+        steps: int | None = None,
+        overrides: Iterable[str] = (),
+        metrics: Mapping[str, str] | None = None,
+        judge: str | None = None,
+        better: Mapping[str, str] | None = None,
+        autocast: bool = True,
+        auto: bool = False,
+        out: str | Path | None = None,
+        timeout: float | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        check_script(str(script))
+        self.script = str(script)
+        self.arguments = [str(argument) for argument in arguments]
+        if levels is None:
+            levels = WITHOUT_AMP if auto else LEVELS
+        self.cases = cases(
+            levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available(), auto=auto
+        )
+        seeds, repeats = _count("seeds", seeds), _count("repeats", repeats)
+        steps = None if steps is None else _count("steps", steps)
+        if counts_its_steps(self.arguments) and steps is None:
+            raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
+        self.trials = trials(self.cases, seeds, repeats)
+        self._steps, self._timeout, self._auto = steps, timeout, auto
+        self._metrics, self._better = patterns(metrics or {}), directions(better or {})
+        self._judge = judge
+        path = choose(out, self.script, resume, overwrite)
+        self.directory = path
+        self._held = Directory(path, self._settings(seeds, repeats), resume, overwrite)
+        found = self._held.finished(self.trials, timeout)
+        self.runs: list[Run] = [found[trial] for trial in self.trials if trial in found]
+        earlier = self._held.earlier
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self._started = now if earlier is None else earlier.started
+        self._write()
+
+    @property
+    def results(self) -> Results:
+        """All results so far."""
+        rows = summarize(self.runs, self._judge, self._better)
+        return Results(
+            script=self.script,
+            arguments=self.arguments,
+            started=self._started,
+            planned=len(self.trials),
+            settings=self._held.settings,
+            versions=versions(),
+            rows=rows,
+            done=len(self.runs),
+            recommendation=recommendation(rows),
+            notes=self._notes(),
+        )
+
+    @property
+    def rows(self) -> list[Row]:
+        """One row for each case of which a run has ended."""
+        return self.results.rows
+
+    @property
+    def table_file(self) -> Path:
+        """The JSON file with all rows."""
+        return self.directory / SUMMARY
+
+    def run(self, progress: Progress | None = None) -> Sweep:
+        """Run the trials that have not run yet, one after the other; each adds to the files.
+
+        Raises `SweepError` after the first run that shows that the script does not
+        train, or reports no such metric.
+        """
+        runner = Runner(
+            self.script,
+            self.arguments,
+            self._held.runs,
+            steps=self._steps,
+            metrics=self._metrics,
+            timeout=self._timeout,
+            auto=self._auto,
+        )
+        done = {run.trial for run in self.runs}
+        try:
+            with progress or Silent() as shown:
+                for number, trial in enumerate(self.trials, start=1):
+                    if trial not in done:
+                        self._run_one(runner, trial, number, shown)
+        finally:
+            self.close()
+        return self
+
+    def close(self) -> None:
+        """Release the directory for other sweeps."""
+        self._held.release()
+
+    def _run_one(self, runner: Runner, trial: Trial, number: int, shown: Progress) -> None:
+        shown.started(number, len(self.trials), trial)
+        try:
+            run = runner.run(trial, shown)
+        except ValueError as error:  # a pattern matched something that is not a number
+            raise SweepError(str(error)) from None
+        self.runs.append(run)
+        self._write()
+        shown.ended(run)
+        self._check_training(run)
+        self._check_metrics(run)
+
+    def _check_training(self, run: Run) -> None:
+        """A script that does not train at O0 does not train at other levels: stop at once."""
+        text = status(run)
+        if text.startswith("no training") and len(self.runs) < len(self.trials):
+            raise SweepError(f"{self.script}: {text} ({run.trial.label}).")
+
+    def _check_metrics(self, run: Run) -> None:
+        """A metric that the first good run lacks is a mistake: stop before hours have passed."""
+        if status(run) != OK:
+            return
+        reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
+        log = f"{self._held.runs.name}/{run.trial.file_stem}.log"
+        for name, pattern in self._metrics.items():
+            if name not in reported:
+                raise SweepError(
+                    f"--metric {name}={pattern}: nothing in the output of {run.trial.label} "
+                    f"matches ({log} in {self.directory})."
+                )
+        for name in [*([self._judge] if self._judge else []), *self._better]:
+            if name not in reported:
+                raise SweepError(
+                    f"--judge or --better: {self.script} reports no {name!r}. Expected one of: "
+                    f"{', '.join(map(repr, reported)) or 'nothing; see ampatch.log_metrics'}."
+                )
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if not welch.available() and any(run.trial.seed for run in self.runs):
+            notes.append(welch.MISSING)
+        if not seeds_matter(self.runs):
+            notes.append(
+                "The seed does not reach the script: O0 is the same with each. Pass it on in the "
+                "script's arguments, such as -- --seed {seed}; accuracy is not tested like this."
+            )
+        if any(run.measured and run.measured.stopped_at for run in self.runs):
+            notes.append(
+                f"Runs were ended after {self._steps} steps; metrics that the script reports at "
+                "its end are missing then. Give it {steps} among its arguments to let it end."
+            )
+        return notes
+
+    def _write(self) -> None:
+        write_files(self.directory, self.results)
+
+    def _settings(self, seeds: int, repeats: int) -> dict[str, Any]:
+        """The settings that a resumed sweep must share."""
+        return {
+            "script": str(Path(self.script).resolve()),
+            "script_sha256": hashlib.sha256(Path(self.script).read_bytes()).hexdigest(),
+            "arguments": self.arguments,
+            "rows": [case.label for case in self.cases],
+            "seeds": seeds,
+            "repeats": repeats,
+            "steps": self._steps,
+            "auto": self._auto,
+            "metrics": self._metrics,
+            "ampatch": __version__,
+            "torch": torch.__version__,
+        }
+
+
+def _count(name: str, value: int) -> int:
+    return whole_number(f"sweep({name}={value!r})", value, least=1)

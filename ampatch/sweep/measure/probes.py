@@ -1,0 +1,161 @@
+"""Numbers, times and memory, measured without waiting for the device.
+
+Values on a device are kept as small tensors and read in batches, long after
+the step.  On CUDA the end of a step is an event in the stream, because the host
+runs ahead of the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampatch.sweep.measure.record import Series
+
+BATCH = 512  # values left on the device before they are read
+
+
+class Readings:
+    """Numbers in the order they came."""
+
+    def __init__(self) -> None:
+        self._read: list[float] = []
+        self._waiting: list[torch.Tensor] = []
+
+    def add(self, value: Any) -> None:
+        """Take a number or a tensor; of more than one element, the mean."""
+        if isinstance(value, torch.Tensor):
+            value = value.detach().double().mean() if value.numel() != 1 else value.detach()
+            if value.device.type != "cpu":
+                # A clone, because the script may change the tensor in place.
+                self._waiting.append(value.clone())
+                if len(self._waiting) >= BATCH:
+                    self.all()
+                return
+        self.all().append(float(value))
+
+    def all(self) -> list[float]:
+        self._read += [float(value) for value in self._waiting]
+        self._waiting.clear()
+        return self._read
+
+    @property
+    def latest(self) -> float | None:
+        """The last number, if it can be had without waiting for a device."""
+        return self._read[-1] if self._read and not self._waiting else None
+
+
+class Timeline:
+    """When the steps of one optimizer ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+        self._seconds: list[float | None] = []
+        self._paused: list[bool] = []
+        self._pauses = -1
+
+    def __len__(self) -> int:
+        return len(self._paused)
+
+    def mark(self, pauses: int) -> None:
+        """A step ended; `pauses` increases when something other than training ran."""
+        self._marks.append(self._now())
+        self._paused.append(pauses != self._pauses)
+        self._pauses = pauses
+        if len(self._marks) > BATCH:
+            self._read()
+
+    def seconds(self) -> list[float | None]:
+        """The time since the step before, for each step that has one.
+
+        The first step, and the first after a pause, have None.
+        """
+        self._read()
+        intervals = [None, *self._seconds]
+        return [None if paused else s for s, paused in zip(intervals, self._paused)]
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _read(self) -> None:
+        """Turn all marks but the last into intervals."""
+        if self._device.type == "cuda" and self._marks:
+            self._marks[-1].synchronize()
+        self._seconds += [_between(a, b) for a, b in zip(self._marks, self._marks[1:])]
+        del self._marks[:-1]
+
+
+@dataclass
+class Track:
+    """Readings, how many optimizer steps had been taken before each, and when it was."""
+
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    readings: Readings = field(default_factory=Readings)
+
+    def add(self, step: int, value: Any) -> None:
+        self.steps.append(step)
+        self.seconds.append(time.monotonic())
+        self.readings.add(value)
+
+    def series(self, since: float = 0.0) -> Series:
+        """All readings; `seconds` count from `since`, a time of `time.monotonic`."""
+        seconds = [moment - since for moment in self.seconds]
+        return Series(list(self.steps), list(self.readings.all()), seconds)
+
+    def changes(self, since: float = 0.0) -> Series:
+        """Only where the value differs from the one before."""
+        whole = self.series(since)
+        kept = [
+            index
+            for index, value in enumerate(whole.values)
+            if index == 0 or value != whole.values[index - 1]
+        ]
+        return Series(
+            *([column[i] for i in kept] for column in (whole.steps, whole.values, whole.seconds))
+        )
+
+
+def peak_memory() -> tuple[int | None, str]:
+    """The most memory this process ever held, and of which kind.
+
+    On CUDA what PyTorch allocated on all devices together.  On CPU the
+    resident set, the interpreter and PyTorch's own code included: read from
+    /proc where there is one, because `ru_maxrss` of a child starts at the peak
+    of the process that started it.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        return sum(torch.cuda.max_memory_allocated(device) for device in devices), "device"
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024, "resident"
+    return _peak_by_resource(), "resident"
+
+
+def _peak_by_resource() -> int | None:
+    """`ru_maxrss` in bytes: macOS counts in bytes, others in KiB, Windows not at all."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _between(earlier: Any, later: Any) -> float:
+    if isinstance(later, float):
+        return later - earlier
+    return earlier.elapsed_time(later) / 1000

@@ -1,0 +1,103 @@
+"""What one trial measured, and its JSON file: `DIR/runs/LABEL.seedS.repeatR.json`.
+
+The child writes `Measured`: raw series without averages, so that an old sweep can
+answer new questions.  `Run` is the parent's record: which trial it was, how it ended,
+and what was measured until then.  `report/summary.py` computes the figures of the
+table from these; `report/results.py` says where each file is in the directory.
+
+JSON has no NaN and no infinity; they are written as the strings "nan", "inf"
+and "-inf", and `from_json` makes numbers of them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from ampatch.sweep.trial import Case, Trial
+
+FORMAT = 2  # increased when a reader of the files has to change
+
+
+@dataclass
+class Series:
+    """Values in the order they came.
+
+    `steps[i]` is how many optimizer steps had been taken before `values[i]`;
+    `seconds[i]`, where there is one, the host's clock since the script started.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Series:
+        return cls(data["steps"], [float(value) for value in data["values"]], data["seconds"])
+
+
+@dataclass
+class Measured:
+    """What the child measured in its own process."""
+
+    opt_level: str | None = None  # the level that ran; None: initialize was never called
+    properties: dict[str, str] = field(default_factory=dict)
+    skipped: list[bool] = field(default_factory=list)  # every managed step, in order
+    step_seconds: list[float | None] = field(default_factory=list)  # since the step before
+    losses: dict[str, Series] = field(default_factory=dict)  # by loss_id; with seconds
+    metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
+    loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
+    loss_scale: float | None = None  # of loss 0, at the end
+    samples: Series = field(default_factory=Series)  # as the script reports them
+    output_marks: list[tuple[int, int]] = field(default_factory=list)  # (step, bytes of output)
+    device: str | None = None  # "cpu", or the name of the GPU
+    memory_bytes: int | None = None
+    memory_kind: str = "resident"  # or "device"
+    matmul_precision: str = "highest"  # of FP32; "high" is TF32
+    stopped_at: int | None = None  # the number of --steps, if that ended the script
+    error: str = ""  # of the exception that ended the script
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Measured:
+        measured = cls(**data)
+        for name in ("losses", "metrics", "loss_scales"):
+            table = getattr(measured, name)
+            setattr(measured, name, {key: Series.from_json(one) for key, one in table.items()})
+        measured.samples = Series.from_json(data["samples"])
+        measured.output_marks = [(step, size) for step, size in data["output_marks"]]
+        if measured.loss_scale is not None:
+            measured.loss_scale = float(measured.loss_scale)
+        return measured
+
+
+@dataclass
+class Run:
+    """A trial after its process ended."""
+
+    trial: Trial
+    exit_code: int
+    seconds: float  # of the whole process
+    measured: Measured | None  # None: the process ended without a record
+    ended_by: str = ""  # why the parent ended it, if it did
+    timeout: float | None = None  # seconds, as it was when the run was made
+
+    @property
+    def case(self) -> Case:
+        return self.trial.case
+
+    def to_json(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        return {"format": FORMAT, "planned": data.pop("trial"), **data}  # the file's own word
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Run:
+        measured = data["measured"]
+        return cls(
+            Trial.from_json(data["planned"]),
+            data["exit_code"],
+            data["seconds"],
+            None if measured is None else Measured.from_json(measured),
+            data["ended_by"],
+            data["timeout"],
+        )

@@ -1,0 +1,179 @@
+"""The observer that watches a script's training from inside the child."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ampatch
+from ampatch.errors import AmpatchError
+from ampatch.launch.script import EnoughSteps
+from ampatch.sweep.measure.probes import Readings, Timeline, Track, peak_memory
+from ampatch.sweep.measure.record import Measured
+
+REPORT_EVERY = 0.5  # seconds
+
+
+class Recorder:
+    """Collects a `Measured` from ampatch's notices; an observer for `ampatch.observe`.
+
+    `report(steps, loss)` is called about twice a second, to show progress.  The script is
+    ended after `steps` steps of one optimizer.  `output` is a file descriptor; its position
+    says how many bytes the script had printed at each step.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[int, float | None], None],
+        *,
+        steps: int | None = None,
+        output: int | None = None,
+    ) -> None:
+        self._report = report
+        self._steps = steps
+        self._output = output
+        self._started = time.monotonic()
+        self._reported = 0.0
+        self._properties: Any = None
+        self._engine: tuple[str, dict[str, Any]] | None = None
+        self._skipped = Readings()
+        self._count = 0
+        self._pauses = 0
+        self._timelines: dict[int, Timeline] = {}
+        self._losses: dict[str, Track] = defaultdict(Track)
+        self._metrics: dict[str, Track] = defaultdict(Track)
+        self._scales: dict[str, Track] = defaultdict(Track)
+        self._samples = Track()
+        self._marks: list[tuple[int, int]] = []
+        self._loss_scale: float | None = None
+        self._device: torch.device | None = None
+        self._in_use: Any = None  # the last optimizer: while it is referenced, its session stays
+        self._stopped_at: int | None = None
+
+    def on_initialize(self, properties: Any) -> None:
+        self._properties = properties
+
+    def on_engine(self, name: str, properties: dict[str, Any]) -> None:
+        """The script trains without ampatch: at O0 without AMP code, or under autocast."""
+        self._engine = name, properties
+
+    def on_loss(self, loss: Any, loss_id: int = 0) -> None:
+        self._losses[str(loss_id)].add(self._count, loss)
+
+    def on_scale(self, scale: Any, loss_id: int = 0) -> None:
+        self._scales[str(loss_id)].add(self._count, scale)
+
+    def on_step(self, optimizer: Any, skipped: Any) -> None:
+        self._in_use = optimizer
+        device = self._device = _device_of(optimizer)
+        if id(optimizer) not in self._timelines:
+            self._timelines[id(optimizer)] = Timeline(device)
+        timeline = self._timelines[id(optimizer)]
+        timeline.mark(self._pauses)
+        self._count += 1
+        self._skipped.add(skipped)
+        if device.type == "cpu":  # reading it elsewhere waits for the device
+            self._loss_scale = self._present_scale()
+        self._mark_output()
+        self._show_progress()
+        if len(timeline) == self._steps:
+            self._stopped_at = self._steps
+            raise EnoughSteps
+
+    def on_metrics(self, values: dict[str, float]) -> None:
+        """Metrics mean that the script has just evaluated: a pause in its training.
+
+        The exception is "samples", the number of samples since the last report, which may
+        come at each step.
+        """
+        values = dict(values)
+        samples = values.pop("samples", None)
+        if samples is not None:
+            self._samples.add(self._count, samples)
+        self._pauses += bool(values)
+        for name, value in values.items():
+            self._metrics[name].add(self._count, value)
+
+    def measured(self) -> Measured:
+        """Everything measured so far; waits for the device."""
+        memory_bytes, memory_kind = peak_memory()
+        name, properties = self._engine or (
+            getattr(self._properties, "opt_level", None),
+            _as_text(self._properties),
+        )
+        return Measured(
+            opt_level=name,
+            properties={key: str(value) for key, value in properties.items()},
+            skipped=[bool(value) for value in self._skipped.all()],
+            step_seconds=self._step_seconds(),
+            losses={key: track.series(self._started) for key, track in self._losses.items()},
+            metrics={key: track.series(self._started) for key, track in self._metrics.items()},
+            loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
+            loss_scale=self._final_loss_scale(),
+            samples=self._samples.series(self._started),
+            output_marks=self._marks,
+            device=_device_name(self._device),
+            memory_bytes=memory_bytes,
+            memory_kind=memory_kind,
+            matmul_precision=torch.get_float32_matmul_precision(),
+            stopped_at=self._stopped_at,
+        )
+
+    def _step_seconds(self) -> list[float | None]:
+        """Step times of the optimizer that stepped most: its step is the script's iteration."""
+        if not self._timelines:
+            return []
+        return max(self._timelines.values(), key=len).seconds()
+
+    def _final_loss_scale(self) -> float | None:
+        """The present scale; after `deactivate` the last one seen, if any."""
+        present = self._present_scale()
+        return self._loss_scale if present is None else present
+
+    def _present_scale(self) -> float | None:
+        try:
+            return ampatch.loss_scale()
+        except AmpatchError:  # no session is open
+            return None
+
+    def _mark_output(self) -> None:
+        """Note how much has been printed, to find later the step of a line."""
+        if self._output is None:
+            return
+        size = os.lseek(self._output, 0, os.SEEK_CUR)
+        if not self._marks or self._marks[-1][1] != size:
+            self._marks.append((self._count, size))
+
+    def _show_progress(self) -> None:
+        now = time.monotonic()
+        if now - self._reported >= REPORT_EVERY:
+            self._reported = now
+            losses = next(iter(self._losses.values()), None)
+            self._report(self._count, losses.readings.latest if losses else None)
+
+
+def _device_of(optimizer: Any) -> torch.device:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            return parameter.device
+    return torch.device("cpu")
+
+
+def _device_name(device: torch.device | None) -> str | None:
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device and device.type
+
+
+def _as_text(properties: Any) -> dict[str, str]:
+    """The fields of `initialize`'s properties, for the file."""
+    if properties is None:
+        return {}
+    fields = dataclasses.fields(properties)
+    return {field.name: str(getattr(properties, field.name)) for field in fields}

@@ -1,0 +1,139 @@
+"""The figures of one run.
+
+* Step time: from the end of one optimizer step to the end of the next; it contains
+  forward, backward, step and loading of data.  The first steps (`WARM_UP`, or a
+  quarter of a short run) and the first step after `log_metrics`, which contains an
+  evaluation, do not count.  A script that evaluates without `log_metrics` does so in
+  few steps, which do not change the median.  With several optimizers the one that
+  steps most often counts.
+* Samples per second: the samples that the script reports, per step, over the
+  median step time.
+* First and last loss: means over the first and the last twentieth of all
+  losses given to `scale_loss`; with several losses, those of the lowest `loss_id`.
+* A run has diverged if its last loss is not finite, or if an earlier loss was not and
+  the optimizer step after it was taken.  An overflow that the loss scaler skipped is
+  no divergence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import statistics
+
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.results import Spread
+
+WARM_UP = 10  # steps
+SHARE = 20  # first and last loss are means over this fraction of them: 1/20
+
+OK = "ok"
+
+
+def step_times(measured: Measured | None) -> Spread | None:
+    """Median and quartiles of the step time, in milliseconds."""
+    seconds = [] if measured is None else measured.step_seconds
+    timed = [value * 1000 for value in seconds if value is not None]
+    timed = timed[min(WARM_UP, len(timed) // 4) :]
+    if not timed:
+        return None
+    if len(timed) == 1:
+        return Spread(timed[0], timed[0], timed[0], 1)
+    low, median, high = statistics.quantiles(timed, n=4, method="inclusive")
+    return Spread(median, low, high, len(timed))
+
+
+def step_ms(measured: Measured | None) -> float | None:
+    """The median step time in milliseconds."""
+    times = step_times(measured)
+    return None if times is None else times.median
+
+
+def samples_per_second(measured: Measured | None) -> float | None:
+    """None unless the script reports `log_metrics(samples=...)`."""
+    ms = step_ms(measured)
+    if not ms or not measured.samples.values or not measured.samples.steps[-1]:
+        return None
+    per_step = sum(measured.samples.values) / measured.samples.steps[-1]
+    return per_step / ms * 1000
+
+
+def first_and_last(measured: Measured | None) -> tuple[float | None, float | None]:
+    """The loss at the start and at the end."""
+    losses = main_losses(measured).values
+    if not losses:
+        return None, None
+    count = max(1, len(losses) // SHARE)
+    return statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+
+
+def main_losses(measured: Measured | None) -> Series:
+    """The losses of the lowest `loss_id`; empty where there are none."""
+    if measured is None or not measured.losses:
+        return Series()
+    return measured.losses[min(measured.losses, key=lambda loss_id: (len(loss_id), loss_id))]
+
+
+def non_finite(measured: Measured | None) -> int:
+    """The number of losses that were inf or NaN."""
+    tables = [] if measured is None else measured.losses.values()
+    return sum(not math.isfinite(value) for losses in tables for value in losses.values)
+
+
+def status(run: Run) -> str:
+    """The status of a run: "ok", or a short reason, a colon, and details."""
+    if run.ended_by:
+        return run.ended_by
+    measured = run.measured
+    if measured is None:
+        return _without_record(run.exit_code)
+    if measured.error:
+        return f"crashed: {measured.error}"
+    if run.exit_code:
+        return f"exited: code {run.exit_code}"
+    if measured.opt_level is None:
+        return (
+            "no training: never calls ampatch.initialize, nor apex.amp's; a script without AMP "
+            "code is swept with --auto"
+        )
+    if measured.properties.get("enabled") == "False":
+        return "no training: calls ampatch.initialize with enabled=False"
+    if not measured.skipped:
+        return "no training: never steps an optimizer (given to ampatch.initialize)"
+    if measured.opt_level != run.case.opt_level:
+        return f"other level: ran at {measured.opt_level}, not at {run.case.opt_level}"
+    return divergence(measured) or OK
+
+
+def divergence(measured: Measured) -> str:
+    """The step and the loss at which a run diverged, as text; "" if it did not."""
+    for losses in measured.losses.values():
+        harmful = _taken(measured, losses) + _trailing(losses)
+        if harmful:
+            step, value = min(harmful)
+            return f"diverged at step {step + 1}: loss {value}"
+    return ""
+
+
+def _taken(measured: Measured, losses: Series) -> list[tuple[int, float]]:
+    """The non-finite losses whose optimizer step was taken."""
+    skipped = measured.skipped
+    return [
+        (step, value)
+        for step, value in zip(losses.steps, losses.values)
+        if not math.isfinite(value) and step < len(skipped) and not skipped[step]
+    ]
+
+
+def _trailing(losses: Series) -> list[tuple[int, float]]:
+    """The non-finite losses at the end, after the last finite one."""
+    every = reversed(list(zip(losses.steps, losses.values)))
+    return list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), every))
+
+
+def _without_record(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"no record: ended with code {exit_code} before anything was recorded"
+    name = signal.Signals(-exit_code).name
+    return f"killed: by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -1,0 +1,194 @@
+"""The results of a sweep, and where each of them is, for code that reads or draws them.
+
+    DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
+    DIR/summary.csv        one line per row, the columns of `summary_files.py`
+    DIR/summary.md         the table, the verdicts, the recommendation, how it was tested
+    DIR/report.html        and DIR/plots/*.png: see `render.py`
+    DIR/tensorboard/STEM/  event files, on request: see `tensorboard_events.py`
+    DIR/runs/STEM.json     a `Run`, written when its process has ended
+    DIR/runs/STEM.log      what the script printed
+    DIR/runs/STEM.progress {"steps": 12, "loss": 0.5}, while the run is going on
+
+STEM is `Trial.file_stem`, such as `O1-float16.seed0.repeat0`.  From Python:
+
+    results = read_results("DIR")                 # Results
+    for row in results.rows:                      # one per case
+        for run in read_runs("DIR", row.label):   # its processes: seeds and repeats
+            run.measured.losses["0"].values       # steps, values, seconds
+
+JSON has no NaN and no infinity; they are the strings "nan", "inf", "-inf",
+and `read_results` and `read_runs` make numbers of them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ampatch.sweep.json_files import read_json
+from ampatch.sweep.measure.record import FORMAT, Run
+
+SUMMARY = "summary.json"
+RUNS = "runs"
+PLOTS = "plots"
+REPORT = "report.html"
+EVENTS = "tensorboard"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure that was measured `n` times: its median and its range.
+
+    `low` and `high` are quartiles for step times, minimum and maximum for speed-ups (one
+    for each round).
+    """
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity of a row beside O0's: two samples of one value per seed.
+
+    `difference` is the row's mean less O0's, `low` to `high` its 95 % confidence
+    interval and `p` the two-sided probability by Welch's t test; None where a
+    sample has fewer than two values or the seeds had no effect.  `pooled_sds` is
+    the difference in pooled standard deviations.  `outcome` is "within", "worse",
+    "better" or "untested".
+    """
+
+    name: str  # "last loss", or the metric's
+    better: str  # "higher" or "lower"
+    mean: float
+    sd: float | None
+    n: int
+    base_mean: float
+    base_sd: float | None
+    base_n: int
+    difference: float
+    pooled_sds: float | None = None
+    p: float | None = None
+    low: float | None = None
+    high: float | None = None
+    outcome: str = "untested"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and the figures of all its runs.  None: they did not measure it.
+
+    Over the runs: losses and metrics are means, memory is the maximum, skips and
+    non-finite losses are sums, `step_ms` is the median over runs of their medians and
+    quartiles.  `status` is "ok", or what is wrong with the first failed run.
+    """
+
+    label: str
+    opt_level: str  # with "+tf32" and settings; "autocast" for the autocast baseline
+    dtype: str
+    engine: str = "ampatch"
+    settings: dict[str, Any] = field(default_factory=dict)
+    status: str = "ok"
+    runs: int = 0  # that have ended
+    good_runs: int = 0
+    seeds: int = 0  # different ones among them
+    step_ms: float | None = None
+    step_times: Spread | None = None  # milliseconds; n is the number of timed steps
+    speed: float | None = None  # the median; relative to O0, above 1 is faster
+    speeds: Spread | None = None  # n is the number of rounds
+    samples_per_second: float | None = None
+    memory_bytes: int | None = None
+    memory_kind: str = "resident"
+    first_loss: float | None = None
+    last_loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
+    steps: int = 0  # of one run (the median)
+    all_steps: int = 0
+    skipped: int = 0
+    non_finite: int = 0
+    loss_scale: float | None = None  # at the end of the first run
+    seconds: float = 0.0  # of all its processes
+    comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
+    outcome: str = "untested"  # or baseline, within, worse, better, failed
+    verdict: str = ""
+
+    @property
+    def name(self) -> str:
+        """Level and dtype: `O1 float16`."""
+        return f"{self.opt_level} {self.dtype}"
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Row:
+        row = {name: _number(value) for name, value in data.items()}
+        for name in ("step_times", "speeds"):
+            if row[name] is not None:
+                row[name] = Spread(**_numbers(row[name]))
+        row["metrics"] = _numbers(row["metrics"])
+        row["comparisons"] = [Comparison(**_numbers(one)) for one in row["comparisons"]]
+        return cls(**row)
+
+
+@dataclass
+class Results:
+    """The content of `summary.json`."""
+
+    script: str
+    arguments: list[str]
+    started: str  # ISO 8601, UTC
+    planned: int  # runs
+    settings: dict[str, Any]  # a resumed sweep must have the same
+    versions: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    done: int = 0  # runs that have ended
+    recommendation: str = ""
+    notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
+    format: int = FORMAT
+
+    @property
+    def complete(self) -> bool:
+        return self.done == self.planned
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "complete": self.complete}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Results:
+        fields = {name: value for name, value in data.items() if name != "complete"}
+        return cls(**{**fields, "rows": [Row.from_json(row) for row in data["rows"]]})
+
+
+def read_results(directory: str | Path) -> Results | None:
+    """The results in a sweep's directory; None if there are none.
+
+    Raises `ValueError` for results in another version's format.
+    """
+    data = read_json(Path(directory) / SUMMARY)
+    if data is None:
+        return None
+    if data.get("format") != FORMAT:
+        raise ValueError(
+            f"{Path(directory) / SUMMARY}: in format {data.get('format')}, expected {FORMAT}; "
+            "another version wrote it, or no sweep."
+        )
+    return Results.from_json(data)
+
+
+def read_runs(directory: str | Path, label: str | None = None) -> Iterator[Run]:
+    """The runs in a sweep's directory, by file name; with `label` those of one row."""
+    for path in sorted((Path(directory) / RUNS).glob("*.json")):
+        run = Run.from_json(read_json(path))
+        if label is None or run.case.label == label:
+            yield run
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _numbers(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in table.items()}

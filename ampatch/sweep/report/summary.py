@@ -1,0 +1,165 @@
+"""The rows: the figures of all runs of a case, compared with O0's.
+
+* Speed is relative to O0 of the same round.  The runs of a round are close together in
+  time, so a machine that changes its speed changes both.  The row has the median,
+  minimum and maximum over the rounds.
+* For accuracy each seed gives one value: a metric's last value, or the last loss; the
+  mean, if the seed ran several times.  `judge.py` compares these values.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.report.figures import (
+    OK,
+    first_and_last,
+    non_finite,
+    samples_per_second,
+    status,
+    step_times,
+)
+from ampatch.sweep.report.judge import LOSS, Samples, compare, outcome_of, verdict_of
+from ampatch.sweep.report.results import Row, Spread
+from ampatch.sweep.trial import Case
+
+BASE = Case("O0")
+
+
+def summarize(
+    runs: Sequence[Run], judged: str | None = None, better: Mapping[str, str] | None = None
+) -> list[Row]:
+    """A row per case, in the order in which they first ran.
+
+    `judged` is the quantity that the verdict is about, by default the first metric, or
+    the last loss.  `better` maps metrics to "higher" or "lower"; for other metrics their
+    name decides.
+    """
+    by_case: dict[Case, list[Run]] = {}
+    for run in runs:
+        by_case.setdefault(run.case, []).append(run)
+    base = by_case.get(BASE, [])
+    return [_row(case, of_case, base, judged, better or {}) for case, of_case in by_case.items()]
+
+
+def samples_of(runs: Iterable[Run]) -> Samples:
+    """For each quantity one value per seed, from the runs with status "ok"."""
+    values: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        if status(run) != OK:
+            continue
+        for name, value in _finals(run.measured or Measured()).items():
+            values.setdefault(name, {}).setdefault(run.trial.seed, []).append(value)
+    return {
+        name: [statistics.fmean(seeds[seed]) for seed in sorted(seeds)]
+        for name, seeds in values.items()
+    }
+
+
+def seeds_matter(runs: Iterable[Run]) -> bool:
+    """Whether runs with different seeds differ in any measured loss or metric."""
+    by_seed = {}
+    for run in runs:
+        if status(run) == OK and run.case == BASE:
+            losses = [series.values for series in run.measured.losses.values()]
+            by_seed[run.trial.seed] = (losses, _finals(run.measured))
+    first, *others = list(by_seed.values()) or [None]
+    return not others or any(other != first for other in others)
+
+
+def _row(
+    case: Case,
+    runs: Sequence[Run],
+    base: Sequence[Run],
+    judged: str | None,
+    better: Mapping[str, str],
+) -> Row:
+    measured = [run.measured for run in runs if run.measured is not None]
+    trouble = [said for said in map(status, runs) if said != OK]
+    times, speeds = _times(measured), _speeds(runs, base)
+    firsts, lasts = zip(*map(first_and_last, measured)) if measured else ((), ())
+    compared = (
+        []
+        if case == BASE
+        else compare(samples_of(runs), samples_of(base), judged, better, seeds_matter(base))
+    )
+    row = Row(
+        label=case.label,
+        opt_level=case.level_name,
+        dtype=case.dtype or "float32",
+        engine=case.engine,
+        settings=dict(case.settings),
+        status=trouble[0] if trouble else OK,
+        runs=len(runs),
+        good_runs=len(runs) - len(trouble),
+        seeds=len({run.trial.seed for run in runs}),
+        step_ms=times and times.median,
+        step_times=times,
+        speed=speeds and speeds.median,
+        speeds=speeds,
+        samples_per_second=_median(map(samples_per_second, measured)),
+        memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
+        memory_kind=measured[0].memory_kind if measured else "resident",
+        first_loss=_mean(firsts),
+        last_loss=_mean(lasts),
+        metrics=_metrics(measured),
+        steps=int(_median(len(m.skipped) for m in measured) or 0),
+        all_steps=sum(len(m.skipped) for m in measured),
+        skipped=sum(sum(m.skipped) for m in measured),
+        non_finite=sum(map(non_finite, measured)),
+        loss_scale=measured[0].loss_scale if measured else None,
+        seconds=sum(run.seconds for run in runs),
+        comparisons=compared,
+        outcome=outcome_of(case == BASE, bool(trouble), compared),
+    )
+    return verdict_of(row)
+
+
+def _finals(measured: Measured) -> dict[str, float]:
+    """The final values of the metrics and of the loss."""
+    _, last = first_and_last(measured)
+    finals = {name: series.values[-1] for name, series in measured.metrics.items()}
+    return finals if last is None else {**finals, LOSS: last}
+
+
+def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in measured for name in one.metrics)
+    return {
+        name: statistics.fmean(m.metrics[name].values[-1] for m in measured if name in m.metrics)
+        for name in names
+    }
+
+
+def _times(measured: Sequence[Measured]) -> Spread | None:
+    """Medians over the runs of their medians and quartiles."""
+    spreads = [spread for spread in map(step_times, measured) if spread is not None]
+    if not spreads:
+        return None
+    columns = ([getattr(spread, name) for spread in spreads] for name in ("median", "low", "high"))
+    return Spread(*map(statistics.median, columns), sum(spread.n for spread in spreads))
+
+
+def _speeds(runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
+    """The speed relative to O0 of the same round."""
+    of_round = {(one.trial.repeat, one.trial.seed): step_times(one.measured) for one in base}
+    ratios = []
+    for run in runs:
+        base_times = of_round.get((run.trial.repeat, run.trial.seed))
+        times = step_times(run.measured)
+        if base_times is not None and times is not None and times.median:
+            ratios.append(base_times.median / times.median)
+    if not ratios:
+        return None
+    return Spread(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if there else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None

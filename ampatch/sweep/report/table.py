@@ -1,0 +1,143 @@
+"""A sweep's rows as a table: with rich on a terminal, as aligned text elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.results import Results, Row
+
+MISSING = "-"
+NOTES = (
+    "Step time is the median, without the first steps and evaluations;",
+    "first and last loss are means over the first and last twentieth;",
+)
+MEMORY_NOTES = {
+    "device": "memory is the most that PyTorch allocated on the device.",
+    "resident": "memory is the largest resident set, PyTorch itself included.",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    text: Callable[[Row], str]
+    right: bool = True
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
+    names = dict.fromkeys(name for row in rows for name in row.metrics)
+    sampled = any(row.samples_per_second for row in rows)
+    samples = Column("samples/s", lambda row: _number(row.samples_per_second, "{:.0f}"))
+    return [
+        Column("level", lambda row: row.opt_level, right=False),
+        Column("dtype", lambda row: row.dtype, right=False),
+        Column("step ms", lambda row: _number(row.step_ms, "{:.2f}")),
+        Column("speed", lambda row: _number(row.speed, "{:.2f}x")),
+        *([samples] if sampled else []),
+        Column("memory MiB", _mebibytes),
+        Column("first loss", lambda row: _number(row.first_loss, "{:.4f}")),
+        Column("last loss", lambda row: _number(row.last_loss, "{:.4f}")),
+        *(Column(name.replace("_", " "), _metric(name)) for name in names),
+        Column("skips", lambda row: f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING),
+        Column("scale", lambda row: _number(row.loss_scale, "{:.6g}")),
+        Column("status", lambda row: row.status, right=False),
+    ]
+
+
+def write_results(results: Results, stream: TextIO) -> None:
+    """Write the table, the verdicts, the notes, and the recommendation."""
+    write_table(results.rows, stream)
+    stream.write("\n")
+    for row in results.rows:
+        stream.write(f"{row.name}: {row.verdict}\n")
+    for note in results.notes:
+        stream.write(f"Note: {note}\n")
+    stream.write(f"Recommendation: {results.recommendation}\n")
+
+
+def write_table(rows: Sequence[Row], stream: TextIO) -> None:
+    """Write the table to `stream`, in colour on a terminal if rich is installed."""
+    if not (stream.isatty() and importlib.util.find_spec("rich") and _write_rich(rows, stream)):
+        stream.write(plain_table(rows))
+    for note in notes(rows):
+        stream.write(note + "\n")
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Explanations of the columns."""
+    kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
+    return [*NOTES, *(MEMORY_NOTES[kind] for kind in kinds)]
+
+
+def plain_table(rows: Sequence[Row]) -> str:
+    """The table as aligned text, one line per row."""
+    shown = columns(rows)
+    cells = [[column.title for column in shown]]
+    cells += [[column.text(row) for column in shown] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = []
+    for line in cells:
+        aligned = (
+            text.rjust(width) if column.right else text.ljust(width)
+            for column, text, width in zip(shown, line, widths)
+        )
+        lines.append("  ".join(aligned).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines) + "\n"
+
+
+def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
+    """Write the widest table that fits; False if the terminal is too narrow."""
+    from rich.console import Console
+
+    console = Console(file=stream, highlight=False)
+    for whole, gap in ((True, 1), (False, 1), (False, 0)):
+        table = _rich_table(rows, whole, gap)
+        wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
+        if wanted <= console.width:
+            console.print(table)
+            for row in rows:
+                if not whole and row.status != OK:
+                    console.print(f"{row.name} {row.status}", markup=False)
+            return True
+    return False
+
+
+def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
+    """A rich table with whole statuses, or only the first words of each."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = columns(rows)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), show_edge=False)
+    for column in shown:
+        title = column.title.replace(" ", "\n", 1)
+        table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
+    for row in rows:
+        *cells, status = (column.text(row) for column in shown)
+        status = status if whole else re.split(":| at ", status)[0]
+        style = "green" if row.status == OK else "red"
+        table.add_row(*map(Text, cells), Text(status, style=style))
+    return table
+
+
+def _metric(name: str) -> Callable[[Row], str]:
+    return lambda row: _number(row.metrics.get(name), "{:.4f}")
+
+
+def _mebibytes(row: Row) -> str:
+    return MISSING if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    if value is None:
+        return MISSING
+    return form.format(value) if math.isfinite(value) else str(value)

@@ -1,0 +1,68 @@
+"""Modes that see each operator, and torch's stack of them: what `ampatch.debug` is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import AmpatchError
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+
+    class TorchDispatchMode:  # type: ignore[no-redef]
+        """Stands for torch's class where there is none; raises `AmpatchError` when it is made."""
+
+        def __init__(self) -> None:
+            raise AmpatchError(
+                f"ampatch.debug: this torch ({torch.__version__}) has no TorchDispatchMode, "
+                "which shows each operator. ampatch.gradient_range works without it."
+            )
+
+
+try:
+    from torch.utils._python_dispatch import (
+        _get_current_dispatch_mode_stack,
+        _pop_mode,
+        _push_mode,
+    )
+except ImportError:
+
+    def take_out(mode: Any) -> None:
+        """Without torch's stack, `mode` stays in it to the end of the thread."""
+
+else:
+
+    def take_out(mode: Any) -> None:
+        """Leave `mode`, also from below modes that were entered later.
+
+        One entered in another thread stays there.
+        """
+        if not any(one is mode for one in _get_current_dispatch_mode_stack()):
+            return
+        above = []
+        while _get_current_dispatch_mode_stack()[-1] is not mode:
+            above.append(_pop_mode())
+        mode.__exit__(None, None, None)
+        for one in reversed(above):
+            _push_mode(one)
+
+
+_current_node = getattr(getattr(torch, "_C", None), "_current_autograd_node", lambda: None)
+_next_number = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+
+
+def running_backward_node() -> tuple[bool, int]:
+    """Whether a node of the graph is running, and its number; without a way to ask, none is."""
+    node = _current_node()
+    if node is None:
+        return False, -1
+    number = getattr(node, "_sequence_nr", None)
+    return True, -1 if number is None else number()
+
+
+def newest_node() -> int:
+    """The number of the node that was made last in this thread; -1 without a way to ask."""
+    return _next_number() - 1

@@ -1,0 +1,110 @@
+"""What torch keeps in `nn.Module`: tables of hooks, base classes, weights as a list."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.modules.module
+from torch import nn
+
+TORCH_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+try:
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    BATCH_NORMS: tuple[type[Any], ...] = (
+        _BatchNorm,
+    )  # the common base, and that of other people's
+except ImportError:
+    BATCH_NORMS = TORCH_BATCH_NORMS
+
+try:
+    from torch.nn.modules.instancenorm import _InstanceNorm
+
+    INSTANCE_NORMS: tuple[type[Any], ...] = (_InstanceNorm,)
+except ImportError:
+    INSTANCE_NORMS = TORCH_INSTANCE_NORMS
+
+try:
+    from torch.nn.modules.conv import _ConvNd
+
+    CONVOLUTIONS: tuple[type[Any], ...] = (_ConvNd,)
+except ImportError:
+    CONVOLUTIONS = (
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    )
+
+APPLY = "_apply"
+"""The method behind `.to`, `.half` and `.cuda`.  Where torch has none, conversions go unseen."""
+
+FLAT_WEIGHTS = "_flat_weights"
+"""The attribute in which an `nn.RNNBase` has its weights as a list."""
+
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Attributes of a module with its hooks by the handle's id; a torch may lack some."""
+HOOK_FLAGS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""As `HOOK_TABLES`: what is noted of a hook under its handle's id."""
+
+
+def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
+    """The tables of its forward pre-hooks and forward hooks; None where torch has others."""
+    before = getattr(module, "_forward_pre_hooks", None)
+    after = getattr(module, "_forward_hooks", None)
+    return None if before is None or after is None else (before, after)
+
+
+_BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+
+GLOBAL_BACKWARD_TABLES: list[dict] = [
+    table
+    for name in ("_global_backward_hooks", "_global_backward_pre_hooks")
+    if (table := getattr(torch.nn.modules.module, name, None)) is not None
+]
+"""Backward hooks of all modules."""
+
+BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWARD_TABLES)
+
+
+def backward_tables(module: nn.Module) -> list[dict]:
+    """The tables of its backward hooks; none where they cannot be seen."""
+    return [getattr(module, name, {}) for name in _BACKWARD_TABLES]
+
+
+def register_state_dict_hook(module: nn.Module, hook: Callable) -> Any:
+    """Have `hook(module, state_dict, prefix, metadata)` run after `state_dict()`, before other
+    hooks.
+
+    Where torch keeps hooks elsewhere than expected, it runs in the order of registering.
+    """
+    if hasattr(module, "register_state_dict_post_hook"):
+        handle = module.register_state_dict_post_hook(hook)
+    else:  # before torch 2.5
+        handle = module._register_state_dict_hook(hook)
+    hooks = getattr(module, "_state_dict_hooks", None)
+    if hooks is not None and handle.id in hooks:
+        hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def register_load_hook(module: nn.Module, hook: Callable) -> Any:
+    """Have `hook(module, state_dict, prefix, ...)` run before the module loads its own tensors.
+
+    Before torch 2.5 `hook` is called without the module.
+    """
+    if hasattr(module, "register_load_state_dict_pre_hook"):
+        return module.register_load_state_dict_pre_hook(hook)
+    return module._register_load_state_dict_pre_hook(hook, with_module=True)

@@ -1,0 +1,34 @@
+"""What torch keeps in tensors: hooks, and the memory behind them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+TENSOR_HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
+"""Without, no weights are cast together: a node calls the hooks of all of them."""
+
+
+def _unseen(tensor: Tensor) -> Any:
+    return ()
+
+
+backward_hooks_of: Callable[[Tensor], Any] = _unseen
+late_hooks_of: Callable[[Tensor], Any] = _unseen
+hooks_of: Callable[[Tensor], Any] = _unseen
+"""Hooks on a tensor's gradient, those that run when it has arrived, and a pair of both."""
+
+if TENSOR_HOOKS_CAN_BE_SEEN:
+    backward_hooks_of, late_hooks_of = map(operator.attrgetter, _HOOKS)
+    hooks_of = operator.attrgetter(*_HOOKS)
+
+
+def memory_of(storage: torch.UntypedStorage) -> int:
+    """Equal for storages that are the same memory, as long as one of them lives."""
+    return getattr(storage, "_cdata", None) or storage.data_ptr()

@@ -1,0 +1,91 @@
+"""Calls that classes and TorchFunctionModes handle: torch's stack of modes and its tables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.overrides
+from torch.overrides import has_torch_function
+
+try:
+    from torch._C import _is_torch_function_mode_enabled as is_mode_on
+    from torch.overrides import _get_overloaded_args as overloaded_args
+    from torch.overrides import _len_torch_function_stack as count_modes
+    from torch.overrides import _pop_mode as pop_mode
+    from torch.overrides import _push_mode as push_mode
+except ImportError:  # no way to ask: handlers see the original, and the casts
+
+    def is_mode_on() -> bool:
+        """No mode is known of."""
+        return False
+
+    def count_modes() -> int:
+        """No mode is known of."""
+        return 0
+
+    def pop_mode() -> Any:
+        """Not called: no mode is known of."""
+        raise NotImplementedError("no mode is known of")
+
+    def push_mode(mode: Any) -> Any:
+        """Not called: no mode is known of."""
+        raise NotImplementedError("no mode is known of")
+
+    def overloaded_args(relevant: Iterable) -> list:  # type: ignore[misc]
+        """One argument of each class that handles torch's calls."""
+        found = [value for value in relevant if has_torch_function((value,))]
+        return list({type(value): value for value in found}.values())
+
+
+try:
+    from torch.utils import _device
+except ImportError:
+    _device = None  # type: ignore[assignment]
+
+STACK_CHANGES = [
+    (owner, name)
+    for owner in (torch.overrides, _device)
+    for name in ("_push_mode", "_pop_mode")
+    if hasattr(owner, name)
+]
+"""Where torch calls what changes its stack of modes; without, no mode is known of."""
+
+TABLES = [
+    name
+    for name in (
+        "get_ignored_functions",
+        "get_testing_overrides",
+        "_get_overridable_functions",
+        "_get_tensor_methods",
+    )
+    if hasattr(getattr(torch.overrides, name, None), "cache_clear")
+]
+"""Functions of `torch.overrides` that remember tables of overridable functions."""
+
+try:
+    from torch._C import DisableTorchFunctionSubclass as _Unhandled
+except ImportError:
+    _Unhandled = contextlib.nullcontext
+
+
+def unhandled() -> AbstractContextManager:
+    """For `with`: no handler of a class is asked.  Where torch cannot do that, handlers are."""
+    return _Unhandled()
+
+
+NN_NAME = "_nn"
+NN: ModuleType | None = getattr(getattr(torch, "_C", None), "_nn", None)
+"""The module from which `torch.nn.functional` has some of its functions, and its name there."""
+
+NESTED_TENSORS = "torch.nested._internal.nested_tensor"
+"""The module of torch's class of nested tensors."""
+
+
+def original_of_matmul() -> Any:
+    """What handlers are given for the operator `@`: the method that `torch.Tensor` inherits."""
+    return torch.Tensor.__base__.matmul  # type: ignore[union-attr]

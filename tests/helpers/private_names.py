@@ -1,0 +1,207 @@
+"""Private names of torch in ampatch's syntax trees: where they stand, and how to take one away."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "ampatch"
+HOMES = ("torch_private/", "casting/tables.py", "casting/dynamo_tables.py")
+
+ALLOWED = {
+    "_version": "a tensor's version; torch's notes on autograd and its errors speak of it",
+    "_values": "of an uncoalesced sparse tensor; documented in torch.sparse",
+    "_parameters": "nn.Module's own dictionary, for subclasses and kept in pickles",
+    "_buffers": "as _parameters",
+    "_growth_tracker": "a key of the state dict of torch.amp.GradScaler, in files",
+    "_amp_state": "apex's, for scripts that reach for it",
+    "_amp_stash": "apex's, for scripts that reach for it",
+    "_lazy_init_maybe_master_weights": "apex's, for scripts that reach for it",
+}
+"""Private names that may stand anywhere, each with the reason."""
+
+_OF_PYTHON = {"_fields", "_make", "_replace", "_getframe"}
+"""Of namedtuples, and of sys; documented."""
+
+
+def is_private(name: str) -> bool:
+    """Whether a name begins with one underscore."""
+    begins = name.startswith("_") and not name.startswith("__")
+    return begins and name != "_" and name not in _OF_PYTHON
+
+
+def is_home(path: Path) -> bool:
+    """Whether private names of torch may stand in this file."""
+    return str(path.relative_to(ROOT)).startswith(HOMES)
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file, read once."""
+    return ast.parse(path.read_text())
+
+
+def private_names(tree: ast.AST, own: frozenset[str], torchs: frozenset[str]) -> Iterator[str]:
+    """Each use of a private name that is not ampatch's own.
+
+    `own` are names that ampatch gives to attributes.  One of them counts as torch's only where
+    `torchs`, attributes of torch's objects, has it too and it is not asked of `self`.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            yield from filter(is_private, (node.module or "").split("."))
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    yield from filter(is_private, alias.name.split("."))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            is_ours = node.attr in own and (_is_self(node.value) or node.attr not in torchs)
+            if not is_ours:
+                yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from _in_text(node.value, own, torchs)
+
+
+def _in_text(text: str, own: frozenset[str], torchs: frozenset[str]) -> Iterator[str]:
+    parts = text.split(".")
+    if parts[0] == "torch" and all(part.isidentifier() for part in parts):
+        yield from filter(is_private, parts)
+    elif text.isidentifier() and is_private(text) and not text.startswith("_ampatch_"):
+        is_ours = text in own and (text not in torchs or text in _slots())
+        yield from () if is_ours else (text,)
+
+
+def _is_self(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "super"
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+@functools.cache
+def own_names() -> frozenset[str]:
+    """Private names that ampatch gives: to functions, classes, attributes of `self`, slots."""
+    found: set[str] = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+                if isinstance(node, ast.ClassDef):
+                    found |= set(_names_of_class(node))
+            is_attribute = isinstance(node, ast.Attribute) and _is_self(node.value)
+            if is_attribute and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return frozenset(filter(is_private, found | _slots()))
+
+
+def _names_of_class(node: ast.ClassDef) -> Iterator[str]:
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            yield part.target.id
+        elif isinstance(part, ast.Assign):
+            yield from (target.id for target in part.targets if isinstance(target, ast.Name))
+
+
+@functools.cache
+def _slots() -> frozenset[str]:
+    """Names of attributes in `__slots__`."""
+    return frozenset(
+        found.value
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__"
+        for found in ast.walk(node.value)
+        if isinstance(found, ast.Constant) and isinstance(found.value, str)
+    )
+
+
+def attributes_of_torch() -> frozenset[str]:
+    """Private attributes of torch's modules and of the objects that ampatch meets."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    met = [
+        *(torch, torch._C, torch.nn, torch.nn.functional, torch.autograd, torch.overrides),
+        *(weight, weight.untyped_storage(), (weight * 1).grad_fn, torch.ops.aten.add.Tensor),
+        *(torch.nn.LSTM(1, 1), torch.nn.Linear(1, 1), optimizer),
+        *(torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.amp.GradScaler("cpu")),
+    ]
+    return frozenset(name for one in met for name in dir(one) if is_private(name))
+
+
+class _Renamed(ast.NodeTransformer):
+    """One private name of torch becomes another, which torch does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lost = f"{name}_lost"
+
+    def _dotted(self, text: str) -> str:
+        return ".".join(self._lost if part == self._name else part for part in text.split("."))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if (node.module or "").partition(".")[0] == "torch":
+            node.module = self._dotted(node.module or "")
+            for alias in node.names:
+                if alias.name == self._name:
+                    alias.name, alias.asname = self._lost, alias.asname or self._name
+        return node
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        for alias in node.names:
+            alias.name = self._dotted(alias.name)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        node.attr = self._lost if node.attr == self._name else node.attr
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and " " not in node.value:
+            node.value = self._dotted(node.value)
+        return node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    lost = ""
+
+    def get_code(self, fullname: str) -> object:
+        tree = _Renamed(self.lost).visit(ast.parse(self.get_data(self.path)))
+        return compile(ast.fix_missing_locations(tree), self.path, "exec")
+
+
+class TorchWithout(importlib.abc.MetaPathFinder):
+    """Has ampatch, when it is imported, find torch without one private name.
+
+    torch itself keeps the name, since it may need it; files in which such names do not stand
+    are imported as they are.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _stands_in(self, path: Path) -> bool:
+        return is_home(path) and self._name in path.read_text()
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> object:
+        """The spec of a file with the name, with a loader that renames it; None for others."""
+        if not fullname.startswith("ampatch."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)  # type: ignore[arg-type]
+        if spec is None or spec.origin is None or not self._stands_in(Path(spec.origin)):
+            return None
+        spec.loader = _Loader(fullname, spec.origin)
+        spec.loader.lost = self._name
+        return spec
+
+
+def take_away(name: str) -> None:
+    """Before the first `import ampatch` of a process: torch is without `name` from then on."""
+    sys.meta_path.insert(0, TorchWithout(name))

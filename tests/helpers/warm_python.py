@@ -1,0 +1,192 @@
+"""Python processes for tests, forked from one process that has imported torch.
+
+`python("-m", "ampatch", "run", "train.py")` is a process as a shell starts it: arguments, working
+directory, variables, `sys.path`, `__main__`, streams, exit status and interpreter shutdown are its
+own.  Only torch is imported already, because importing it takes longer than most tests.  A test of
+the start of the interpreter or of importing torch starts a process with `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from warm_server import REQUEST_BYTES
+
+import ampatch
+
+
+class Process:
+    """A started process, with what `subprocess.Popen` offers of one: `returncode` and the like."""
+
+    def __init__(self, answers: socket.socket) -> None:
+        self._answers = answers
+        self.pid = int(answers.recv(64))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, negative for a signal; `TimeoutExpired` if the process runs longer."""
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                self.returncode = int(self._answers.recv(64))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
+            self._answers.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit status, or None while the process runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class _Server:
+    """The process that has torch imported; started at the first request."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._requests: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def _start(self) -> socket.socket:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+        code += f"import warm_server; warm_server.serve({theirs.fileno()})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        atexit.register(self.stop)
+        return self._requests
+
+    def start(self, request: dict[str, Any], descriptors: list[int]) -> Process:
+        with self._lock:
+            requests = self._requests or self._start()
+        ours, theirs = socket.socketpair()
+        message = pickle.dumps(request)
+        assert len(message) < REQUEST_BYTES
+        socket.send_fds(requests, [message], [theirs.fileno(), *descriptors])
+        theirs.close()
+        return Process(ours)
+
+    def stop(self) -> None:
+        if self._requests is not None and self._process is not None:
+            self._requests.close()
+            self._process.wait()
+            self._process = self._requests = None
+
+
+_server = _Server()
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The variables of this process, with ampatch found from any directory.
+
+    Of the variables of ampatch only those in `variables` are set.
+    """
+    given = {name: value for name, value in os.environ.items() if not name.startswith("AMPATCH_")}
+    places = [str(Path(ampatch.__file__).parents[1]), *filter(None, [given.get("PYTHONPATH")])]
+    return {**given, "PYTHONPATH": os.pathsep.join(places), "COLUMNS": "160", **variables}
+
+
+def start(
+    *arguments: object,
+    cwd: object = None,
+    env: dict[str, str] | None = None,
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    pass_fds: tuple[int, ...] = (),
+    start_new_session: bool = False,
+) -> Process:
+    """A Python with these arguments: `-W FILTER`, then `-m MODULE`, `-c CODE` or `SCRIPT`.
+
+    `env` is `environment()` unless given; `stdin`, `stdout` and `stderr` are file descriptors.
+    """
+    request = {
+        "arguments": [str(argument) for argument in arguments],
+        "cwd": str(cwd or os.getcwd()),
+        "env": environment() if env is None else env,
+        "descriptors": (0, 1, 2, *pass_fds),
+        "new_session": start_new_session,
+    }
+    return _server.start(request, [stdin, stdout, stderr, *pass_fds])
+
+
+def popen(command: list[str], **options: Any) -> Any:
+    """`subprocess.Popen` that forks the processes which are `python -m ampatch...`.
+
+    It takes what a sweep gives for its trials: streams are open files or `DEVNULL`, and errors go
+    where the output goes.
+    """
+    if command[:2] != [sys.executable, "-m"] or not command[2].startswith("ampatch"):
+        return _Popen(command, **options)
+    assert options.pop("stdin") is subprocess.DEVNULL
+    assert options.pop("stderr") is subprocess.STDOUT
+    output = options.pop("stdout").fileno()
+    with open(os.devnull) as nothing:
+        streams = {"stdin": nothing.fileno(), "stdout": output, "stderr": output}
+        return start(*command[1:], **streams, **options)
+
+
+_Popen = subprocess.Popen
+
+
+def python(
+    *arguments: object,
+    cwd: object = None,
+    env: dict[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess:
+    """The end of such a process, with what it wrote as text."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with open(os.devnull) as nothing:
+            streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+            process = start(*arguments, cwd=cwd, env=env, **streams)
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                raise
+        written = [_text_of(file) for file in (out, err)]
+    return subprocess.CompletedProcess([sys.executable, *arguments], status, *written)
+
+
+def on_a_terminal(
+    *arguments: object, cwd: object = None, env: dict[str, str] | None = None
+) -> tuple[str, int]:
+    """What such a process writes on a pseudo-terminal of its own, and its exit status."""
+    ours, theirs = pty.openpty()
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = start(*arguments, cwd=cwd, env={**(env or environment()), "TERM": "xterm"}, **streams)
+    os.close(theirs)
+    parts = []
+    with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+        while part := os.read(ours, 4096):
+            parts.append(part)
+    os.close(ours)
+    return b"".join(parts).decode(), process.wait()
+
+
+def _text_of(file: Any) -> str:
+    file.seek(0)
+    return file.read().decode().replace("\r\n", "\n")

@@ -1,0 +1,133 @@
+"""The process with torch imported that forks others: see `warm_python`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import io
+import os
+import pickle
+import runpy
+import signal
+import socket
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+REQUEST_BYTES = 1 << 17  # what one packet of a Unix socket surely holds
+
+
+def serve(channel: int) -> None:
+    """Fork a process for each request that comes through `channel`, until it is closed."""
+    import torch  # noqa: F401
+
+    sys.path[:] = _without_python_path(sys.path[2:])
+    gc.freeze()  # what is shared with the forked processes stays shared
+    requests = socket.socket(fileno=channel)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 8)
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            requests.close()
+            _run_and_report(pickle.loads(message), *descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _run_and_report(request: dict[str, Any], answers: int, *descriptors: int) -> None:
+    """Returns in the process that was asked for, at its end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        os.close(answers)
+        _become(request, descriptors)
+        _execute(request["arguments"])
+        return
+    for descriptor in descriptors:
+        os.close(descriptor)
+    os.write(answers, f"{pid}".encode().ljust(64))
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(BrokenPipeError):
+        os.write(answers, f"{status}".encode().ljust(64))
+    os._exit(0)
+
+
+def _without_python_path(path: list[str]) -> list[str]:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [place for place in path if place not in given]
+
+
+def _become(request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
+    """Working directory, variables, search path and files of a process of its own."""
+    if request["new_session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.path[:0] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
+    _move(descriptors, request["descriptors"])
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = io.open(number, mode, closefd=False)  # noqa: UP020, SIM115
+        unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+        stream.reconfigure(
+            line_buffering=number == 2 or stream.isatty(), write_through=unbuffered
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _move(descriptors: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    """Give each file descriptor its number; first out of the way, where no number is."""
+    away = [fcntl.fcntl(one, fcntl.F_DUPFD, max(*numbers, *descriptors) + 1) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    for one, number in zip(away, numbers):
+        os.dup2(one, number)
+        os.close(one)
+
+
+def _execute(arguments: list[str]) -> None:
+    del sys.modules["warm_server"]
+    while arguments[0] == "-W":
+        sys.warnoptions.append(arguments[1])
+        warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
+        arguments = arguments[2:]
+    try:
+        _execute_main(*arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        error.__traceback__ = _without_these_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        sys.exit(1)
+
+
+def _execute_main(first: str, *rest: str) -> None:
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    if first == "-m":
+        sys.argv[:] = ["-m", *rest[1:]]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    elif first == "-c":
+        sys.argv[:] = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv[:] = [first, *rest]
+        sys.path.insert(0, os.path.dirname(os.path.realpath(first)))
+        main.__file__ = os.path.abspath(first)
+        exec(compile(Path(first).read_bytes(), main.__file__, "exec"), main.__dict__)
+
+
+def _without_these_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames

@@ -1,0 +1,124 @@
+"""Where a call runs: the answers are those of torch's public questions."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor
+
+from ampatch.scaling.process_group import world_size
+from ampatch.torch_private import devices, probes
+from ampatch.torch_private.distributed import are_ranks
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_no_ranks():
+    assert are_ranks() is torch.distributed.is_initialized() is False
+    assert world_size() == 1
+
+
+def test_ranks(group):
+    assert are_ranks() is torch.distributed.is_initialized() is True
+
+
+def test_ranks_after_the_group_has_gone(tmp_path):
+    for name in ("first", "second"):
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/{name}", rank=0, world_size=1
+        )
+        assert are_ranks()
+        torch.distributed.destroy_process_group()
+        assert not are_ranks()
+
+
+def recorded(x: Tensor) -> Tensor:
+    found.append(probes.is_recording())
+    return x + 1
+
+
+found: list[bool] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_found():
+    found.clear()
+
+
+def test_plain_calls_are_not_recorded():
+    recorded(torch.ones(1))
+    assert found == [False]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda x: torch.jit.trace(recorded, x, check_trace=False),
+        lambda x: torch.func.vmap(recorded)(x),
+        lambda x: torch.func.grad(lambda x: recorded(x).sum())(x),
+    ],
+)
+def test_traces_and_transforms(record):
+    record(torch.ones(2))
+    assert found == [True]
+
+
+def test_the_flag_of_a_compiler(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert probes.is_recording() is torch.compiler.is_compiling() is True
+
+
+def test_a_torch_that_keeps_its_group_elsewhere_is_asked_in_public(monkeypatch):
+    monkeypatch.delattr(torch.distributed.distributed_c10d, "_world")
+    for is_there in (True, False):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda answer=is_there: answer)
+        assert are_ranks() is is_there
+
+
+def test_a_torch_that_keeps_none_of_it_where_we_look(monkeypatch):
+    """The public ways answer then, and transforms are assumed: nothing is kept."""
+    spec = importlib.util.find_spec("ampatch.torch_private.probes")
+    bare = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as without:
+        for name in ("_set_grad_enabled", "_is_tracing"):
+            without.delattr(torch._C, name)
+        without.setitem(sys.modules, "torch._C._functorch", None)
+        spec.loader.exec_module(bare)
+    assert bare.is_recording()
+    assert bare.set_grad_enabled is torch.set_grad_enabled
+    assert bare._is_tracing is torch.jit.is_tracing
+
+
+class Accelerator:
+    """As `torch.accelerator` on a machine that has one."""
+
+    def is_available(self):
+        return True
+
+    def current_accelerator(self):
+        return torch.device("xpu")
+
+
+@pytest.mark.parametrize(
+    "known, has_cuda, expected",
+    [(Accelerator(), False, "xpu"), (None, True, "cuda"), (None, False, None)],
+)
+def test_kinds_of_devices(known, has_cuda, expected, monkeypatch):
+    """torch has `torch.accelerator` from 2.6 on; before it, it is asked for CUDA."""
+    monkeypatch.setattr(torch, "accelerator", known, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    assert devices.accelerator() == expected
+    assert devices.device_types() == (("cpu",) if expected is None else ("cpu", expected))
+    assert devices.devices_to_start_from() == (None if expected is None else {"meta"})
