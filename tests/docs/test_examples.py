@@ -10,7 +10,6 @@ from repository import EXAMPLES
 
 from ampatch.sweep import DTYPES, sweep
 
-
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
 
