@@ -49,7 +49,7 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy, call = state.process, original
-        if state.overridden:  # as `state.current()`, without the price of a call
+        if state.per_thread:  # as `state.current()`, without the price of a call
             if state.modes and not is_dynamo_compiling() and is_mode_on():
                 return call_handlers(state, patched, original, args, kwargs)
             own = state.thread.policy

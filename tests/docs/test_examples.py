@@ -10,7 +10,6 @@ from repository import EXAMPLES
 
 from ampatch.sweep import DTYPES, sweep
 
-
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
 
@@ -34,7 +33,7 @@ def test_char_lm_learns_wherever_it_can(tmp_path):
 
     Not at O3 in float16: Adam's eps of 1e-8 is zero there, and 0 / 0 follows.
     """
-    arguments = ["--steps", "60", "--epochs", "1", "--device", "cpu"]
+    arguments = "--steps 60 --epochs 1 --device cpu --batch-size 8 --length 32".split()
     *rows, bfloat16 = run_everywhere("char_lm.py", arguments, tmp_path)
     float16 = rows.pop()
     assert (float16.opt_level, float16.status) == ("O3", "diverged at step 2: loss nan")

@@ -75,9 +75,7 @@ def _become(request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = io.open(number, mode, closefd=False)  # noqa: UP020, SIM115
         unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-        stream.reconfigure(
-            line_buffering=number == 2 or stream.isatty(), write_through=unbuffered
-        )
+        stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=unbuffered)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
