@@ -1,8 +1,8 @@
 """Observers of casts: `ampatch.report`, while one is on.
 
 While `observers` is not empty, every patched call runs through an `ObservedCall`, and the
-weight cache reports the half copies that it makes.  Whoever adds an observer also calls
-`CastState.watch(+1)`, which takes the fast paths out; without an observer nothing here runs.
+weight cache reports the half copies that it makes.  The code that adds an observer also calls
+`CastState.watch(+1)`; without it patched calls do not look here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 
 class CastObserver(Protocol):
@@ -60,6 +61,14 @@ class ObservedCall:
             if old is not new:
                 for observer in observers:
                     observer.was_cast(self._function, old, new)
+
+
+def observed(function: Callable, args: Any, kwargs: dict) -> Callable:
+    """What to call in the place of `function` while there are observers.
+
+    Code that Dynamo compiles is not observed.
+    """
+    return function if is_dynamo_compiling() else ObservedCall(function, args, kwargs)
 
 
 def note_copies(halves: Sequence[Tensor]) -> None:

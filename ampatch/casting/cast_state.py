@@ -43,9 +43,9 @@ class CastState:
 
     def __init__(self) -> None:
         self.process: Policy | None = None
-        self.overridden = False  # a thread has a policy of its own, or an observer watches
+        self.per_thread = False  # whether calls look at their own thread: see `watch`
         self.tables = HandlerTables()
-        self.modes = 0  # threads that are in a TorchFunctionMode; counted in `overridden` too
+        self.modes = 0  # threads that are in a TorchFunctionMode; counted in `per_thread` too
         self.thread = _Thread()
         self.casts_off = CastsOff(self)
         self._region = self.under(lambda: None, by_user=True)
@@ -54,14 +54,14 @@ class CastState:
 
     def current(self) -> Policy | None:
         """The policy of a call made here and now; None: no casting."""
-        if self.overridden and self.thread.policy is not FOLLOW:
+        if self.per_thread and self.thread.policy is not FOLLOW:
             return self.thread.policy
         return self.process
 
     def table_policy(self) -> Policy | None:
         """`current()` if it follows the tables; None: rows cast nothing here and now."""
         policy = self.process
-        if self.overridden:  # as `current()`, without the price of a call
+        if self.per_thread:  # as `current()`, without the price of a call
             own = self.thread.policy
             if own is not FOLLOW:
                 policy = own
@@ -164,11 +164,11 @@ class CastState:
         """
         if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
             self._own += change
-            self.overridden = self._own > 0
+            self.per_thread = self._own > 0
             return
         with self._lock:
             self._own += change
-            self.overridden = self._own > 0
+            self.per_thread = self._own > 0
 
 
 class CastsOff:
@@ -188,7 +188,7 @@ class CastsOff:
 
     def __enter__(self) -> None:
         state = self._state
-        if state.process is None and not state.overridden:
+        if state.process is None and not state.per_thread:
             return
         if is_dynamo_compiling():
             state.push(None, self)
@@ -201,7 +201,7 @@ class CastsOff:
             thread.policy = None
             with state._lock:
                 state._own += 1
-                state.overridden = True
+                state.per_thread = True
 
     def __exit__(self, *exception: object) -> None:
         state = self._state
@@ -216,7 +216,7 @@ class CastsOff:
             state.thread.policy = found
             with state._lock:
                 state._own -= 1
-                state.overridden = state._own > 0
+                state.per_thread = state._own > 0
 
 
 _BLOCKS = (PolicyContext, CastsOff)

@@ -65,7 +65,7 @@ class LibraryOps:
         @functools.wraps(original)
         def __call__(self_: Any, /, *args: Any, **kwargs: Any) -> Any:
             state = self._state
-            if (state.process is None and not state.overridden) or is_dynamo_compiling():
+            if (state.process is None and not state.per_thread) or is_dynamo_compiling():
                 return original(self_, *args, **kwargs)
             devices = [
                 device

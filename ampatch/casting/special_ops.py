@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from ..errors import BannedFunctionError
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
-from .cast_observers import ObservedCall, observers
+from .cast_observers import observed, observers
 from .cast_state import CastState
 from .handlers import unseen_where_modes_are
 from .policy import Policy
@@ -38,7 +38,7 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
 
     def patched(A: Tensor, n: int, **kwargs: Any) -> Tensor:
         policy = state.current()
-        call = ObservedCall(original, (A,), kwargs) if observers else original
+        call = observed(original, (A,), kwargs) if observers else original
         if (
             policy is None
             or kwargs.get("out") is not None

@@ -13,7 +13,7 @@ from typing import Any
 from torch.autograd import Function
 
 from ..errors import type_name
-from .cast_observers import ObservedCall, observers
+from .cast_observers import observed, observers
 from .cast_state import CastState
 from .rules import Choose
 from .wrapper import call_in
@@ -28,7 +28,7 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = ask().table_policy()
         to = None if policy is None else choose(args, kwargs, policy)
-        call = ObservedCall(function, args, kwargs) if observers else function
+        call = observed(function, args, kwargs) if observers else function
         if policy is None or to is None:
             return call(*args, **kwargs)
         return call_in(to, call, patched, args, kwargs, policy)
@@ -45,7 +45,7 @@ def torch_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
     def patched(*args: Any, **kwargs: Any) -> Any:
         state = ask()
         policy = state.table_policy()
-        call = ObservedCall(function, args, kwargs) if observers else function
+        call = observed(function, args, kwargs) if observers else function
         if policy is None or kwargs.get("out") is not None:
             return call(*args, **kwargs)
         to = choose(args, kwargs, policy)

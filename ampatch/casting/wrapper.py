@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
 from ..torch_private.torch_functions import is_mode_on
-from .cast_observers import ObservedCall, observers
+from .cast_observers import ObservedCall, observed, observers
 from .cast_state import FOLLOW, CastState
 from .dtype_errors import note_call
 from .handlers import Handled, call_handlers, is_asked
@@ -49,7 +49,7 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy, call = state.process, original
-        if state.overridden:  # as `state.current()`, without the price of a call
+        if state.per_thread:  # as `state.current()`, without the price of a call
             if state.modes and not is_dynamo_compiling() and is_mode_on():
                 return call_handlers(state, patched, original, args, kwargs)
             own = state.thread.policy
@@ -183,7 +183,7 @@ def banned(original: Callable, decide: Callable[[Policy], None], state: CastStat
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = state.table_policy()
         if policy is None or not _has_half(args, kwargs, policy):
-            call = ObservedCall(original, args, kwargs) if observers else original
+            call = observed(original, args, kwargs) if observers else original
             return call(*args, **kwargs)
         decide(policy)
         return floated(*args, **kwargs)

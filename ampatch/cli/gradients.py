@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import Any
 
+from ampatch.cli.option_types import percentage
 from ampatch.cli.script_options import add_script_command, apply_settings, print_answer, run_steps
 
 
@@ -26,7 +27,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--lost",
-        type=_percent,
+        type=percentage,
         default=0.1,
         metavar="PERCENT",
         help="how much a static loss scale may lose (default: 0.1)",
@@ -56,10 +57,3 @@ def run(options: argparse.Namespace) -> int:
             found.plot(options.plot)
             print(f"Written to {options.plot}.", file=sys.stderr)
     return code
-
-
-def _percent(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < 100:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0 and below 100")
-    return number

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ampatch.cli.option_types import positive_count
 from ampatch.errors import AmpatchError
 
 DEFAULT_STEPS = 20
@@ -31,7 +32,7 @@ def add_script_command(
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument(
         "--steps",
-        type=positive,
+        type=positive_count,
         default=DEFAULT_STEPS,
         metavar="N",
         help=f"end the script after N optimizer steps (default: {DEFAULT_STEPS})",
@@ -41,14 +42,6 @@ def add_script_command(
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     parser.set_defaults(command=command, parser=parser)
     return parser
-
-
-def positive(text: str) -> int:
-    """A number above 0, as the type of an option."""
-    number = int(text)  # argparse makes an error message of the ValueError
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
 
 
 def apply_settings(options: argparse.Namespace) -> None:

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ampatch.cli.option_types import (
+    name_and_value,
+    name_list,
+    positive_count,
+    positive_seconds,
+)
 from ampatch.cli.sweep_output import add_tensorboard, check_tensorboard, write_shown
+
+if TYPE_CHECKING:
+    from ampatch.sweep import Sweep
 
 
 def add_parser(commands: Any) -> None:
@@ -37,12 +46,12 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is run")
     what.add_argument(
         "--levels",
-        type=_names,
+        type=name_list,
         help="opt levels, with commas between (default: O0,O1,O2,O3; with --auto O0,O1)",
     )
     what.add_argument(
         "--dtypes",
-        type=_names,
+        type=name_list,
         default=["float16"],
         help="half dtypes: float16,bfloat16 (default: float16)",
     )
@@ -67,20 +76,20 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--seeds",
-        type=_count,
+        type=positive_count,
         default=1,
         metavar="N",
         help="run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: 1)",
     )
     what.add_argument(
         "--repeats",
-        type=_count,
+        type=positive_count,
         default=1,
         metavar="N",
         help="run each seed N times, for more timings; rows take turns (default: 1)",
     )
     what.add_argument(
-        "--steps", type=_count, metavar="N", help="end each run after N optimizer steps"
+        "--steps", type=positive_count, metavar="N", help="end each run after N optimizer steps"
     )
 
 
@@ -88,7 +97,7 @@ def _add_measures(parser: argparse.ArgumentParser) -> None:
     measures = parser.add_argument_group("what is measured")
     measures.add_argument(
         "--metric",
-        type=_pair,
+        type=name_and_value,
         action="append",
         default=[],
         metavar="NAME=REGEX",
@@ -102,7 +111,7 @@ def _add_measures(parser: argparse.ArgumentParser) -> None:
     )
     measures.add_argument(
         "--better",
-        type=_pair,
+        type=name_and_value,
         action="append",
         default=[],
         metavar="NAME=lower|higher",
@@ -122,7 +131,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--overwrite", action="store_true", help="replace the sweep in DIR")
     how.add_argument(
         "--timeout",
-        type=_seconds,
+        type=positive_seconds,
         metavar="SECONDS",
         help="end a run that takes longer, and go on with the next",
     )
@@ -131,12 +140,30 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the sweep, print and write its results; returns the exit code."""
-    from ampatch.sweep import Sweep, SweepError
+    from ampatch.sweep import SweepError
     from ampatch.sweep.execution.progress import progress_on
 
     check_tensorboard(options)
+    sweep = _sweep(options)
+    stopped, code = "", 0
     try:
-        plan = Sweep(
+        sweep.run(progress_on(sys.stderr, options.steps))
+    except KeyboardInterrupt:
+        stopped, code = "Interrupted; --resume goes on.", 130
+    except OSError as error:
+        stopped, code = f"{error}. With that put right, --resume goes on.", 1
+    except SweepError as error:
+        stopped, code = f"Stopped: {error}", 1
+    return _report(sweep, stopped, options.tensorboard) or code
+
+
+def _sweep(options: argparse.Namespace) -> Sweep:
+    """The sweep that the options describe; a wrong option ends the command."""
+    from ampatch.sweep import Sweep
+
+    parser: argparse.ArgumentParser = options.parser
+    try:
+        return Sweep(
             options.script,
             options.arguments,
             levels=options.levels,
@@ -156,31 +183,19 @@ def run(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
         )
     except OSError as error:
-        options.parser.error(
-            f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        )
+        parser.error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ValueError as error:
-        options.parser.error(str(error))
-    stopped, code = "", 0
-    try:
-        plan.run(progress_on(sys.stderr, options.steps))
-    except KeyboardInterrupt:
-        stopped, code = "Interrupted; --resume goes on.", 130
-    except OSError as error:
-        stopped, code = f"{error}. With that put right, --resume goes on.", 1
-    except SweepError as error:
-        stopped, code = f"Stopped: {error}", 1
-    return _report(plan, stopped, options.tensorboard) or code
+        parser.error(str(error))
 
 
-def _report(plan: Any, stopped: str, tensorboard: bool) -> int:
+def _report(sweep: Sweep, stopped: str, tensorboard: bool) -> int:
     """Print and write the results so far; returns 1 if no run went well."""
     from ampatch.sweep.report.table import write_results
 
-    results = plan.results
+    results = sweep.results
     write_results(results, sys.stdout)
     try:
-        write_shown(plan.directory, tensorboard)
+        write_shown(sweep.directory, tensorboard)
     except OSError as error:
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1
@@ -189,28 +204,3 @@ def _report(plan: Any, stopped: str, tensorboard: bool) -> int:
         print(f"{stopped}\n{left} of {results.planned} runs are missing.", file=sys.stderr)
         return 0
     return 0 if any(row.good_runs for row in results.rows) else 1
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not (name and sign and value):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
-    return name, value
-
-
-def _count(text: str) -> int:
-    count = int(text)  # argparse makes an error message of the ValueError
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return count
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return seconds

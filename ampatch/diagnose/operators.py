@@ -3,7 +3,7 @@
 A non-finite output is traced to its origin, the first operator whose inputs were
 finite; what is only passed on keeps its origin, through views, casts and from the
 forward into the backward pass.  An inf that the code itself writes, the -inf of a
-mask, is marked as such: it becomes a finding only if somebody makes a NaN of it.
+mask, is marked as such: it becomes a finding only if an operator makes a NaN of it.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _user_line() -> tuple[CodeType | None, int]:
-    """The innermost line of code that is neither torch's nor ours."""
+    """The innermost line of code that is neither torch's nor ampatch's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back

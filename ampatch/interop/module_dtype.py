@@ -25,13 +25,13 @@ Apply = Callable[[Tensor], Tensor]
 def replacements(
     model_of: Callable[[nn.Module], nn.Module | None],
     masters_of: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]],
-    undressed: Callable[[set[int]], AbstractContextManager],
+    as_plain: Callable[[set[int]], AbstractContextManager],
 ) -> list[Replacement]:
     """What to replace.
 
     `model_of(module)` gives a managed model that shares tensors with a module, or None, and
     `masters_of(module)` the module's half parameters with their masters.  Inside
-    `undressed(halves)` these (by ids) are parameters as torch made them.
+    `as_plain(halves)` half parameters (ids) are of the class that torch gave them.
     """
     if not hasattr(nn.Module, APPLY):
         return []
@@ -50,7 +50,7 @@ def replacements(
                 pairs = [(half, half.data_ptr(), master) for half, master in masters_of(self)]
             running = True
             try:
-                with undressed({id(half) for half, _, _ in pairs}):
+                with as_plain({id(half) for half, _, _ in pairs}):
                     result = original(self, fn, *args, **kwargs)
             finally:
                 running = False

@@ -25,7 +25,7 @@ from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
-from ..torch_private.half_grads import undress
+from ..torch_private.half_grads import restore_grad
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import (
     Converted,
@@ -206,7 +206,7 @@ class ManagedModel:
     def _restore(self, entry: Converted) -> None:
         tensor, dtype, original, grad = entry
         master = self._values.masters.current(tensor)
-        undress(tensor)
+        restore_grad(tensor)
         if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
             tensor.grad = None
             tensor.data = original

@@ -55,7 +55,7 @@ class Parts:
         self._pop = pop
         self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
-        self._tables: list[OrderedDict] = []
+        self._tables: list[Any] = []
         self._ids: list[int] = []
         self._hooks: list[Any] = []
 

@@ -287,7 +287,8 @@ class GradientFlow:
             for param, grad in state.aside
             if id(param) not in zeroed and id(half_of(param)) not in zeroed
         ]
-        if all(
+        is_known = state.overflow is not None or state.now is State.SPENT
+        if (is_known or self.others.left_scaled) and all(
             param.grad is None or id(param) in zeroed or id(half_of(param)) in zeroed
             for param in self.parameters()
         ):

@@ -18,7 +18,13 @@ from torch.nn import Parameter
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import is_read_by_host
-from ..torch_private.half_grads import Keeper, dress, is_dressed, set_raw_grad, undress
+from ..torch_private.half_grads import (
+    Keeper,
+    is_redirected,
+    redirect_grad,
+    restore_grad,
+    set_raw_grad,
+)
 from ..torch_private.probes import computes_with_fakes, set_grad_enabled
 from .masters.comparison import (
     Comparison,
@@ -100,7 +106,7 @@ class MasterWeights:
         set_raw_grad(half, None)
         if grad is not None and master.grad is None:
             master.grad = grad.float()
-        dress(half, self.keeper)
+        redirect_grad(half, self.keeper)
         return master
 
     def remove(self, half: Tensor) -> None:
@@ -110,24 +116,24 @@ class MasterWeights:
         self.listed = self._comparison = None
         self._writers.forget(pair)
         grad = pair.master.grad
-        if undress(half, self.keeper) and grad is not None:
+        if restore_grad(half, self.keeper) and grad is not None:
             set_raw_grad(half, grad.to(half.dtype))
             pair.master.grad = None
 
     @contextlib.contextmanager
-    def undressed(self, halves: set[int]) -> Iterator[None]:
+    def as_plain(self, halves: set[int]) -> Iterator[None]:
         """Half weights (ids) are plain parameters meanwhile, so that their data can be exchanged.
 
         Their masters' gradients stay where they are.
         """
         concerned = [pair.half for pair in self if id(pair.half) in halves]
         for half in concerned:
-            undress(half, self.keeper)
+            restore_grad(half, self.keeper)
         try:
             yield
         finally:
             for half in concerned:
-                dress(half, self.keeper)
+                redirect_grad(half, self.keeper)
 
     # Values of single pairs
 
@@ -174,7 +180,11 @@ class MasterWeights:
         """`.data` of a half weight or a master was read, or (None) replaced."""
         if id(tensor) in self.by_half:
             self._writers.halves.touched(tensor, data)
-            if data is None and tensor.dtype is not self._dtypes[id(tensor)] and is_dressed(tensor):
+            if (
+                data is None
+                and tensor.dtype is not self._dtypes[id(tensor)]
+                and is_redirected(tensor)
+            ):
                 self._take_wide(self.by_half[id(tensor)])
         elif id(tensor) in self.by_master:
             self._writers.masters.touched(tensor, data)

@@ -96,15 +96,15 @@ def closing_report(kind: str, counter: StepCounter, growth_interval: int) -> str
 
 
 def _ranges(scalers: list[Scaler]) -> str:
-    told = []
+    sentences = []
     for loss_id, scaler in enumerate(scalers):
         which = f" of loss {loss_id}" if len(scalers) > 1 else ""
         scales = scaler.history()
-        told.append(
+        sentences.append(
             f"The loss scale{which} went between {min(scales):g} and {max(scales):g} and is "
             f"{scales[-1]:g}."
         )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _offenders(managed: ManagedOptimizer, names: dict[int, str]) -> str:
@@ -124,11 +124,11 @@ def _is_finite(grad: Tensor) -> bool:
 
 
 def _histories(scalers: list[Scaler]) -> str:
-    told = []
+    sentences = []
     for loss_id, scaler in enumerate(scalers):
         which = f" of loss {loss_id}" if len(scalers) > 1 else ""
-        told.append(f"The loss scale{which} went {_history(scaler.history())}.")
-    return " ".join(told)
+        sentences.append(f"The loss scale{which} went {_history(scaler.history())}.")
+    return " ".join(sentences)
 
 
 def _history(scales: list[float]) -> str:

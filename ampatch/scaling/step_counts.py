@@ -1,6 +1,6 @@
 """How many steps an optimizer took and how many it left out, counted where it is decided.
 
-Most optimizers are told by the host whether to step.  Fused ones decide on the
+For most optimizers the host decides whether to step.  Fused ones decide on the
 device, and there they are counted, without a wait; the host only looks at a copy
 that has arrived by itself.
 """
@@ -48,7 +48,7 @@ class StepCounter:
         self._places: list[Tensor] = []  # the same, one by one
         self._copy: _Copy | None = None
         self._unseen = 0  # steps since the last look
-        self._told = False
+        self._reported = False
         self._rate = _SkipRate()
 
     def note(self, skipped: bool | Tensor) -> None:
@@ -108,7 +108,7 @@ class StepCounter:
         """
         if self._on_device is None:
             if not self._row:
-                self._told = False
+                self._reported = False
                 return None
             return self._judged(self._taken + self._skipped, self._skipped, self._row, limit)
         numbers = self._numbers_on_device(self._on_device, max(1, limit // 4))
@@ -120,12 +120,12 @@ class StepCounter:
         return self._judged(steps, skipped, row, limit)
 
     def _judged(self, steps: int, skipped: int, row: int, limit: int) -> News | None:
-        told, self._told = self._told, row >= limit
+        reported, self._reported = self._reported, row >= limit
         news = None
         if skipped < steps or skipped > _SEARCH:
             news = self._rate.judge(steps, skipped, self._search())
-        if self._told:
-            return None if told else News(row, row, True)
+        if self._reported:
+            return None if reported else News(row, row, True)
         return news
 
     def _numbers_on_device(self, numbers: Tensor, every: int) -> list[float] | None:
@@ -148,7 +148,7 @@ class _SkipRate:
 
     def __init__(self) -> None:
         self._looks: collections.deque[tuple[int, int]] = collections.deque()
-        self._told = False
+        self._reported = False
 
     @property
     def has_begun(self) -> bool:
@@ -168,8 +168,11 @@ class _SkipRate:
         while len(looks) > 1 and looks[1][0] <= steps - WINDOW:
             looks.popleft()
         inside = skipped - looks[0][1]
-        told, self._told = self._told, inside > (_MANY // 2 if self._told else _MANY)
-        if told or not self._told:
+        reported, self._reported = (
+            self._reported,
+            inside > (_MANY // 2 if self._reported else _MANY),
+        )
+        if reported or not self._reported:
             return None
         return News(inside, min(steps - looks[0][0], WINDOW), False)
 

@@ -108,11 +108,11 @@ class HalfWeights:
                     managed.masters.broadcast(parameter, send)
 
     @contextlib.contextmanager
-    def undressed(self, halves: set[int]) -> Iterator[None]:
-        """Context manager: these half weights (ids) are parameters as torch made them."""
+    def as_plain(self, halves: set[int]) -> Iterator[None]:
+        """Context manager: these half weights (ids) are of the class that torch gave them."""
         with contextlib.ExitStack() as stack:
             for managed in self._optimizers() if halves else ():
-                stack.enter_context(managed.masters.undressed(halves))
+                stack.enter_context(managed.masters.as_plain(halves))
             yield
 
     # Writes that raise no version, and half copies of FP32 weights

@@ -144,7 +144,7 @@ def tools(registry: Registry) -> list[Tool]:
             "module.to(dtype): refused, and masters follow to other devices",
             lambda needs: needs.models,
             lambda: module_dtype.replacements(
-                halves.model_with, halves.masters_in, halves.undressed
+                halves.model_with, halves.masters_in, halves.as_plain
             ),
         ),
         Tool(

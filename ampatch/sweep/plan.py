@@ -50,7 +50,7 @@ def cases(
     if autocast and not auto and set(named) - {"O0"}:
         rows += [Case(AUTOCAST, dtype, engine=AUTOCAST) for dtype in halves]
     for text in overrides:
-        level, settings = override(text)
+        level, settings = level_and_settings(text)
         for dtype in _dtypes(level, halves):
             _check_settings(text, level, dtype, settings)
             rows.append(Case(level, dtype, settings=tuple(settings.items())))
@@ -71,7 +71,7 @@ def trials(rows: Sequence[Case], seeds: int, repeats: int) -> list[Trial]:
     ]
 
 
-def override(text: str) -> tuple[str, dict[str, Any]]:
+def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
     """Level and settings of `"O2 loss_scale=128 verbosity=0"`.  Raises `ValueError`."""
     level, *pairs = shlex.split(text) or [""]
     if level not in LEVELS or not pairs or not all("=" in pair for pair in pairs):

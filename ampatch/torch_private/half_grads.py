@@ -54,35 +54,35 @@ def is_in_backward() -> bool:
     return current_backward_pass() != -1
 
 
-def dress(half: Tensor, keeper: Keeper) -> None:
-    """From now on `half.grad` is what `keeper` says; of several the first alive counts."""
+def redirect_grad(half: Tensor, keeper: Keeper) -> None:
+    """Have `half.grad` be what `keeper` gives; of several keepers the first alive is asked."""
     keepers = vars(half).setdefault(_KEEPERS, [])
     if not any(known() is keeper for known in keepers):
         keepers.append(weakref.ref(keeper))
-    if not isinstance(half, _Dressed):
-        half.__class__ = _dressed(type(half))
+    if not isinstance(half, _RedirectsGrad):
+        half.__class__ = _redirecting(type(half))
 
 
-def undress(half: Tensor, keeper: Keeper | None = None) -> bool:
-    """Forget `keeper`, or all; whether none is left, so that the weight is a plain one again."""
+def restore_grad(half: Tensor, keeper: Keeper | None = None) -> bool:
+    """Ask `keeper` no longer, without one none; whether the weight is a plain one again."""
     keepers = vars(half).get(_KEEPERS, [])
     keepers[:] = [] if keeper is None else [k for k in keepers if k() not in (None, keeper)]
     if keepers:
         return False
     vars(half).pop(_KEEPERS, None)
-    if isinstance(half, _Dressed):
+    if isinstance(half, _RedirectsGrad):
         kind: Any = type(half)
         half.__class__ = kind.__base_kind__
     return True
 
 
-def is_dressed(half: Tensor) -> bool:
-    """Whether somebody keeps its gradient."""
-    return isinstance(half, _Dressed)
+def is_redirected(half: Tensor) -> bool:
+    """Whether a keeper is asked for its gradient."""
+    return isinstance(half, _RedirectsGrad)
 
 
-class _Dressed:
-    """What the subclass adds."""
+class _RedirectsGrad:
+    """What the subclass of a half weight's class adds."""
 
     __slots__ = ()
 
@@ -129,7 +129,7 @@ def _plain(half: Any, data: Tensor) -> Tensor:
 
 
 def _keeper(half: Any) -> Keeper | None:
-    """Who is asked now; None: autograd's own gradient is meant."""
+    """The keeper to ask now; None: autograd's own gradient is meant."""
     first = None
     for ref in vars(half).get(_KEEPERS, ()):
         keeper = ref()
@@ -143,7 +143,7 @@ def _keeper(half: Any) -> Keeper | None:
 
 
 @functools.cache
-def _dressed(kind: type) -> type:
-    made: Any = type(kind)(kind.__name__, (_Dressed, kind), {"__module__": kind.__module__})
+def _redirecting(kind: type) -> type:
+    made: Any = type(kind)(kind.__name__, (_RedirectsGrad, kind), {"__module__": kind.__module__})
     made.__qualname__, made.__base_kind__ = kind.__qualname__, kind
     return made

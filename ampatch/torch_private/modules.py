@@ -15,9 +15,8 @@ TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 try:
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    BATCH_NORMS: tuple[type[Any], ...] = (
-        _BatchNorm,
-    )  # the common base, and that of other people's
+    # The base of torch's own, and of those that users derive from it.
+    BATCH_NORMS: tuple[type[Any], ...] = (_BatchNorm,)
 except ImportError:
     BATCH_NORMS = TORCH_BATCH_NORMS
 

@@ -64,7 +64,7 @@ def test_no_cast_in_a_disabled_region(title, scope):
         assert model(X) == [FP32, FP32, FP16, FP32, FP32]
         assert model.layer(X).dtype is FP32
     assert region()(lambda: model.layer(X).dtype)() is FP32
-    assert model.layer(X).dtype is H and not STATE.overridden
+    assert model.layer(X).dtype is H and not STATE.per_thread
 
 
 def test_values_in_a_region_are_those_of_fp32():
@@ -118,7 +118,7 @@ def test_regions_around_sessions():
     with off():
         ampatch.deactivate()
         assert model(X).dtype is FP32
-    assert not STATE.overridden and not STATE.thread.frames
+    assert not STATE.per_thread and not STATE.thread.frames
     with torch.autocast("cpu", dtype=FP16):
         model = o1()
         assert model(X).dtype is FP16
@@ -147,7 +147,7 @@ def test_after_an_exception():
     model = o1()
     with pytest.raises(KeyError), off():
         raise KeyError
-    assert model(X).dtype is H and not STATE.overridden
+    assert model(X).dtype is H and not STATE.per_thread
 
 
 def test_the_raw_switch():
@@ -159,7 +159,7 @@ def test_the_raw_switch():
     finally:
         torch.set_autocast_enabled("cpu", False)
         torch.set_autocast_dtype("cpu", H)
-    assert model(X).dtype is H and not STATE.overridden
+    assert model(X).dtype is H and not STATE.per_thread
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -318,7 +318,7 @@ def test_operators_registered_for_autocast():
         torch.library.register_autocast("ampatch_library::twice", "cpu", torch.float16)
         LIBRARY._tested = True
     assert torch.ops.ampatch_library.twice(X).dtype is FP16
-    assert not STATE.overridden
+    assert not STATE.per_thread
     ampatch.deactivate()
     assert early(X).dtype is FP32 and torch._ops.OpOverload.__call__ is before
 
@@ -349,7 +349,7 @@ def test_a_region_in_a_compiled_model(backend):
     assert [y.dtype for y in expected[:5]] == [H, FP32, FP32, FP16, H]
     with off():
         assert compiled(X)[0].dtype is FP32
-    assert not STATE.overridden and not STATE.thread.frames
+    assert not STATE.per_thread and not STATE.thread.frames
 
 
 def test_the_raw_switch_turns_our_casts_off_and_on_again():

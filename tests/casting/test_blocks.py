@@ -226,4 +226,4 @@ def test_ctrl_c_in_a_closure_leaves_no_block_behind(level):
     assert len(frames()) <= 1
     with ampatch.scale_loss(torch.ones(1, requires_grad=True).sum(), optimizer):
         assert not frames()
-    assert not frames() and not ampatch.session.session.registry.state.overridden
+    assert not frames() and not ampatch.session.session.registry.state.per_thread

@@ -24,7 +24,7 @@ def seen(state: CastState) -> tuple:
         state.table_policy(),
         state.covered(),
         state.under_user_control(),
-        state.overridden,
+        state.per_thread,
     )
 
 
@@ -61,7 +61,7 @@ def test_casts_off_is_a_block_without_casts(casting, outer):
             with state.casts_off if is_short else state.under(lambda: None):
                 found.append(seen(state))
             assert seen(state) == before
-        assert not state.thread.frames and not state.overridden
+        assert not state.thread.frames and not state.per_thread
     if casting or outer in ("another policy", "a policy of the user's"):
         assert found[0] == found[1] and found[0][0] is None
     else:  # nothing casts: nothing is pushed, and no more can be asked than that
@@ -73,8 +73,8 @@ def test_casts_off_again_inside():
     with state.casts_off:
         with state.casts_off:
             assert state.current() is None
-        assert state.current() is None and state.overridden
-    assert state.current() is state.process and not state.overridden
+        assert state.current() is None and state.per_thread
+    assert state.current() is state.process and not state.per_thread
 
 
 def test_a_closure_s_forward_runs_under_what_the_step_covers():
@@ -92,7 +92,7 @@ def test_blocks_that_end_in_another_order():
         block.__enter__()
     assert state.current() is OTHER
     block.__exit__(None, None, None)
-    assert state.thread.policy is FOLLOW and not state.overridden and not state.thread.frames
+    assert state.thread.policy is FOLLOW and not state.per_thread and not state.thread.frames
 
 
 def test_other_threads_go_on_casting():
@@ -121,7 +121,7 @@ def test_a_block_entered_before_anything_casts():
         with state.casts_off:
             assert state.current() is None
         assert state.current() is state.process
-    assert not state.thread.frames and not state.overridden
+    assert not state.thread.frames and not state.per_thread
 
 
 class Calls(nn.Module):
@@ -157,7 +157,7 @@ def test_a_model_within_a_model_within_itself():
     initialized(model, "O1")
     assert model(X).dtype is H
     assert depth[0] is depth[1] is registry.state.process
-    assert not registry.state.thread.frames and not registry.state.overridden
+    assert not registry.state.thread.frames and not registry.state.per_thread
 
 
 @pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O1", H)])

@@ -307,9 +307,9 @@ def test_modes_are_known_however_they_come_and_go():
     early, late = Mode(), Mode()
     with early:
         o1()
-        assert STATE.modes == 1 and STATE.overridden
+        assert STATE.modes == 1 and STATE.per_thread
         assert F.linear(X, X).dtype is H
-    assert STATE.modes == 0 and not STATE.overridden
+    assert STATE.modes == 0 and not STATE.per_thread
 
     def suspended():
         with Mode():
@@ -321,7 +321,7 @@ def test_modes_are_known_however_they_come_and_go():
     generator.close()
     with pytest.raises(KeyError), Mode():
         raise KeyError
-    assert STATE.modes == 0 and not STATE.overridden
+    assert STATE.modes == 0 and not STATE.per_thread
     thread = threading.Thread(target=lambda: Mode().__enter__())
     thread.start()
     thread.join()
@@ -329,7 +329,7 @@ def test_modes_are_known_however_they_come_and_go():
     assert F.linear(X, X).dtype is H
     with late:
         ampatch.deactivate()
-    assert STATE.modes == 0 and not STATE.overridden
+    assert STATE.modes == 0 and not STATE.per_thread
 
 
 def test_a_default_device_is_a_mode_that_sees_no_casts():
@@ -340,4 +340,4 @@ def test_a_default_device_is_a_mode_that_sees_no_casts():
         assert torch.ones(2, 2).device.type == "cpu"
     finally:
         torch.set_default_device(None)
-    assert STATE.modes == 0 and not STATE.overridden
+    assert STATE.modes == 0 and not STATE.per_thread

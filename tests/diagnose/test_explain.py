@@ -287,6 +287,26 @@ def test_two_reports_beside_a_profiler_see_the_same():
     assert str(first.functions) == before
 
 
+@ampatch.half_function
+def doubled(x):
+    """A function of the user's, which Dynamo traces."""
+    return x * 2
+
+
+def test_code_that_is_compiled_under_a_report_runs_as_without():
+    initialized(nn.Linear(1, 1))
+    x = torch.eye(3)
+
+    def function(x):
+        return doubled(torch.matrix_power(F.linear(x, x).softmax(-1), 2)), F.l1_loss(x, x)
+
+    expected = function(x)
+    with ampatch.report() as found:
+        compiled = torch.compile(function, backend="eager", fullgraph=True)(x)
+    assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
+    assert not [name for name in found.functions if name.endswith("doubled")]
+
+
 def test_a_result_that_goes_back_to_half_is_a_cast_and_no_bounce():
     """At O2 a function that overrides send to FP32 returns the dtype that it was given."""
     model = initialized(nn.Linear(4, 4), "O2", overrides={F.linear: "float"})

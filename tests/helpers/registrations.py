@@ -32,4 +32,5 @@ def forgotten_afterwards() -> Iterator[None]:
             yield
         finally:
             for place in made:
-                ampatch.unregister_function(*place)
+                with contextlib.suppress(ValueError):  # the test may have taken it back itself
+                    ampatch.unregister_function(*place)

@@ -77,12 +77,12 @@ def test_the_closure_runs_once_with_casts_and_gradients_on(level, how):
     assert close(grads(optimizer), float_grads(data()))
 
 
-def test_torchs_own_evaluate_once():
+def testtorch_optimizers_evaluate_once():
     """All but LBFGS, which is why no copy of weights and state is made for them."""
-    from ampatch.scaling.optimizers.closures import _torchs_own
+    from ampatch.scaling.optimizers.closures import torch_optimizers
 
-    assert torch.optim.LBFGS not in _torchs_own() and len(_torchs_own()) >= 12
-    for kind in _torchs_own():
+    assert torch.optim.LBFGS not in torch_optimizers() and len(torch_optimizers()) >= 12
+    for kind in torch_optimizers():
         weight = nn.Parameter(torch.ones(2, 2))
         optimizer = kind([weight], lr=0.1)
         at = []

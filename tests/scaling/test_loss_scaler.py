@@ -150,13 +150,24 @@ def test_on_a_device_the_state_is_tensors_of_fixed_identity(scale_lives_on):
         scaler.scale(torch.ones((), device="meta"))
         assert scaler.peek().device.type == "meta"  # with the losses
         return
-    tensors = scaler._numbers.scale, scaler._numbers.unskipped
+    scale = scaler.peek()
     scaler.update(flags(1))
     scaler.set(8.0)
     scaler.load_state_dict({"loss_scale": 4.0, "unskipped": 3})
-    assert scaler._numbers.scale is tensors[0] and scaler._numbers.unskipped is tensors[1]
+    assert scaler.peek() is scale
     scaler.scale(torch.ones((), device="meta"))
-    assert scaler._numbers.scale.device.type == scaler._numbers.unskipped.device.type == "meta"
+    assert scaler.peek().device.type == "meta"
+
+
+def test_numbers_on_a_device_change_in_place():
+    numbers = DeviceNumbers(8.0, 0, torch.device("cpu"))
+    scale, unskipped = numbers.scale, numbers.unskipped
+    numbers.update(torch.zeros(()), ScaleSettings())
+    assert numbers.read() == (8.0, 1)
+    numbers.fill(4.0)
+    numbers.fill_count(3)
+    assert numbers.scale is scale and numbers.unskipped is unskipped
+    assert (scale.item(), unskipped.item()) == (4.0, 3)
 
 
 @pytest.mark.parametrize("seed", range(6))

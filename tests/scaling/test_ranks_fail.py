@@ -56,8 +56,8 @@ def failing_block(rank: int, level: str, accumulated: bool) -> dict:
         backward(parallel, optimizer, 20 + rank, ValueError("bad batch") if rank == 1 else None)
     except ValueError:
         caught = True
-        casts = amp.session.registry.state
-        left = casts.process is not None and not casts.overridden and not casts.thread.frames
+        casts = amp.session.session.registry.state
+        left = casts.process is not None and not casts.per_thread and not casts.thread.frames
     before = everything(model, optimizer)
     if caught and not accumulated:
         optimizer.step()  # nothing is there to step with
@@ -67,7 +67,7 @@ def failing_block(rank: int, level: str, accumulated: bool) -> dict:
         default=0.0,
     )
     if accumulated:
-        amp.session.registry.optimizers.managed(optimizer).bring_up_to_date()
+        amp.session.session.registry.optimizers.managed(optimizer).bring_up_to_date()
         largest = max(p.grad.abs().max().item() for p in amp.master_params(optimizer))
     optimizer.zero_grad()
     for number in range(30, 34):

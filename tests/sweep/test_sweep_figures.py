@@ -110,6 +110,8 @@ def test_json_keeps_every_value(tmp_path):
     trial = Trial(case, seed=3, repeat=1)
     run = Run(trial, 1, 2.5, measured, ended_by="timed out: after 2 s", timeout=2.0)
     write_json(tmp_path / "run.json", run.to_json())
+    written = read_json(tmp_path / "run.json")
+    assert (written["format"], written["planned"]["seed"]) == (2, 3)  # as in earlier sweeps
     assert Run.from_json(read_json(tmp_path / "run.json")) == run
 
 

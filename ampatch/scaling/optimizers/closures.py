@@ -138,7 +138,7 @@ def evaluates_first(original: Callable, optimizer: Any) -> bool:
 
     So do torch's own, but for LBFGS, while no hook runs in front of them: no need of a copy.
     """
-    if type(optimizer) not in _torchs_own() or getattr(optimizer, STEP_PRE_HOOKS, True):
+    if type(optimizer) not in torch_optimizers() or getattr(optimizer, STEP_PRE_HOOKS, True):
         return False
     if are_others(GLOBAL_PRE_HOOKS):
         return False
@@ -151,7 +151,8 @@ def evaluates_first(original: Callable, optimizer: Any) -> bool:
 
 
 @functools.cache
-def _torchs_own() -> frozenset[type]:
+def torch_optimizers() -> frozenset[type]:
+    """torch's own optimizers, but for LBFGS, which evaluates closures as often as it wants."""
     return frozenset(
         kind
         for kind in vars(torch.optim).values()

@@ -46,8 +46,8 @@ class IdleSteps:
         home = samples[0][0].device
         moved = [master.detach().take(index) != value for master, index, _, value in samples]
         wanted = [grad != 0 for _, _, grad, _ in samples]
-        told = torch.stack([one.to(home) for one in (*moved, *wanted)]).tolist()
-        if any(told[len(moved) :]) and not any(told[: len(moved)]) and not bool(skipped):
+        flags = torch.stack([one.to(home) for one in (*moved, *wanted)]).tolist()
+        if any(flags[len(moved) :]) and not any(flags[: len(moved)]) and not bool(skipped):
             logger.warning(
                 "%s.step() changed no FP32 master weight although gradients are not zero. At this "
                 "opt level optimizer.param_groups hold the masters, and this optimizer updates "

@@ -1,0 +1,43 @@
+"""README, CONTRIBUTING and docs/: links lead somewhere, files that they name are there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from repository import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+NAMED = re.compile(r"`([\w./-]*\w/[\w./-]*)`")  # a code span with a path in it
+OF_THE_REPOSITORY = ("ampatch/", "tests/", "docs/", "benchmarks/", "clients/", "examples/", ".ci/")
+ROOMS = tuple(f"{path.name}/" for path in (ROOT / "ampatch").iterdir() if path.is_dir())
+
+
+def named(text: str) -> set[str]:
+    """Files and folders of the repository that code spans of a page name."""
+    paths = set(NAMED.findall(FENCE.sub("", text)))
+    rooms = {f"ampatch/{path}" for path in paths if path.startswith(ROOMS)}
+    return rooms | {path for path in paths if path.startswith(OF_THE_REPOSITORY)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    links = LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    here = [link for link in links if "://" not in link]
+    assert [link for link in here if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    paths = named(page.read_text(encoding="utf-8"))
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_the_check_can_see_a_file_that_is_gone():
+    assert named("`casting/tables.py`, `docs/design.md`, `torch/nn`, `a`") == {
+        "ampatch/casting/tables.py",
+        "docs/design.md",
+    }
+    assert named("```\n`casting/tables.py`\n```") == set()

@@ -1,0 +1,154 @@
+"""Tools of torch that are replaced together: when, in which order, and at what cost."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.casting.rebind import bound
+from ampatch.session.registry import registry
+from ampatch.session.torch_tools import Needs, Tool, TorchTools, Watch, tools, watches
+
+NOTHING = Needs(*[False] * len(Needs._fields))
+MODULES = 500
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A module with two functions, and one of the user's that has bound both."""
+    library, user = types.ModuleType("a_library"), types.ModuleType("a_script")
+    library.one, library.two = lambda: "one", lambda: "two"
+    user.one, user.two = library.one, library.two
+    for module in (library, user):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return library, user
+
+
+def tool(library, name, needed):
+    def make(original):
+        return lambda: f"replaced {original()}"
+
+    return Tool(name, needed, lambda: [(library, name, make)], is_over_tables=name == "two")
+
+
+def test_each_tool_is_replaced_while_it_is_needed_and_bound_names_follow(library):
+    library, user = library
+    kept = TorchTools(
+        [
+            tool(library, "one", lambda needs: needs.models),
+            tool(library, "two", lambda needs: needs.optimizers),
+        ],
+        [],
+    )
+
+    def seen():
+        return [function() for module in (library, user) for function in (module.one, module.two)]
+
+    for needs, expected in [
+        (NOTHING, ["one", "two"]),
+        (NOTHING._replace(models=True), ["replaced one", "two"]),
+        (NOTHING._replace(models=True, optimizers=True), ["replaced one", "replaced two"]),
+        (NOTHING._replace(optimizers=True), ["one", "replaced two"]),
+        (NOTHING, ["one", "two"]),
+    ]:
+        kept.take_out_unneeded(needs)
+        kept.put_in(needs)
+        assert seen() == expected * 2
+
+
+def test_what_lies_over_the_tables_comes_out_alone_and_goes_in_again(library):
+    library, user = library
+    kept = TorchTools([tool(library, "one", any), tool(library, "two", any)], [])
+    needs = NOTHING._replace(models=True)
+    kept.put_in(needs)
+    kept.take_out_over_tables()
+    assert [user.one(), user.two()] == ["replaced one", "two"]
+    kept.put_in(needs)
+    assert [user.one(), user.two()] == ["replaced one", "replaced two"]
+    kept.take_out_unneeded(NOTHING)
+
+
+def test_a_tool_that_cannot_be_replaced_does_not_keep_the_others_in(library):
+    library, user = library
+
+    def fails(original):
+        raise ZeroDivisionError
+
+    kept = TorchTools(
+        [
+            tool(library, "one", lambda needs: needs.models),
+            Tool("two", lambda needs: needs.models, lambda: [(library, "two", fails)]),
+        ],
+        [],
+    )
+    one = library.one
+    with pytest.raises(ZeroDivisionError):
+        kept.put_in(NOTHING._replace(models=True))
+    kept.take_out_unneeded(NOTHING)
+    assert library.one is user.one is one
+
+
+def test_a_hook_is_told_each_time_whether_it_is_needed():
+    asked = []
+    kept = TorchTools([], [Watch("steps", lambda needs: needs.tables, asked.append)])
+    kept.put_in(NOTHING._replace(tables=True))
+    kept.put_in(NOTHING)
+    assert asked == [True, False]
+
+
+def test_rows_have_names_of_their_own_and_nothing_is_needed_without_sessions():
+    rows = [*tools(registry), *watches(registry)]
+    assert len({row.name for row in rows}) == len(rows)
+    assert not any(row.is_needed(NOTHING) for row in rows)
+
+
+def calls(function) -> int:
+    """Python functions entered by and below `function()`."""
+    entered = 0
+    gc.collect()
+    gc.disable()
+
+    def profile(frame, event, argument):
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return entered
+
+
+def calls_for_modules(function, monkeypatch) -> int:
+    """How many of them are for modules of the process: with so many more modules, the increase."""
+    few = calls(function)
+    with monkeypatch.context() as patch:
+        for number in range(MODULES):
+            patch.setitem(sys.modules, f"a_module_{number}", types.ModuleType(f"a_{number}"))
+        many = calls(function)
+    return many - few
+
+
+@pytest.mark.parametrize(("level", "searches"), [("O0", 2), ("O1", 4), ("O2", 2), ("O3", 2)])
+def test_the_modules_of_the_process_are_searched_once_for_all_tools(level, searches, monkeypatch):
+    """When a session opens and when it closes; at O1 once more each, for the tables."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def open_and_close():
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+        ampatch.deactivate()
+
+    open_and_close()
+    one = calls_for_modules(lambda: bound([0]), monkeypatch)
+    assert one >= MODULES
+    found = calls_for_modules(open_and_close, monkeypatch)
+    assert abs(found - searches * one) < MODULES / 2
