@@ -133,12 +133,12 @@ def start(
 
 
 def popen(command: list[str], **options: Any) -> Any:
-    """`subprocess.Popen` that forks the processes which are `python -m ampatch...`.
+    """`subprocess.Popen` that forks the trials of sweeps, and starts what else there is.
 
     It takes what a sweep gives for its trials: streams are open files or `DEVNULL`, and errors go
     where the output goes.
     """
-    if command[:2] != [sys.executable, "-m"] or not command[2].startswith("ampatch"):
+    if command[:2] != [sys.executable, "-m"] or "sweep" not in command[2]:
         return _Popen(command, **options)
     assert options.pop("stdin") is subprocess.DEVNULL
     assert options.pop("stderr") is subprocess.STDOUT

@@ -72,12 +72,20 @@ def _become(request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
     os.environ.update(request["env"])
     sys.path[:0] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
     _move(descriptors, request["descriptors"])
-    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        stream = io.open(number, mode, closefd=False)  # noqa: UP020, SIM115
-        unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-        stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=unbuffered)
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        stream = _text_stream(number)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _text_stream(number: int) -> io.TextIOWrapper:
+    """What Python makes of that file descriptor at its start."""
+    if number == 0:
+        return open(number, closefd=False)
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    file: Any = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    at_once = number == 2 or file.isatty()
+    return io.TextIOWrapper(file, line_buffering=at_once, write_through=unbuffered)
 
 
 def _move(descriptors: tuple[int, ...], numbers: tuple[int, ...]) -> None:

@@ -17,6 +17,8 @@ from ampatch.sweep import Sweep, read_results, read_runs, sweep
 from ampatch.sweep.json_files import read_json
 from ampatch.sweep.measure.record import Run
 
+pytestmark = pytest.mark.usefixtures("warm_trials")
+
 TRAINING = """
     import json, os, sys, time
     import torch
@@ -41,7 +43,7 @@ INITIALIZE = """
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(warm_trials, tmp_path_factory):
     return tmp_path_factory.mktemp("sweep")
 
 

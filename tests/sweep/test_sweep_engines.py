@@ -11,6 +11,8 @@ import torch
 
 from ampatch.sweep import Sweep, SweepError, read_runs
 
+pytestmark = pytest.mark.usefixtures("warm_trials")
+
 STEPS, OVERFLOW = 12, 3
 MODEL = """
     import torch
@@ -42,7 +44,7 @@ SCRIPT = (
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def ran(warm_trials, tmp_path_factory):
     """O0, O1, autocast and O2 with BatchNorm in half, one seed each, in float16."""
     directory = tmp_path_factory.mktemp("engines")
     script = directory / "train.py"
