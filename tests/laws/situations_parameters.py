@@ -51,29 +51,28 @@ def tied_weights(amp):
     plain_loop(amp, model, optimizer, 4)
 
 
+def with_a_layer_changed(amp, change, number):
+    """A training of a model whose layer of that number `change` has reparametrized."""
+    net = mlp()
+    change(net[number])
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer, 4)
+
+
 @situation("O1 O2", within=1e-2, against="FP32", halves="fp16")
 def weight_norm(amp):
     """Against FP32: a weight that stood still would be 0.2 away."""
-    net = mlp()
-    parametrizations.weight_norm(net[0])
-    model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer, 4)
+    with_a_layer_changed(amp, parametrizations.weight_norm, 0)
 
 
 @situation("O1")
 def weight_norm_exactly(amp):
-    net = mlp()
-    parametrizations.weight_norm(net[2])
-    model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer, 4)
+    with_a_layer_changed(amp, parametrizations.weight_norm, 2)
 
 
 @situation("O1", within=1e-2, against="FP32", halves="fp16")
 def spectral_norm(amp):
-    net = mlp()
-    parametrizations.spectral_norm(net[0])
-    model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer, 4)
+    with_a_layer_changed(amp, parametrizations.spectral_norm, 0)
 
 
 @situation("O1 O2")
