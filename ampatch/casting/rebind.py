@@ -10,10 +10,12 @@ dictionaries: asking some modules for an attribute makes them load others.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from .left_behind import Arrivals, give_back_within
 from .patches import PatchSet
@@ -36,10 +38,61 @@ def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     return found
 
 
+Bind = Callable[[dict, str, Any], None]
+"""`bind(globals, name, value)`."""
+
+
+class _Exchange(NamedTuple):
+    """Globals to exchange: new values by ids of old ones, which `alive` keeps from being reused."""
+
+    new_of: Mapping[int, Any]
+    bind: Bind
+    alive: Any
+
+
+class _Searches(threading.local):
+    def __init__(self) -> None:
+        self.waiting: list[_Exchange] | None = None  # in the order they came; None: no `one_search`
+
+
+_searches = _Searches()
+
+
+@contextlib.contextmanager
+def one_search() -> Iterator[None]:
+    """Context manager: `rebind` and `give_back` inside share one search, made when it ends."""
+    if _searches.waiting is not None:
+        yield
+        return
+    waiting = _searches.waiting = []
+    try:
+        yield
+    finally:
+        _searches.waiting = None
+        _search(waiting)
+
+
+def _search(exchanges: list[_Exchange]) -> None:
+    """Do these exchanges in one search, with the outcome of one search for each, in turn."""
+    ids = {key for exchange in exchanges for key in exchange.new_of}
+    for namespace, name, found in bound(ids) if ids else ():
+        value = found
+        for exchange in exchanges:
+            if id(value) in exchange.new_of:
+                value = exchange.new_of[id(value)]
+                exchange.bind(namespace, name, value)
+
+
+def _exchange(exchange: _Exchange) -> None:
+    if _searches.waiting is None:
+        _search([exchange])
+    else:
+        _searches.waiting.append(exchange)
+
+
 def rebind(patches: PatchSet, replacements: Mapping[int, Any]) -> None:
     """Bind each global that is an original (its id) to its replacement, until `patches.undo`."""
-    for namespace, name, value in bound(replacements):
-        patches.rebind(namespace, name, replacements[id(value)])
+    _exchange(_Exchange(dict(replacements), patches.rebind, patches))
 
 
 def give_back(pairs: Iterable[tuple[Any, Any]], arrivals: Arrivals) -> None:
@@ -51,8 +104,7 @@ def give_back(pairs: Iterable[tuple[Any, Any]], arrivals: Arrivals) -> None:
     pairs = list(pairs)
     originals = {id(replacement): original for replacement, original in pairs}
     give_back_within(arrivals.namespaces(), originals)
-    for namespace, name, value in bound(originals):
-        namespace[name] = originals[id(value)]
+    _exchange(_Exchange(originals, dict.__setitem__, pairs))
 
 
 def _namespaces() -> Iterator[dict]:

@@ -42,8 +42,8 @@ from .hooks import Hook
 from .io_casting import ModelInputs
 from .module_overrides import ModuleOverride
 from .plain_parameters import PlainParameters
-from .state_dicts import Checkpoints
-from .submodule_calls import Parts
+from .state_dicts import StateDictHooks
+from .submodule_calls import SubmoduleCalls
 
 
 class Owner(Protocol):
@@ -89,11 +89,11 @@ class ManagedModel:
         if properties.cast_model_outputs is not None:
             self.out_dtype = properties.cast_model_outputs
         self._inputs: ModelInputs | None = None
-        self._parts: Parts | None = None
+        self._submodule_calls: SubmoduleCalls | None = None
         if self.in_dtype is not None:
             self._inputs = self._make_inputs(type(model).__name__, self.in_dtype)
             if self.in_dtype in HALF_TYPES:
-                self._parts = self._make_parts(self._inputs, self.in_dtype)
+                self._submodule_calls = self._make_submodule_calls(self._inputs, self.in_dtype)
         self._overrides = overrides
         self._values = owner.values
         self._widened = owner.values.widened
@@ -108,12 +108,12 @@ class ManagedModel:
     def _make_inputs(self, name: str, dtype: torch.dtype) -> ModelInputs:
         return ModelInputs(name, dtype, lambda: self._owner.mix(self))
 
-    def _make_parts(self, inputs: ModelInputs, dtype: torch.dtype) -> Parts:
-        return Parts(
+    def _make_submodule_calls(self, inputs: ModelInputs, dtype: torch.dtype) -> SubmoduleCalls:
+        return SubmoduleCalls(
             self.model,
             is_inside=lambda: inputs.is_taken,
             make_inputs=lambda name: self._make_inputs(name, dtype),
-            push=self._enter_part,
+            push=self._enter_submodule,
             pop=self._state.pop,
         )
 
@@ -176,15 +176,15 @@ class ManagedModel:
             model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
             model.register_forward_hook(Hook(self._leave), always_call=True),
         ]
-        if self._parts is not None:
-            self._handles.extend(self._parts.install())
+        if self._submodule_calls is not None:
+            self._handles.extend(self._submodule_calls.install())
         for override in self._overrides:
             self._handles.extend(override.install())
         dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
         if (dtypes | {self.properties.cast_model_type}) & set(HALF_TYPES):
             self._may_have_masters = self.properties.master_weights is not False
-            checkpoints = Checkpoints(model, self._values.saved, self._values.load)
-            self._handles.extend(checkpoints.install())
+            state_dicts = StateDictHooks(model, self._values.saved, self._values.load)
+            self._handles.extend(state_dicts.install())
         self._copies.install()
 
     def uninstall(self) -> None:
@@ -192,8 +192,8 @@ class ManagedModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._parts is not None:
-            self._parts.forget()
+        if self._submodule_calls is not None:
+            self._submodule_calls.forget()
         self._copies.uninstall()
         undo = UndoAll("ampatch: a model's weights get their FP32 values")
         for entry in self._converted:
@@ -230,8 +230,8 @@ class ManagedModel:
         taken = None
         if self._inputs is not None:
             taken = self._inputs.take(args, kwargs)
-            if self._parts is not None and not is_dynamo_compiling():
-                self._parts.step_aside()
+            if self._submodule_calls is not None and not is_dynamo_compiling():
+                self._submodule_calls.step_aside()
         state, policy = self._state, self.policy
         # No push where it would change nothing and cover nothing: `pop` finds no frame then.
         if (state.thread.frames or policy is not state.process) and not state.under_user_control():
@@ -247,7 +247,7 @@ class ManagedModel:
                 self._widened.take_over()
         return taken
 
-    def _enter_part(self, owner: Any) -> None:
+    def _enter_submodule(self, owner: Any) -> None:
         """A part is called from outside."""
         self._state.push(self.policy, owner)
         if self._may_have_masters:
@@ -267,8 +267,8 @@ class ManagedModel:
             self.policy.cache.close(self, is_whole=output is not None)
         if self._inputs is not None and not is_dynamo_compiling():
             self._inputs.write_back()
-            if self._parts is not None:
-                self._parts.come_back()
+            if self._submodule_calls is not None:
+                self._submodule_calls.come_back()
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
     def _why_half(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .hooks import add_load_hook, add_loaded_hook, add_state_dict_hook
 
 
-class Checkpoints:
+class StateDictHooks:
     """The hooks of one model.
 
     `float_value(tensor, keep_vars)` is what a checkpoint holds for a tensor, with `keep_vars` the

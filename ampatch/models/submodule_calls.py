@@ -31,7 +31,7 @@ class _Here(threading.local):
         self.again = 0  # how often it is inside itself
 
 
-class Parts:
+class SubmoduleCalls:
     """Hooks on the submodules of one half model.
 
     `is_inside()` says whether the model's own forward runs in this thread.  `make_inputs(name)`

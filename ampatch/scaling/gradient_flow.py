@@ -1,8 +1,8 @@
 """The gradients of one optimizer on their way: through `scale_loss` blocks to the step.
 
-When a block begins, the gradients that are there are set aside, so that what backward adds can
-be told from them and unscaled; then both are added up.  With several ranks they stay where they
-are, at the scale of those that come, so that one all-reduce serves both.
+When a block begins, earlier gradients are set aside, so that what backward adds can be unscaled
+by itself; then both are added up.  With several ranks earlier gradients stay where they are, at
+the scale of the new ones, so that one all-reduce serves both.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class GradientFlow:
     # A block
 
     def gather(self, scaler: Scaler) -> list[Tensor]:
-        """Before a backward pass of `scaler`'s: complete the gradients; returns whose there are.
+        """Complete the gradients before a block; returns the parameters that have some.
 
-        What is pending is unscaled, unless `scaler`, as it is now, may add to it.
+        What is pending is unscaled, unless new gradients of `scaler` may be added to it.
         """
         state = self.state
         if state.pending is not None and not state.pending.is_scaled_by(scaler):
@@ -90,7 +90,7 @@ class GradientFlow:
     def make_room(
         self, held: list[Tensor], pending: Callable[[], Pending], sharing: Sharing
     ) -> None:
-        """Set the gradients that `gather` found aside, or scale them as those that come."""
+        """Begin the block: set the gradients that `gather` found aside, or scale them."""
         state = self.state
         owned: list[Tensor] = []
         stays = False
@@ -111,7 +111,7 @@ class GradientFlow:
             self.others.own_blocks += 1
         if stays:
             self._put_back_scaled(owned, pending())
-        for param, _ in state.aside:  # what backward adds must be told from what was there
+        for param, _ in state.aside:  # so that what backward adds can be unscaled by itself
             param.grad = None
 
     def _put_back_scaled(self, owned: list[Tensor], pending: Pending) -> None:
@@ -153,8 +153,9 @@ class GradientFlow:
         scale: Any,
         sharing: Sharing,
     ) -> Flag | None:
-        """Unscale what came out of half weights, and what the pass left in the others, or, where
-        the loss was made of masters, in those.
+        """Unscale what came out of half weights, and what the pass left in other parameters.
+
+        Masters have gradients of the pass themselves where the loss was made of them.
         """
         own = self._held()
         all_grads = [*map(_grad_of, own), *grads]

@@ -89,7 +89,7 @@ def sharing_among(flows: Sequence[GradientFlow]) -> Sharing:
 def with_sharers(
     given: list[ManagedOptimizer], everyone: Sequence[ManagedOptimizer]
 ) -> list[ManagedOptimizer]:
-    """`given` and all that share a tensor with them, be it through others."""
+    """`given` and all that share a tensor with them, directly or through others."""
     if all(map(given.__contains__, everyone)):
         return given
     found = list(given)

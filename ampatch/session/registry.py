@@ -16,6 +16,7 @@ from ..casting.cast_state import CastState
 from ..casting.install import Installation
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
+from ..casting.rebind import one_search
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
@@ -124,19 +125,21 @@ class Registry:
         tables_change |= not casting and installed.has_patches()
         is_new = needs.tables and not installed.has_tables
         self.state.process = None
-        self._tools.take_out_unneeded(needs)
-        if tables_change:
-            self._tools.take_out_over_tables()
-            installed.undo()
-        if is_new:
-            installed.install()
-            self.user_functions.put_all()
-        for session, policy in casting:
-            self._apply_special(session, policy)
-        self.state.process = outside[-1] if outside else None
-        if is_new:
-            installed.regions.begin()
-        self._tools.put_in(needs)
+        with one_search():
+            self._tools.take_out_unneeded(needs)
+            if tables_change:
+                self._tools.take_out_over_tables()
+                installed.undo()
+        with one_search():
+            if is_new:
+                installed.install()
+                self.user_functions.put_all()
+            for session, policy in casting:
+                self._apply_special(session, policy)
+            self.state.process = outside[-1] if outside else None
+            if is_new:
+                installed.regions.begin()
+            self._tools.put_in(needs)
         self._await_distributed_state(needs.optimizers)
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
@@ -188,8 +191,9 @@ class Registry:
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
-            self._tools.take_out_over_tables()
-            self.installation.undo()
+            with one_search():
+                self._tools.take_out_over_tables()
+                self.installation.undo()
             self.refresh()
 
 

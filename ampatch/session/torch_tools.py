@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..casting.handlers import FunctionModes
 from ..casting.left_behind import Arrivals
 from ..casting.patches import PatchSet, Replacement
-from ..casting.rebind import bound, give_back
+from ..casting.rebind import give_back, one_search, rebind
 from ..config.opt_levels import HALF_TYPES
 from ..interop import (
     clip_grad,
@@ -217,17 +217,12 @@ class TorchTools:
         new = [kept for kept in self._kept if kept.tool.is_needed(needs) and not kept.is_in()]
         if not any(kept.is_in() for kept in self._kept):
             self._arrivals = Arrivals()
-        made: dict[int, tuple[PatchSet, Any]] = {}
-        for kept in new:
-            for owner, name, make in kept.tool.replacements():
-                original = kept.patches.replace(owner, name, make)
-                put = vars(owner)[name]
-                kept.pairs.append((put, original))
-                made[id(original)] = (kept.patches, put)
-        if made:
-            for namespace, name, value in bound(made):
-                patches, put = made[id(value)]
-                patches.rebind(namespace, name, put)
+        with one_search():
+            for kept in new:
+                for owner, name, make in kept.tool.replacements():
+                    original = kept.patches.replace(owner, name, make)
+                    kept.pairs.append((vars(owner)[name], original))
+                rebind(kept.patches, {id(original): put for put, original in kept.pairs})
         for watch in self._watches:
             watch.keep(watch.is_needed(needs))
 

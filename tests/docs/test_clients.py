@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
 import re
 import subprocess
 import sys
@@ -26,6 +28,19 @@ def pins(path: Path) -> dict[str, str]:
             assert equals, f"{path.name} does not pin {line}"
             found[name.lower()] = version
     return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_client_finds_the_helpers_that_it_imports(name):
+    """In its own environment only the folders of clients/pytest.ini are on the path."""
+    settings = configparser.ConfigParser()
+    settings.read(CLIENTS / "pytest.ini")
+    folders = [CLIENTS / folder for folder in settings["pytest"]["pythonpath"].split()]
+    tree = ast.parse((CLIENTS / f"test_{name}.py").read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    for helper in imported & {"matrix_kernels", "small_task"}:
+        assert any((folder / f"{helper}.py").exists() for folder in folders), helper
+    assert "small_task" in imported
 
 
 def test_there_are_clients():

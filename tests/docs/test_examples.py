@@ -33,7 +33,18 @@ def test_char_lm_learns_wherever_it_can(tmp_path):
 
     Not at O3 in float16: Adam's eps of 1e-8 is zero there, and 0 / 0 follows.
     """
-    arguments = "--steps 60 --epochs 1 --device cpu --batch-size 8 --length 32".split()
+    arguments = [
+        "--steps",
+        "60",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
+        "--batch-size",
+        "8",
+        "--length",
+        "32",
+    ]
     *rows, bfloat16 = run_everywhere("char_lm.py", arguments, tmp_path)
     float16 = rows.pop()
     assert (float16.opt_level, float16.status) == ("O3", "diverged at step 2: loss nan")

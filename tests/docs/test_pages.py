@@ -11,6 +11,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 NAMED = re.compile(r"`([\w./-]*\w/[\w./-]*)`")  # a code span with a path in it
+ENGINE = ("api", "config", "session", "interop", "models", "casting", "scaling")
 OF_THE_REPOSITORY = ("ampatch/", "tests/", "docs/", "benchmarks/", "clients/", "examples/", ".ci/")
 ROOMS = tuple(f"{path.name}/" for path in (ROOT / "ampatch").iterdir() if path.is_dir())
 
@@ -41,3 +42,16 @@ def test_the_check_can_see_a_file_that_is_gone():
         "docs/design.md",
     }
     assert named("```\n`casting/tables.py`\n```") == set()
+
+
+def files_in_tree(room: str) -> list[str]:
+    """The files that the tree in docs/design.md names in a room."""
+    tree = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("```")[3]
+    part = re.search(rf"^  {room}/.*\n((?:    .*\n)+)", tree, re.MULTILINE)
+    return sorted(re.findall(r"\b\w+\.py\b", part.group(1)))
+
+
+@pytest.mark.parametrize("room", ENGINE)
+def test_the_tree_in_the_design_names_every_file_of_a_room_once(room):
+    files = {path.name for path in (ROOT / "ampatch" / room).glob("*.py")}
+    assert files_in_tree(room) == sorted(files - {"__init__.py"})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampatch
 
@@ -187,12 +190,13 @@ def test_infinite_inputs_stay_infinite(level, half):
 
 
 def test_without_a_look_float16_inputs_are_clamped():
-    """As in a compiled or captured forward; infinite ones are not."""
+    """As in a compiled, traced or captured forward; infinite ones are not."""
     from ampatch.models.io_casting import ModelInputs
 
     inputs = ModelInputs("M", torch.float16, lambda: None)
     given = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), 2.0])
-    assert inputs._saturated(given).tolist() == [65504, -65504, float("inf"), -float("inf"), 2]
+    traced = make_fx(lambda x: inputs.take((x,), {})[0][0])(torch.ones(5))
+    assert traced(given).tolist() == [65504, -65504, float("inf"), -float("inf"), 2]
 
 
 # What the forward writes
@@ -277,7 +281,10 @@ def test_the_caller_sees_what_the_forward_writes_into_tensors(level, half):
 def test_a_forward_that_raises_leaves_nothing_behind():
     model = Writes(lambda given: given["missing"])
     ampatch.initialize(model, opt_level="O2", verbosity=0)
+    given = torch.ones(2)
+    reference = weakref.ref(given)
     with pytest.raises(KeyError):
-        model({"x": torch.ones(2)})
-    managed = ampatch.session.session.registry.models.managed(model)
-    assert not managed._inputs._open.given
+        model({"x": given})
+    del given
+    gc.collect()
+    assert reference() is None
