@@ -20,10 +20,9 @@ from ampatch.scaling import scale_value
 
 # These bind no function of torch's.  Looking for one in all their modules, at the start and end
 # of each session, took most of the time of the tests.
-rebind._NOT_THE_USERS = (
-    *rebind._NOT_THE_USERS,
-    *("_pytest", "hypothesis", "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "pygments"),
-    *("rich", "scipy", "setuptools", "sklearn", "sympy"),
+rebind.NOT_SEARCHED.update(
+    ("_pytest", "hypothesis", "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "pygments"),
+    ("rich", "scipy", "setuptools", "sklearn", "sympy"),
 )
 
 # torch rewraps these at the first instance of each optimizer class; let it, once.

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from .left_behind import Arrivals, give_back_within
 from .patches import PatchSet
 
-_NOT_THE_USERS = ("torch", "ampatch")
+NOT_SEARCHED = {"torch", "ampatch"}
+"""Packages in whose modules no name is rebound."""
 
 
 def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
@@ -113,7 +114,7 @@ def _namespaces() -> Iterator[dict]:
             namespace = object.__getattribute__(module, "__dict__")
             name = namespace.get("__name__")  # the title may be an alias of a module of torch's
             home = name if isinstance(name, str) else title
-            if home.partition(".")[0] not in _NOT_THE_USERS:
+            if home.partition(".")[0] not in NOT_SEARCHED:
                 yield namespace
 
 

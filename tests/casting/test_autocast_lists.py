@@ -77,21 +77,39 @@ def quiet(recwarn):
     """`__div__`, chain_matmul and others of the lists are deprecated."""
 
 
-def run(entry: Entry, half: torch.dtype) -> None:
-    """Check one entry, as a function and as a method."""
-    if entry.function in CUDNN:
-        return _run_without_kernel(entry, half)
-    args = for_half(entry.args, half)
-    by_hand = to(entry.run_as or half, args)
-    plain = {form: function(*by_hand, **entry.kwargs) for form, function in forms(entry).items()}
-    assert plain
+def run_all(half: torch.dtype) -> list[tuple[str, str, Any]]:
+    """Every entry's list, function and error (None), checked as a function and as a method."""
+    found = []
+    kernels = [entry for entry in entries() if entry.function in CUDNN]
+    found += [(*entry[:2], outcome(_run_without_kernel, entry, half)) for entry in kernels]
+    chosen = [entry for entry in entries() if entry.function not in CUDNN]
+    plain = [outcome(by_hand, entry, half) for entry in chosen]
     ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    found += [
+        (*entry[:2], outcome(check, entry, half, results))
+        for entry, results in zip(chosen, plain, strict=True)
+    ]
+    ampatch.deactivate()
+    return found
+
+
+def by_hand(entry: Entry, half: torch.dtype) -> dict[str, Any]:
+    """What each form returns in plain PyTorch, its arguments cast by hand."""
+    args = to(entry.run_as or half, for_half(entry.args, half))
+    return {form: function(*args, **entry.kwargs) for form, function in forms(entry).items()}
+
+
+def check(entry: Entry, half: torch.dtype, plain: Any) -> None:
+    """Compare each form's result, and its dtype, with the plain one."""
+    if isinstance(plain, Exception):
+        raise plain
+    assert plain
+    args = for_half(entry.args, half)
     for form, function in forms(entry).items():
         result = function(*args, **entry.kwargs)
         if isinstance(result, Tensor):
             assert result.dtype is (entry.out or half), form
         _assert_same(result, plain[form])
-    ampatch.deactivate()
 
 
 def for_half(args: Any, half: torch.dtype) -> Any:
@@ -132,18 +150,18 @@ def _run_without_kernel(entry: Entry, half: torch.dtype) -> None:
 def run_banned(half: torch.dtype) -> int:
     """The banned cases: refused where an argument is half, where autocast refuses even FP32."""
     cases = AutocastTestLists(torch.device("cpu")).banned
-    for function, args, module in cases:
-        expected = getattr(module, function)(*args)
-        ampatch.initialize([], opt_level="O1", dtype=half, allow_banned=False, verbosity=0)
+    plain = [getattr(module, function)(*args) for function, args, module in cases]
+    ampatch.initialize([], opt_level="O1", dtype=half, allow_banned=False, verbosity=0)
+    for (function, args, module), expected in zip(cases, plain, strict=True):
         assert torch.equal(getattr(module, function)(*args), expected)
         with pytest.raises(NotImplementedError, match=function):
             getattr(module, function)(*to(half, args))
-        ampatch.deactivate()
+    ampatch.deactivate()
     return len(cases)
 
 
 def test_every_case_of_torchs_lists(half):
-    results = [(entry.list_name, entry.function, outcome(run, entry, half)) for entry in entries()]
+    results = run_all(half)
     assert [result for result in results if result[-1] is not None] == []
     number = sum(map(len, vars(AutocastTestLists(torch.device("cpu"))).values()))
     passed = len(results) + run_banned(half)
@@ -206,17 +224,22 @@ def cpu_cases() -> list[tuple[str, str, tuple, dict]]:
 @pytest.mark.parametrize("given", ["float32", "half"])
 def test_cases_of_the_cpu_lists_follow_the_policy_for_cuda(given, half):
     """There autocast differs; here one policy counts on every device."""
-    seen = set()
-    for list_name, function, args, kwargs in cpu_cases():
-        if function == "avg_pool3d" and given == "half":
-            continue  # no row, and no such kernel on CPU
-        args = to(torch.float32 if given == "float32" else half, args)
-        entry = Entry(list_name, function, args, kwargs, None, None)
-        for form in forms(entry):
-            expected = autocast_dtypes(half, forms(entry)[form], *args, **kwargs)
-            ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
-            found = dtypes(forms(entry)[form](*args, **kwargs))
-            ampatch.deactivate()
-            assert found == expected, (function, form)
-        seen.add(function)
-    assert len(seen) > 40
+    dtype = torch.float32 if given == "float32" else half
+    chosen = [
+        Entry(list_name, function, to(dtype, args), kwargs, None, None)
+        for list_name, function, args, kwargs in cpu_cases()
+        if (function, given) != ("avg_pool3d", "half")  # no row, and no such kernel on CPU
+    ]
+    expected = [
+        {
+            form: autocast_dtypes(half, call, *entry.args, **entry.kwargs)
+            for form, call in forms(entry).items()
+        }
+        for entry in chosen
+    ]
+    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    for entry, by_form in zip(chosen, expected, strict=True):
+        for form, function in forms(entry).items():
+            found = dtypes(function(*entry.args, **entry.kwargs))
+            assert found == by_form[form], (entry.function, form)
+    assert len({entry.function for entry in chosen}) > 40

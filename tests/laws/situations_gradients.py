@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from drivers import SGD
 from situations import Block, batches, mlp, mse, plain_loop, situation
 from torch import nn
 
@@ -98,40 +99,46 @@ def reset_by_none_after_plain_backward(amp):
             p.grad = None
 
 
+def change_gradients(amp, change, make=SGD, count=4):
+    """Ordinary steps, with `change(model, optimizer)` between the backward pass and the step."""
+    model, optimizer = amp.start(mlp(), make)
+    for x, y in batches(count):
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        change(model, optimizer)
+        optimizer.step()
+
+
 @situation(letter="m")
 def norms_are_logged(amp):
     """`p.grad` is there for code between the block and the step."""
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
+
+    def log(model, optimizer):
         for p in model.parameters():
             assert p.grad is not None, "no gradient to log"
             amp.record(p.grad.float().norm())
-        optimizer.step()
+
+    change_gradients(amp, log)
 
 
 @situation(letter="m")
 def an_all_reduce_by_hand(amp):
     """Each gradient is multiplied in place, as an average over ranks would be."""
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
+
+    def average(model, optimizer):
         for p in model.parameters():
             p.grad.mul_(0.25)
-        optimizer.step()
+
+    change_gradients(amp, average, PLAIN)
 
 
 @situation(letter="m")
 def an_all_reduce_by_hand_through_data(amp):
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
+    def average(model, optimizer):
         for p in model.parameters():
             p.grad.data.div_(4)
-        optimizer.step()
+
+    change_gradients(amp, average, PLAIN)
 
 
 @situation(letter="m")
@@ -178,26 +185,23 @@ def gradients_of_autograd_grad_assigned(amp):
 @situation("O1 O2")
 def gradients_of_param_groups_are_changed(amp):
     """Noise, centralization: through what the optimizer holds."""
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
+
+    def centralize(model, optimizer):
         for p in optimizer.param_groups[0]["params"]:
             if p.dim() > 1:
                 p.grad.sub_(p.grad.mean(1, keepdim=True))
-        optimizer.step()
+
+    change_gradients(amp, centralize)
 
 
 @situation(letter="m")
 def gradients_of_the_model_are_centralized(amp):
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
+    def centralize(model, optimizer):
         for p in model.parameters():
             if p.dim() > 1:
                 p.grad -= p.grad.mean(1, keepdim=True)
-        optimizer.step()
+
+    change_gradients(amp, centralize, PLAIN)
 
 
 @situation()
@@ -215,16 +219,14 @@ def clip_in_each_micro_batch(amp):
 def clip_by_a_loop_over_masters(amp):
     import ampatch
 
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
+    def clip(model, optimizer):
         grads = [p.grad for p in ampatch.master_params(optimizer)]
         norm = torch.stack([g.norm() for g in grads]).norm()
         amp.record(norm)
         for g in grads:
             g.mul_(0.05 / norm)
-        optimizer.step()
+
+    change_gradients(amp, clip)
 
 
 @situation()
@@ -274,12 +276,7 @@ def a_step_without_zero_grad(amp):
 
 @situation()
 def two_steps_on_the_same_gradients(amp):
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.step()
-        optimizer.step()
+    change_gradients(amp, lambda model, optimizer: optimizer.step(), PLAIN, count=3)
 
 
 @situation()

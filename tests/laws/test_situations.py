@@ -13,7 +13,10 @@ from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 import ampatch
 
-TOPICS = ("amp_examples", "graphs", "weights", "gradients", "optimizers", "models", "functions")
+TOPICS = (
+    *("amp_examples", "graphs", "hooks", "weights", "parameters", "saved", "gradients"),
+    *("optimizers", "models", "dtypes", "functions"),
+)
 for _topic in TOPICS:
     importlib.import_module(f"situations_{_topic}")
 

@@ -1,6 +1,6 @@
 """The report in headless Chromium, as a phone and a desk show it.
 
-    pytest -m slow tests/test_sweep_screens.py
+    pytest -m slow tests/sweep/test_sweep_screens.py
 
 leaves the screenshots in the directory that pytest prints on failure, or in
 AMPATCH_SCREENSHOTS if that is set.

@@ -1,0 +1,152 @@
+"""Situations: hooks on modules, weights, gradient accumulators and the engine."""
+
+from __future__ import annotations
+
+import torch
+from situations import batches, mlp, mse, plain_loop, situation
+
+
+@situation(letter="c")
+def full_backward_hooks_see_gradients(amp):
+    model, optimizer = amp.start(mlp())
+
+    def hook(module, grad_input, grad_output):
+        amp.record(grad_output[0], *[g for g in grad_input if g is not None])
+
+    model[1].register_full_backward_hook(hook)
+    model[2].register_full_backward_hook(hook)
+    plain_loop(amp, model, optimizer)
+
+
+@situation("O1", letter="c")
+def full_backward_hooks_read_their_weights_gradients(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 1)
+    model[2].register_full_backward_hook(lambda *_: amp.record(model[2].weight.grad))
+    plain_loop(amp, model, optimizer, 2)
+    amp.record(len(amp.seen))
+
+
+@situation("O1", letter="c")
+def accumulator_hooks_added_between_steps(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 1)
+    found = {}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda p, name=name: found.setdefault(name, []).append(p.grad.clone())
+        )
+    plain_loop(amp, model, optimizer, 2)
+    for name, _ in model.named_parameters():
+        amp.record(*found[name])
+
+
+@situation("O1", letter="c")
+def an_accumulator_hook_added_after_the_forward(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: amp.record(p.grad))
+        amp.backward(loss, optimizer)
+        handle.remove()
+        optimizer.step()
+
+
+@situation("O1", letter="c")
+def hooks_on_the_gradient_accumulator_node(amp):
+    model, optimizer = amp.start(mlp())
+    node = model[0].weight.view_as(model[0].weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda grad_input, grad_output: amp.record(grad_output[0]))
+    plain_loop(amp, model, optimizer)
+    amp.record(len(amp.seen))
+
+
+@situation("O1", letter="c")
+def an_engine_callback_reads_gradients(amp):
+    model, optimizer = amp.start(mlp())
+    engine = torch.autograd.Variable._execution_engine
+
+    def at_end():
+        amp.record(*[p.grad for p in model.parameters()])
+
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        out = model(x)
+        out.register_hook(lambda g: engine.queue_callback(at_end))
+        amp.backward(mse(out, y), optimizer)
+        optimizer.step()
+
+
+@situation(letter="d")
+def multi_grad_hook_between_forward_and_backward(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        handle = torch.autograd.graph.register_multi_grad_hook(
+            list(model.parameters()), lambda grads: amp.record(*grads)
+        )
+        amp.backward(loss, optimizer)
+        handle.remove()
+        optimizer.step()
+    amp.record(len(amp.seen))
+
+
+@situation()
+def a_hook_that_changes_a_weights_gradient(amp):
+    model, optimizer = amp.start(mlp())
+    handle = model[0].weight.register_hook(lambda g: g * 0.5)
+    plain_loop(amp, model, optimizer, 2)
+    handle.remove()
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation()
+def a_hook_added_after_the_forward_changes_the_gradient(amp):
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        handle = model[0].weight.register_hook(lambda g: g * 4)
+        amp.backward(loss, optimizer)
+        handle.remove()
+        optimizer.step()
+
+
+@situation("O1")
+def a_step_in_backward(amp):
+    """An optimizer for each weight, called by its accumulator; no scaler can know of it."""
+    model, _optimizer = amp.start(mlp(), loss_scale=1.0)
+    single = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(param):
+        single[param].step()
+        single[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for x, y in batches(3):
+        loss = mse(model(x), y)
+        amp.record(loss)
+        loss.backward()
+
+
+@situation("O1", letter="c")
+def a_layer_wise_step_in_module_hooks(amp):
+    """Each layer steps, and frees its gradient, as soon as its backward is through."""
+    model, optimizer = amp.start(mlp(), loss_scale=1.0)
+    plain_loop(amp, model, optimizer, 1)
+    optimizer.zero_grad()
+
+    def step(module, grad_input, grad_output):
+        for param in module.parameters():
+            param.data -= 0.1 * param.grad
+            param.grad = None
+
+    model[0].register_full_backward_hook(step)
+    model[2].register_full_backward_hook(step)
+    for x, y in batches(3):
+        loss = mse(model(x.requires_grad_()), y)
+        amp.record(loss)
+        loss.backward()

@@ -1,0 +1,205 @@
+"""Situations: parameters that are frozen, shared, reparametrized, averaged, added and replaced."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from drivers import SGD
+from situations import batches, mlp, mse, plain_loop, situation
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+@situation()
+def freezing_and_unfreezing(amp):
+    model, optimizer = amp.start(mlp())
+    for number, (x, y) in enumerate(batches(6)):
+        model[0].requires_grad_(number not in (2, 3))
+        amp.step(mse(model(x), y), optimizer)
+
+
+@situation()
+def frozen_from_the_start_and_unfrozen(amp):
+    """What is frozen has no master; from when it trains it has."""
+    net = mlp()
+    net[0].requires_grad_(False)
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer, 2)
+    model[0].requires_grad_(True)
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation()
+def a_group_added_later(amp):
+    """A frozen body joins with its own learning rate."""
+    net = mlp()
+    net[0].requires_grad_(False)
+    model, optimizer = amp.start(net, lambda params: SGD([p for p in params if p.requires_grad]))
+    plain_loop(amp, model, optimizer, 2)
+    model[0].requires_grad_(True)
+    amp.add_group(optimizer, list(model[0].parameters()), lr=0.01)
+    plain_loop(amp, model, optimizer, 3)
+
+
+@situation()
+def tied_weights(amp):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    net[2].weight = net[0].weight
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer, 4)
+
+
+def with_a_layer_changed(amp, change, number):
+    """A training of a model whose layer of that number `change` has reparametrized."""
+    net = mlp()
+    change(net[number])
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer, 4)
+
+
+@situation("O1 O2", within=1e-2, against="FP32", halves="fp16")
+def weight_norm(amp):
+    """Against FP32: a weight that stood still would be 0.2 away."""
+    with_a_layer_changed(amp, parametrizations.weight_norm, 0)
+
+
+@situation("O1")
+def weight_norm_exactly(amp):
+    with_a_layer_changed(amp, parametrizations.weight_norm, 2)
+
+
+@situation("O1", within=1e-2, against="FP32", halves="fp16")
+def spectral_norm(amp):
+    with_a_layer_changed(amp, parametrizations.spectral_norm, 0)
+
+
+@situation("O1 O2")
+def pruning(amp):
+    net = mlp()
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer, 2)
+    mask = (torch.arange(32).view(8, 4) % 3 > 0).float()
+    prune.custom_from_mask(model[0], "weight", mask.to(model[0].weight.dtype))
+    plain_loop(amp, model, optimizer, 3)
+
+
+@situation()
+def an_ema_copy(amp):
+    """The copy is FP32 and is fed from `parameters()` by hand."""
+    model, optimizer = amp.start(mlp())
+    mean = copy.deepcopy(model)
+    for x, y in batches(4):
+        amp.step(mse(model(x), y), optimizer)
+        with torch.no_grad():
+            for p, q in zip(mean.state_dict().values(), model.state_dict().values()):
+                p.lerp_(q, 0.5)
+            amp.record(*mean.state_dict().values())
+
+
+@situation()
+def averaged_model(amp):
+    model, optimizer = amp.start(mlp())
+    if amp.by_hand:
+        mean = [value.clone() for value in model.state_dict().values()]
+    else:
+        mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for number, (x, y) in enumerate(batches(4)):
+        amp.step(mse(model(x), y), optimizer)
+        if not amp.by_hand:
+            mean.update_parameters(model)
+            continue
+        for value, now in zip(mean, model.state_dict().values()):
+            value.copy_(now if number == 0 else value.lerp(now, 0.5))
+    amp.record(*(mean if amp.by_hand else mean.module.state_dict().values()))
+
+
+@situation("O1 O2", letter="q")
+def averaged_model_of_a_submodule(amp):
+    model, optimizer = amp.start(nn.Sequential(mlp(), nn.Linear(2, 2)))
+    keys = [f"0.{key}" for key in mlp().state_dict()]
+    if amp.by_hand:
+        mean = [model.state_dict()[key].clone() for key in keys]
+    else:
+        mean = AveragedModel(model[0], multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    for number, (x, y) in enumerate(batches(4)):
+        amp.step(mse(model(x), y), optimizer)
+        if not amp.by_hand:
+            mean.update_parameters(model[0])
+            continue
+        for value, key in zip(mean, keys):
+            now = model.state_dict()[key]
+            value.copy_(now if number == 0 else value.lerp(now, 1 - 0.999))
+    amp.record(*(mean if amp.by_hand else mean.module.state_dict().values()))
+
+
+@situation()
+def a_new_head_in_the_middle(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 2)
+    with torch.no_grad():
+        model[2].weight.zero_()
+        model[2].bias.zero_()
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation("O1")
+def swap_module_params_on_conversion(amp):
+    was = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model, optimizer = amp.start(mlp())
+        plain_loop(amp, model, optimizer, 2)
+        model.load_state_dict(mlp(3).state_dict())
+        plain_loop(amp, model, optimizer, 2)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(was)
+
+
+@situation("O1", letter="d")
+def swapped_parameters_on_conversion_between_steps(amp):
+    was = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model, optimizer = amp.start(mlp())
+        plain_loop(amp, model, optimizer, 2)
+        optimizer.zero_grad()
+        model.to("cpu")
+        plain_loop(amp, model, optimizer, 2)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(was)
+
+
+@situation()
+def initialized_again_in_the_middle(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 2)
+    amp.renew()
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation()
+def layers_reset_in_the_middle(amp):
+    model, optimizer = amp.start(mlp())
+    plain_loop(amp, model, optimizer, 2)
+    torch.manual_seed(3)
+    model[2].reset_parameters()
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation()
+def channels_last_in_the_middle(amp):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 4, 2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
+    model, optimizer = amp.start(net)
+    plain_loop(amp, model, optimizer, 2)
+    model.to(memory_format=torch.channels_last)
+    plain_loop(amp, model, optimizer, 2)
