@@ -33,13 +33,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..torch_private import foreach
 from ..torch_private.devices import place_of
-from ..torch_private.distributed import are_ranks, running_ddp
 from ..torch_private.modules import (
     BACKWARD_HOOKS_CAN_BE_SEEN,
     GLOBAL_BACKWARD_TABLES,
     backward_tables,
 )
-from ..torch_private.probes import is_batched, is_recording
+from ..torch_private.probes import are_ranks, is_batched, is_recording, running_ddp
 from ..torch_private.tensors import (
     TENSOR_HOOKS_CAN_BE_SEEN,
     backward_hooks_of,

@@ -17,7 +17,6 @@ from ..casting import batched_casts, cast_state, contexts, handlers, policy, wei
 from ..models import conversion, hooks, io_casting, managed_model, module_overrides, submodule_calls
 from ..torch_private import (
     devices,
-    distributed,
     dynamo,
     probes,
     tensors,
@@ -38,7 +37,6 @@ _BEHIND_HOOKS = (
     module_overrides,
     policy,
     devices,
-    distributed,
     probes,
     submodule_calls,
     tensors,

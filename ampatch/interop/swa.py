@@ -123,7 +123,7 @@ def _warn(average: Tensor, source: Tensor, name_of: NameOf, warned: list[str]) -
     warned.append(name)
     logger.warning(
         "An average of %s is kept in %s, as its half weight is: updates of an average are smaller "
-        "than what this type can tell apart, and vanish. Average FP32 values instead: those "
+        "than this type can represent, and vanish. Average FP32 values instead: those "
         "of ampatch.master_params(optimizer) or model.state_dict(), into copy.deepcopy(model), or "
         "use torch.optim.swa_utils.AveragedModel(model).",
         name,

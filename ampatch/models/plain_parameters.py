@@ -21,15 +21,15 @@ class PlainParameters:
 
     def of(self, half: Tensor) -> nn.Parameter:
         """The parameter that stands for `half`, with its values of now."""
-        known, stand_in = (ref() for ref in self._of.get(id(half), (_nothing, _nothing)))
-        if known is half and stand_in is not None:
+        known, plain = (ref() for ref in self._of.get(id(half), (_nothing, _nothing)))
+        if known is half and plain is not None:
             with torch.no_grad():
-                stand_in.copy_(half)
-            return stand_in
-        stand_in = nn.Parameter(half.detach().float(), requires_grad=half.requires_grad)
+                plain.copy_(half)
+            return plain
+        plain = nn.Parameter(half.detach().float(), requires_grad=half.requires_grad)
         self._of = {key: refs for key, refs in self._of.items() if refs[1]() is not None}
-        self._of[id(half)] = weakref.ref(half), weakref.ref(stand_in)
-        return stand_in
+        self._of[id(half)] = weakref.ref(half), weakref.ref(plain)
+        return plain
 
 
 def _nothing() -> None:

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from ..errors import AmpatchError
-from ..torch_private.distributed import are_ranks
+from ..torch_private.probes import are_ranks
 from .loss_scaler import Scaler
 from .process_group import world_size
 from .scale_value import Flag, either

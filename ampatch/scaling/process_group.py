@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ..torch_private.distributed import are_ranks
+from ..torch_private.probes import are_ranks
 from .scale_value import Flag
 
 

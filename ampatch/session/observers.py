@@ -9,8 +9,7 @@ from typing import Any
 class Observers:
     """Calls the method of each observer that is named after an event.
 
-    `are_there` is a plain attribute, so that events which are dear to make are not made for
-    nobody.
+    `are_there` is a plain attribute: a training step asks it before it makes what an event needs.
     """
 
     def __init__(self) -> None:

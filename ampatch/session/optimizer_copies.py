@@ -62,7 +62,12 @@ class OptimizerCopies:
         widened = self._widened()
         if not widened or not isinstance(state, dict) or "param_groups" not in state:
             return make, args, state, *rest
-        return make, args, SharedState(state, lambda: self._with_stand_ins(state, widened)), *rest
+        return (
+            make,
+            args,
+            SharedState(state, lambda: self._with_plain_parameters(state, widened)),
+            *rest,
+        )
 
     def _bring_up_to_date(self) -> Any:
         self._managed.add_new_params()
@@ -83,7 +88,7 @@ class OptimizerCopies:
         with self._managed.without_methods():
             yield self._managed.optimizer
 
-    def _with_stand_ins(self, state: dict, widened: list[Tensor]) -> dict:
+    def _with_plain_parameters(self, state: dict, widened: list[Tensor]) -> dict:
         """An optimizer's attributes with FP32 parameters in place of those `widened`."""
         plain = {id(half): self._plain_parameters.of(half) for half in widened}
         groups = [

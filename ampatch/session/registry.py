@@ -152,7 +152,7 @@ class Registry:
             session.policies.override_function(original, dtype)
 
     def _await_distributed_state(self, have_optimizers: bool) -> None:
-        """A module of torch's that is replaced once somebody has imported it."""
+        """Replace functions of a module of torch once it is imported."""
         if distributed_checkpoint.is_imported() or self._awaits_distributed_state:
             return
         if have_optimizers:

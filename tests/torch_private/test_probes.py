@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampatch.scaling.process_group import world_size
 from ampatch.torch_private import devices, probes
-from ampatch.torch_private.distributed import are_ranks
+from ampatch.torch_private.probes import are_ranks
 
 
 @pytest.fixture
