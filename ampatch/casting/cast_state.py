@@ -175,7 +175,7 @@ class CastsOff:
     """`with` block without casts, for the optimizer's step: one object for all blocks.
 
     As `state.under(lambda: None)`, in two Python calls and no allocation.  Where nothing
-    casts it does nothing.
+    casts it does nothing, except inside another block: a closure asks whose that block is.
     """
 
     __slots__ = ("_state",)
@@ -188,12 +188,12 @@ class CastsOff:
 
     def __enter__(self) -> None:
         state = self._state
-        if state.process is None and not state.per_thread:
+        thread = state.thread
+        if state.process is None and not state.per_thread and not thread.frames:
             return
         if is_dynamo_compiling():
             state.push(None, self)
             return
-        thread = state.thread
         found = thread.policy
         differs = (state.process if found is FOLLOW else found) is not None
         thread.frames.append((self, found, differs))

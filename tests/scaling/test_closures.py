@@ -77,7 +77,39 @@ def test_the_closure_runs_once_with_casts_and_gradients_on(level, how):
     assert close(grads(optimizer), float_grads(data()))
 
 
-def testtorch_optimizers_evaluate_once():
+class Shifted(nn.Module):
+    """Its forward multiplies its inputs and an FP32 buffer: a half model that mixes dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.eye(4))
+
+    def forward(self, x):
+        return torch.mm(self.first(x), self.shift)
+
+
+def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_cast(half):
+    """A model that mixes dtypes is cast inside only, and `disable_casts()` ends that too."""
+    model = Shifted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ampatch.initialize(model, optimizer, opt_level="O2", dtype=half)
+    x = torch.ones(2, 4)
+
+    def closure():
+        with ampatch.scale_loss(model(x).square().mean(), optimizer) as scaled:
+            scaled.backward()
+
+    optimizer.step(closure)
+    with ampatch.disable_casts():
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x)
+        with pytest.raises(RuntimeError, match="dtype"):
+            optimizer.step(closure)
+    optimizer.step(closure)
+
+
+def test_torch_optimizers_evaluate_once():
     """All but LBFGS, which is why no copy of weights and state is made for them."""
     from ampatch.scaling.optimizers.closures import torch_optimizers
 
