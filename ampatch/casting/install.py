@@ -1,4 +1,4 @@
-"""Rows x rules -> patches.
+"""Installs the patches: for each row of the tables a replacement that follows the row's rule.
 
 Installed once, when the first session that needs it opens, and taken out when
 the last closes; sessions differ in their policies, not in what is patched.

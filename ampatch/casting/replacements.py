@@ -1,4 +1,4 @@
-"""torch's functions that have a replacement: what stands for what, while the patches are in.
+"""Which replacement stands for which of torch's functions, while the patches are in.
 
 One original has one replacement, under however many names torch keeps it.  Pickle, torch.jit
 and Dynamo find functions by name and by identity, and find the replacements.

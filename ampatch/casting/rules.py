@@ -1,4 +1,4 @@
-"""What the rules mean: the dtype that a rule chooses for a call, and how a value is cast.
+"""The rules: the dtype that each chooses for a call, and how values are cast.
 
 Never cast: float64, complex, integer and bool tensors, tensors on devices the policy
 does not cover.  Lists, tuples and namedtuples are cast inside; the caller's containers

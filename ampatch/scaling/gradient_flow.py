@@ -1,4 +1,4 @@
-"""The gradients of one optimizer on their way: through `scale_loss` blocks to the step.
+"""The gradients of one optimizer, from `scale_loss` blocks to the step: unscaled and checked.
 
 When a block begins, earlier gradients are set aside, so that what backward adds can be unscaled
 by itself; then both are added up.  With several ranks earlier gradients stay where they are, at

@@ -1,8 +1,8 @@
 """The loss scale: static, or dynamic on the device.  Both kinds follow the `Scaler` protocol.
 
-A scale of 1 is a static scaler like any other; it only happens to have nothing to
-do.  Gradients are unscaled by a snapshot of the scale that their loss was
-multiplied by: another block or `set` may have moved the scale since.
+A scale of 1 is a static scaler like any other, with nothing to do.  Gradients are
+unscaled by a snapshot of the scale that their loss was multiplied by: another block or
+`set` may have changed the scale since.  The code of the growth rule is in `scale_value`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How many steps an optimizer took and how many it left out, counted where it is decided.
+"""The steps that an optimizer took and skipped, counted on the host or on the device.
 
-For most optimizers the host decides whether to step.  Fused ones decide on the
-device, and there they are counted, without a wait; the host only looks at a copy
-that has arrived by itself.
+For most optimizers the host decides whether to step.  Fused optimizers decide on the
+device.  Their steps are counted there, without a wait: the host reads a copy of the counts
+after the copy has arrived.
 """
 
 from __future__ import annotations
