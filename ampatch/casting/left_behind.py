@@ -165,7 +165,7 @@ def give_to_keepers(pairs: list[tuple[Any, Any]]) -> None:
     """Give the originals to objects that keep replacements, `(replacement, original)` pairs.
 
     It looks at attributes of objects, dicts, lists, and tuples in these.  To be called when
-    nothing of ampatch's refers to the replacements any more.
+    ampatch itself has no reference to the replacements any more.
     """
     while pairs:
         replacement, original = pairs.pop()

@@ -31,7 +31,7 @@ class Replacements:
         return iter([made for made, _ in self._pairs.values()])
 
     def original(self, function: Any) -> Any:
-        """What `function` replaced, if it is one of our replacements; else itself."""
+        """What `function` replaced, if it is a replacement; else `function` itself."""
         while id(function) in self._pairs:
             function = self._pairs[id(function)][1]
         return function

@@ -290,8 +290,8 @@ class DynamicScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale, count and settings of a `state_dict`, apex's too.
 
-        The 1.0 of a run without scaling would take this one very long to grow
-        out of, so of a static scaler's state nothing is taken.
+        Nothing is taken of a static scaler's state: from the 1.0 of a run without scaling
+        this scale would grow for a very long time.
         """
         entry = checked_entry("loss scaler", state, self.settings)
         if entry["dynamic"] is False:

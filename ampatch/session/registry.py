@@ -180,12 +180,12 @@ class Registry:
         self._install_anew()
 
     def register(self, place: object, name: str | None, rule: Rule) -> None:
-        """Have a function of the user's follow a rule, now if patches are in, and when they are."""
+        """Have one of the user's functions follow a rule, now and later, while patches are in."""
         if self.user_functions.register(place, name, rule):
             self._install_anew()
 
     def unregister(self, place: object, name: str | None) -> None:
-        """Take that back."""
+        """Undo `register`."""
         self.user_functions.forget(place, name)
         self._install_anew()
 
