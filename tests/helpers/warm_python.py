@@ -2,8 +2,9 @@
 
 `python("-m", "ampatch", "run", "train.py")` is a process as a shell starts it: arguments, working
 directory, variables, `sys.path`, `__main__`, streams, exit status and interpreter shutdown are its
-own.  Only torch is imported already, because importing it takes longer than most tests.  A test of
-the start of the interpreter or of importing torch starts a process with `subprocess`.
+own.  Only torch is imported already, because importing it takes longer than most tests, and
+Dynamo, which torch imports with the first optimizer.  A test of the start of the interpreter or of
+what is imported when starts a process with `subprocess`.
 """
 
 from __future__ import annotations

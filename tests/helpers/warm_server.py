@@ -22,7 +22,8 @@ REQUEST_BYTES = 1 << 17  # what one packet of a Unix socket surely holds
 
 def serve(channel: int) -> None:
     """Fork a process for each request that comes through `channel`, until it is closed."""
-    import torch  # noqa: F401
+    import torch
+    import torch._dynamo  # noqa: F401  (torch imports it with the first optimizer)
 
     sys.path[:] = _without_python_path(sys.path[2:])
     gc.freeze()  # what is shared with the forked processes stays shared

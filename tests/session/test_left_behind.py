@@ -103,13 +103,12 @@ def test_modules_imported_meanwhile_hold_the_originals(tmp_path, monkeypatch):
 
 def held_by_others(replacements):
     """Containers outside this test that still have one of the replacements in them."""
-    found = []
     gc.collect()
-    for one in replacements:
-        for holder in gc.get_referrers(one):
-            if holder is not replacements and isinstance(holder, (dict, list, tuple, set)):
-                found.append((one.__name__, type(holder).__name__, str(holder)[:80]))
-    return found
+    return [
+        (type(holder).__name__, str(holder)[:200])
+        for holder in gc.get_referrers(*replacements)
+        if holder is not replacements and isinstance(holder, (dict, list, tuple, set))
+    ]
 
 
 def test_tables_of_torch_imported_meanwhile(tmp_path):
@@ -129,9 +128,8 @@ def test_tables_of_torch_imported_meanwhile(tmp_path):
         ampatch.deactivate()
         gc.collect()
         left = [
-            (one.__name__, str(holder)[:100])
-            for one in ours
-            for holder in gc.get_referrers(one)
+            str(holder)[:200]
+            for holder in gc.get_referrers(*ours)
             if holder is not ours and isinstance(holder, (dict, list, tuple, set))
             and holder is not globals()
         ]
