@@ -1,1 +1,11 @@
-"""What a script calls: the public functions, thin and without state."""
+"""What a script calls: the public functions, thin and without state.
+
+Where to look first:
+
+* `initialize`, `deactivate`, `set_opt_level`, observers: `initialize`;
+* `scale_loss`, `master_params`, state dicts, questions about scale and skips: `training`;
+* decorators, registrations, `disable_casts`, `precision`: `casting`;
+* `init`, apex's oldest API: `legacy_init`;
+* messages for wrong arguments, and what is refused (DDP too early, sharded models):
+  `argument_checks`.
+"""

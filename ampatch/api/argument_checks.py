@@ -1,4 +1,8 @@
-"""Checks of arguments; those of `initialize` run before it changes anything."""
+"""Checks of models, optimizers and losses that a script gives; sharded models are refused here.
+
+The checks of `initialize` run before it changes anything.  Single numbers and words are checked
+in `config/validation.py`, settings of an opt level in `config/opt_levels.py`.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ Where to look first:
   `backward_policy` (custom autograd Functions);
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
   `left_behind`, `places`;
-* functions of the user's: `user_functions`, `registered_functions`;
+* the user's functions: `user_functions`, `registered_functions`;
 * torch.compile and torch.fx: `dynamo_tables`, `recording`;
 * `__torch_function__` and modes: `handlers`, `handler_tables`;
 * torch.autocast beside ampatch: `autocast_regions`, `autocast_switch`, `autocast_answers`,

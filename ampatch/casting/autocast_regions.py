@@ -1,4 +1,4 @@
-"""Regions of `torch.autocast`: what the user's code asks torch for wins over ampatch's casts.
+"""Regions of `torch.autocast` in the user's code: they take precedence over ampatch's casts.
 
 While the patches are installed, entering a region puts the thread under a policy of its own:
 ampatch casts nothing on the region's device type, whether the region is enabled (torch's

@@ -1,4 +1,4 @@
-"""Observers of casts: `ampatch.report`, while one is on.
+"""Observers of casts, such as `ampatch.report`.
 
 While `observers` is not empty, every patched call runs through an `ObservedCall`, and the
 weight cache reports the half copies that it makes.  The code that adds an observer also calls

@@ -1,4 +1,4 @@
-"""Rows x rules -> patches.
+"""Installs the patches: for each row of the tables a replacement that follows the row's rule.
 
 Installed once, when the first session that needs it opens, and taken out when
 the last closes; sessions differ in their policies, not in what is patched.
@@ -94,7 +94,7 @@ class Installation:
         self.replacements.rebind()
 
     def undo(self) -> None:
-        """Leave torch, and what the user's modules bound of it, as found."""
+        """Leave torch, and names of it in the user's modules, as they were found."""
         self._switch.end()
         self._patches.undo()
         self.replacements.give_back()
@@ -107,7 +107,7 @@ class Installation:
         return self.has_tables or len(self._patches) > 0
 
     def original(self, function: Any) -> Any:
-        """What `function` replaced, if it is one of our replacements; else itself."""
+        """What `function` replaced, if it is a replacement; else `function` itself."""
         return self.replacements.original(function)
 
     def replaced_by(self, original: Any) -> Any:
@@ -123,7 +123,7 @@ class Installation:
             self.replacements.rebind()
 
     def can_patch(self, function: Callable) -> bool:
-        """Whether `function` is one of torch's that we know where to find."""
+        """Whether the place in torch of this function is known."""
         return self.replacements.of(function) is not None or bool(places_of(function))
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
@@ -145,7 +145,7 @@ class Installation:
             self.replacements.rebind(found)
 
     def put_torch_function(self, owner: Any, name: str, choose: Choose) -> None:
-        """Have a function of torch's cast to what `choose` says, whatever the tables say of it."""
+        """Have one of torch's functions cast to what `choose` says, whatever the tables say."""
         found = raw_attribute(owner, name)
         make = self._overridable(
             lambda raw, state: user_functions.torch_function(raw, choose, self._ask_state)

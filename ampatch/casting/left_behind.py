@@ -1,7 +1,7 @@
-"""Replacements that other code still holds when the patches are out: it gets the originals.
+"""Gives the originals to other code that still holds replacements after the patches are out.
 
-Modules imported while patches were in have bound replacements wherever a module's top
-level puts things: globals, tables keyed by functions, class attributes, defaults.  torch's
+Modules imported while patches were in have bound replacements in every place that a module's
+top level can fill: globals, tables keyed by functions, class attributes, defaults.  torch's
 own modules are among them (`torch.ao` has tables of functions), so all of these modules
 are searched.  Modules imported before are not: they hold what they held.
 
@@ -165,7 +165,7 @@ def give_to_keepers(pairs: list[tuple[Any, Any]]) -> None:
     """Give the originals to objects that keep replacements, `(replacement, original)` pairs.
 
     It looks at attributes of objects, dicts, lists, and tuples in these.  To be called when
-    nothing of ampatch's refers to the replacements any more.
+    ampatch itself has no reference to the replacements any more.
     """
     while pairs:
         replacement, original = pairs.pop()

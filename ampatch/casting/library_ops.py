@@ -1,9 +1,9 @@
-"""Custom operators that were told how to run under autocast: our casts count as autocast there.
+"""Custom operators with a kernel for autocast: under ampatch's casts they run that kernel.
 
 `custom_op(...).register_autocast` and `torch.library.register_autocast` put a kernel of
 torch's in front of an operator: it casts the inputs to the dtype that was named, and runs
-the operator without autocast.  Called while our casts are in force, such an operator runs
-with torch's autocast switched on and our casts off, for that one call.
+the operator without autocast.  Called while ampatch casts, such an operator runs
+with torch's autocast switched on and ampatch's casts off, for that one call.
 
 Without any such operator nothing is replaced but the two ways to register one.
 """
@@ -28,7 +28,7 @@ _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
 
 
 class LibraryOps:
-    """Has operators with an autocast kernel run it while our casts are in force."""
+    """Has operators with an autocast kernel run it while ampatch casts."""
 
     def __init__(self, state: CastState, patches: PatchSet) -> None:
         self._state = state

@@ -104,7 +104,7 @@ class PatchSet:
     def give_to_keepers(self) -> None:
         """Give the originals to objects that keep replacements which `undo` left alone.
 
-        To be called when nothing of ampatch's refers to the replacements any more.
+        To be called when ampatch itself has no reference to the replacements any more.
         """
         give_to_keepers(self._left_alone)
 

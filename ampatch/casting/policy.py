@@ -1,4 +1,4 @@
-"""What the rules mean: the dtypes, devices and overrides that a call is under."""
+"""A policy: the dtypes, devices and overrides that the rules have for a call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The functions of the user's that were registered to follow a rule, from `register` to `forget`.
+"""The user's functions that follow a rule, from `register` to `forget`.
 
-They outlive sessions: a script registers once, at its top.  In between they are patched
-while patches are in, and else are what they were.
+Registrations outlive sessions: a script registers once, at its top.  The functions are patched
+while patches are in, and are what they were while none are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's functions that have a replacement: what stands for what, while the patches are in.
+"""Which replacement stands for which of torch's functions, while the patches are in.
 
 One original has one replacement, under however many names torch keeps it.  Pickle, torch.jit
 and Dynamo find functions by name and by identity, and find the replacements.
@@ -31,7 +31,7 @@ class Replacements:
         return iter([made for made, _ in self._pairs.values()])
 
     def original(self, function: Any) -> Any:
-        """What `function` replaced, if it is one of our replacements; else itself."""
+        """What `function` replaced, if it is a replacement; else `function` itself."""
         while id(function) in self._pairs:
             function = self._pairs[id(function)][1]
         return function

@@ -1,4 +1,4 @@
-"""What the rules mean: the dtype that a rule chooses for a call, and how a value is cast.
+"""The rules: the dtype that each chooses for a call, and how values are cast.
 
 Never cast: float64, complex, integer and bool tensors, tensors on devices the policy
 does not cover.  Lists, tuples and namedtuples are cast inside; the caller's containers
@@ -94,7 +94,7 @@ def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
     if type(value) not in TENSORS and wants_to_see(value):
-        with unhandled():  # our look at it is not the user's call
+        with unhandled():  # this look is no call of the user's code
             dtype, device = value.dtype, value.device
         return dtype in CASTABLE and (policy.devices is None or device.type in policy.devices)
     return value.dtype in CASTABLE and (

@@ -1,4 +1,4 @@
-"""Parts of torch that need more than a cast, which a table of names cannot say.
+"""Parts of torch that need more than a cast, and so cannot be rows of a table.
 
 Each function here returns `make(original) -> replacement` for one place, or a
 list of `(where, name, make)` for `install.py` to put in.

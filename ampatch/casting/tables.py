@@ -14,7 +14,7 @@ it refuses in another dtype.
 The numbers in the reasons are those of FP16.  Bfloat16 has the range of FP32
 but only eight significant bits, and gets the same rules.
 
-Apex called the first two tables whitelist and blacklist, and so do we.
+The first two tables have the names that apex gave them: whitelist and blacklist.
 """
 
 from enum import Enum

@@ -1,4 +1,4 @@
-"""Functions of the user's that follow a rule: plain ones, methods, autograd Functions.
+"""How the user's functions follow a rule: plain functions, methods, autograd Functions.
 
 `class_parts` says what has to be replaced in an autograd Function class, so
 that a decorator can put it in for good and `install.py` with undo.

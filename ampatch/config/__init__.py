@@ -1,1 +1,1 @@
-"""What was asked for: opt levels, overrides and variables, as frozen values."""
+"""What the user asked for: opt levels, overrides and environment variables, as frozen values."""

@@ -1,8 +1,8 @@
 """What the opt levels mean.
 
 An opt level is a value, not a class: a frozen `Properties`.  What the user gave
-beside the level is checked once, here, and gives another frozen `Properties`;
-everything after this module can trust what it reads.
+besides the level is checked once, here, and gives another frozen `Properties`.
+The code that reads them checks nothing again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of a dynamic loss scale, and their defaults, which stand here alone."""
+"""The settings of a dynamic loss scale, and the only place of their defaults."""
 
 from __future__ import annotations
 

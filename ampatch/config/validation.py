@@ -1,4 +1,4 @@
-"""Checks of single values that a user gave: numbers, truth values, words.
+"""Checks of single values from the user, and their messages: numbers, truth values, words.
 
 Each check takes `what`, which names the call or setting with its value
 (`"ampatch.initialize(num_losses=0)"`), and begins the message of its error with it.

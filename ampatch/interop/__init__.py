@@ -1,1 +1,1 @@
-"""torch's own tools that must know of casts, master weights and skipped steps."""
+"""torch's own tools that must know of casts, master weights and skipped steps: a file for each."""

@@ -1,6 +1,6 @@
-"""torch's clipping and `zero_grad`: complete, unscaled gradients, and overflow that is forgotten.
+"""`clip_grad_norm_` gets complete, unscaled gradients; `model.zero_grad()` forgets an overflow.
 
-`.grad` of a half weight is its master's, so they need not be taught about masters.  With these
+`.grad` of a half weight is its master's, so these functions need not know masters.  With these
 replacements `model.zero_grad()` forgets an overflow too, and
 `clip_grad_norm_(model.parameters(), ...)` clips gradients that are complete and unscaled.
 """

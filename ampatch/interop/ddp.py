@@ -1,9 +1,8 @@
 """DistributedDataParallel's first broadcast, which sends master weights too.
 
-It makes the half weights of all ranks rank 0's, but knows nothing of the FP32
-values behind them.  With this replacement the masters follow: all ranks have
-rank 0's, in FP32, so that a checkpoint that was loaded before wrapping, or the
-weights a model was built with, are not rounded.
+The broadcast gives all ranks the half weights of rank 0, and does not know their masters.
+With this replacement all ranks get the masters of rank 0 too, in FP32.  So a checkpoint that was
+loaded before wrapping, or the weights that a model was built with, are not rounded.
 """
 
 from __future__ import annotations

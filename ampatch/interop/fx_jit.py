@@ -1,8 +1,8 @@
 """torch.fx and TorchScript on managed models.
 
-`symbolic_trace(model)` calls the class's `forward` and no hooks.  The replacement records casts of
-the model's inputs and outputs in their place.  TorchScript calls torch's operators itself: what it
-compiles is not cast, and a warning says so.
+`symbolic_trace(model)` calls the class's `forward` and no hooks.  In their place the replacement
+records casts of the model's inputs and outputs.  TorchScript calls torch's operators itself: what
+it compiles is not cast, and a warning says so.
 """
 
 from __future__ import annotations

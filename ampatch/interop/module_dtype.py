@@ -1,7 +1,7 @@
 """`model.float()`, `.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
-What changes no dtype (`.to(device)`, `.cuda()`, a memory format) works, and takes masters
-along.
+Calls that change no dtype (`.to(device)`, `.cuda()`, a memory format) work, and move the
+masters too.
 """
 
 from __future__ import annotations

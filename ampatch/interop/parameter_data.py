@@ -1,4 +1,4 @@
-"""Accesses to `parameter.data`, the way to write into a weight that raises no version.
+"""Notes each access to `parameter.data`: a write through it does not raise the weight's version.
 
 While this is replaced, `torch.nn.Parameter` has a property `data` of its own in place of the one
 that it inherits.  It does what torch's does, and calls a listener.  Other tensors are not affected.

@@ -1,9 +1,10 @@
 """Averages of a half model's weights: in FP32, or with a warning.
 
-`torch.optim.swa_utils.AveragedModel` copies a managed model in FP32, as every copy is.  It would
-then be given the half weights, rounded at best, and refused for their dtype in most of its ways.
-Here it averages FP32 values, of parts of a model too.  An average that a script keeps in half does
-not move: its updates are smaller than the distance of two half numbers.
+`torch.optim.swa_utils.AveragedModel` copies a managed model in FP32, as every copy is.  Without
+this replacement its updates would get the half weights: rounded values, which most averaging
+functions refuse for their dtype.  With it they get FP32 values, also for a part of a model.  An
+average that a script keeps in half does not move: its updates are smaller than the distance of two
+half numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tensor.register_hook`: hooks on the graph that a forward builds.
+"""`tensor.register_hook`: notes hooks on the graph that a forward builds.
 
 A node that casts many weights would hand such a hook its gradient too late, so the weight cache
 casts one weight at a time from the hook on, until the forward ends.

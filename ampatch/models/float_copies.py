@@ -1,4 +1,4 @@
-"""FP32 copies handed out for half tensors without a master: what is written into them counts.
+"""FP32 copies of half tensors without a master; writes into a copy reach the half tensor.
 
 In plain PyTorch a `state_dict()` aliases the weights.  A half weight without a master
 (O3, frozen weights) has no FP32 memory to alias, so the copies that were handed out are watched.

@@ -1,4 +1,4 @@
-"""The FP32 values behind a half model: those of its masters, or of widened copies."""
+"""The FP32 values of a half model, from its masters or from widened copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that disappear from copies: a deep-copied or unpickled model is a plain one."""
+"""Hooks that copies do not have: a deep-copied or unpickled model is a plain one."""
 
 from __future__ import annotations
 

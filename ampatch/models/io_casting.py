@@ -1,8 +1,8 @@
 """The inputs of a half model: cast, except for values that half would lose.
 
-A forward may write into what it was given.  It gets the caller's own containers where nothing in
-them is cast, and copies of them where something is.  What it writes into a copy, or in place into
-an input that was cast, is written into the caller's own when it ends.
+A forward may write into what it was given.  A container in which nothing is cast is passed on as
+it is; a container with a cast tensor is copied.  What the forward writes into a copy, or in place
+into a cast input, is written back into the caller's object when the forward ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FP32 parameters that stand in pickles for half ones without a master.
+"""FP32 parameters that replace, in pickles, half parameters without a master.
 
 Pickle knows objects by identity.  So that a model and its optimizer, pickled
 together in any order, come back with the same parameters, both ask here, and get

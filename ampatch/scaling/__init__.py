@@ -1,1 +1,14 @@
-"""The optimizer side: loss scale, master weights, step.  Knows nothing of patching and casts."""
+"""The optimizer side: loss scale, master weights, step.  Knows nothing of patching and casts.
+
+Where to look first:
+
+* the loss scale and its kinds: `loss_scaler`; how it grows and backs off: `scale_value`; its entry
+  in a state dict: `scaler_entries`;
+* the body of `scale_loss`: `scaled_backward`; the gradients from there to the step:
+  `gradient_flow`, with its states in `gradient_state`;
+* the step itself: `optimizer`; what is peculiar to a class of optimizers: the folder `optimizers`;
+* FP32 masters: `master_weights` and the folder `masters`;
+* several optimizers in one training: `shared_parameters`, `other_blocks`; several ranks:
+  `process_group`;
+* skipped steps: counted in `step_counts`, warned of in `skip_report`.
+"""

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer on their way: through `scale_loss` blocks to the step.
+"""The gradients of one optimizer, from `scale_loss` blocks to the step: unscaled and checked.
 
 When a block begins, earlier gradients are set aside, so that what backward adds can be unscaled
 by itself; then both are added up.  With several ranks earlier gradients stay where they are, at
@@ -201,7 +201,7 @@ class GradientFlow:
         state.aside = []
 
     def drop_gradients(self) -> None:
-        """Have no gradients, those set aside among them, rather than some that are half done."""
+        """Drop all gradients, also those set aside: some may be unscaled and some not."""
         self.state.change(Event.DROP)
         self.zeroed()
         for param in self.parameters():
@@ -252,7 +252,7 @@ class GradientFlow:
     # Steps and zeroes
 
     def take_found_inf(self) -> Flag | None:
-        """The overflow flag of the gradients there are, for a step; None: nothing was checked."""
+        """The overflow flag of the present gradients, for a step; None: nothing was checked."""
         state = self.state
         if state.now is State.SPENT:
             self.check_spent()

@@ -158,7 +158,7 @@ class GradientState:
         self.pending: Pending | None = None  # in the states of that name, and in no other
         self.aside: list[tuple[Tensor, Tensor]] = []  # in a block: parameters, earlier gradients
         self.overflow: Flag | None = None  # seen since the last step; None: nothing was checked
-        self.unscaled_by: Unscaled | None = None  # by whom last
+        self.unscaled_by: Unscaled | None = None  # by which scaler, last
         self.had_block = False  # a block was entered since the last step
         self.waiting: list[Scaler] = []  # scalers whose update waits for the step
 

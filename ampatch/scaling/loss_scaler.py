@@ -1,8 +1,8 @@
 """The loss scale: static, or dynamic on the device.  Both kinds follow the `Scaler` protocol.
 
-A scale of 1 is a static scaler like any other; it only happens to have nothing to
-do.  Gradients are unscaled by a snapshot of the scale that their loss was
-multiplied by: another block or `set` may have moved the scale since.
+A scale of 1 is a static scaler like any other, with nothing to do.  Gradients are
+unscaled by a snapshot of the scale that their loss was multiplied by: another block or
+`set` may have changed the scale since.  The code of the growth rule is in `scale_value`.
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ class DynamicScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale, count and settings of a `state_dict`, apex's too.
 
-        The 1.0 of a run without scaling would take this one very long to grow
-        out of, so of a static scaler's state nothing is taken.
+        Nothing is taken of a static scaler's state: from the 1.0 of a run without scaling
+        this scale would grow for a very long time.
         """
         entry = checked_entry("loss scaler", state, self.settings)
         if entry["dynamic"] is False:

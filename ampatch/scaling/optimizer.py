@@ -209,7 +209,7 @@ class ManagedOptimizer:
         self._after_step(self)
 
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """The original step on the gradients there are, or none after an overflow."""
+        """The original step on the present gradients; no step after an overflow."""
         found = self.gradients.take_found_inf()
         in_kernel = False
         skipped: bool | Tensor = False  # without a flag nothing was checked

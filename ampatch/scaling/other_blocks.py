@@ -1,4 +1,4 @@
-"""Blocks for other optimizers: the gradients that one left scaled in an optimizer it was not given.
+"""Scaled gradients that a `scale_loss` block left in an optimizer that it was not given.
 
 A GAN does this on purpose and zeroes them.  A step on them, or a block that adds to them, logs an
 error.

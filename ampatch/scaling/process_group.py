@@ -1,4 +1,4 @@
-"""The processes that train together."""
+"""The processes that train together: how many they are, and the overflow flag that they share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where a dynamic loss scale and its count of clean steps live.
+"""The value of a dynamic loss scale, its count of clean steps, and the rule by which it grows.
 
-With losses on an accelerator they are tensors there, and nothing waits for them.
-With losses on the CPU the host owns that memory: they are numbers, to the bit what
-torch's kernels would have made of them, and cost no operators.
+With losses on an accelerator both are tensors there, and nothing waits for them.
+With losses on the CPU both are Python numbers and cost no operators.  They are equal, to
+the bit, to what torch's kernels compute.
 
 An overflow flag is a 0-dim FP32 tensor, not 0 for an overflow, or a `bool` where
 the host knows already.
@@ -38,7 +38,7 @@ def either(first: Flag, second: Flag) -> Flag:
 
 
 def is_set(flag: Flag) -> bool:
-    """Whether it is.  Waits for the device, if it lives on one."""
+    """Whether the flag is set.  Waits for the device, if the flag is a tensor there."""
     return flag if isinstance(flag, bool) else bool(flag.item())
 
 

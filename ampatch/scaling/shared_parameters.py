@@ -1,4 +1,4 @@
-"""Parameters that several optimizers update: their gradients are dealt with once."""
+"""Parameters that several optimizers update: one of them unscales the gradients, for all."""
 
 from __future__ import annotations
 

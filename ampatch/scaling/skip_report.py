@@ -1,4 +1,4 @@
-"""What to say when step after step is skipped, or many are, and when training is over."""
+"""The messages about skipped steps: many in a row, many of the last ones, and a sum at the end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How many steps an optimizer took and how many it left out, counted where it is decided.
+"""The steps that an optimizer took and skipped, counted on the host or on the device.
 
-For most optimizers the host decides whether to step.  Fused ones decide on the
-device, and there they are counted, without a wait; the host only looks at a copy
-that has arrived by itself.
+For most optimizers the host decides whether to step.  Fused optimizers decide on the
+device.  Their steps are counted there, without a wait: the host reads a copy of the counts
+after the copy has arrived.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepCounts(NamedTuple):
 
 
 class News(NamedTuple):
-    """Skipped steps among the last ones, too many of them; `in_a_row`: all, and up to the limit."""
+    """Too many of the last steps were skipped; `in_a_row`: all of them, as many as the limit."""
 
     skipped: int
     steps: int
@@ -85,8 +85,8 @@ class StepCounter:
         return StepCounts(steps - left_out, left_out, row)
 
     def skipped_in_training(self) -> int:
-        """The skipped steps but for those where the loss scale was looked for: up to 16 in front of
-        the first taken one.  Waits for the device if it has the counts.
+        """The skipped steps without those that found the first loss scale: at most 16, before the
+        first taken step.  Waits for the device if it has the counts.
         """
         counts = self.read()
         if not counts.taken:
@@ -156,7 +156,7 @@ class _SkipRate:
         return bool(self._looks)
 
     def judge(self, steps: int, skipped: int, searched: int) -> News | None:
-        """What the last steps of so many give to say; the first `searched` do not count."""
+        """The news after `steps` steps, if there is any; the first `searched` do not count."""
         looks = self._looks
         if not looks:
             looks.append((searched, searched))

@@ -1,4 +1,14 @@
-"""One `initialize`; the only room that knows the operator and the optimizer side."""
+"""One `initialize`; the only room that knows the operator and the optimizer side.
+
+Where to look first:
+
+* one session: `session`; its `members`, `policies`, `masters`; casts around a step: `step_casts`;
+  copies of an optimizer: `optimizer_copies`;
+* what a process has once: `registry`; which session has an object: `index`, `half_weights`;
+  which objects are told of events: `observers`; which tools of torch are replaced: `torch_tools`;
+* a second `initialize` of the same objects: `transfer`;
+* what the rooms above the public API, and code for other frameworks, may import: `facade`.
+"""
 
 from typing import Any
 

@@ -132,7 +132,7 @@ def sync_masters(optimizer: Any) -> None:
 
 
 def casts_off() -> AbstractContextManager[None]:
-    """Context manager: nothing is cast in this thread, but inside managed models."""
+    """Context manager: nothing is cast in this thread, except inside managed models."""
     return registry.state.under(lambda: None)
 
 

@@ -1,6 +1,6 @@
-"""Half parameters and their masters, in whichever open session they are.
+"""Half parameters and their masters, found in all open sessions.
 
-The replaced tools of torch ask here: they are given tensors and modules, and no session.
+The replaced tools of torch ask here, since they know tensors and modules but no session.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Members(Generic[Managed]):
         self._index.put(self._index.given_of(managed), self._owner(), managed)
 
     def add_unmanaged(self, given: Iterable[Any]) -> None:
-        """Objects join that nothing is done for, because the session is disabled."""
+        """Objects join a disabled session, which leaves them as they are."""
         for one in given:
             self.unmanaged.append(weakref.ref(one))
             self._index.put(one, self._owner(), one)

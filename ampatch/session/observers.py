@@ -1,4 +1,4 @@
-"""Objects that want to know what happens in the sessions."""
+"""Objects that are told what happens in the sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain copies of one managed optimizer, which go with plain copies of its model.
+"""Plain copies of one managed optimizer, made together with plain copies of its model.
 
 Copied or pickled with its model, in any order, an optimizer comes back with the
 copied model's parameters in its groups, and its state by them.  By itself it is

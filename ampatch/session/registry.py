@@ -1,4 +1,4 @@
-"""The open sessions, and the things that there is one of per process.
+"""The open sessions, and the objects of which a process has only one.
 
 `registry` is the only module-level variable of the engine that changes.
 """
@@ -166,7 +166,7 @@ class Registry:
     # The user's own functions, and changes to the tables
 
     def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
-        """Have torch's functions follow other rules than the tables', in apex's flavour.
+        """Have torch's functions follow other rules than the tables', where apex's tables count.
 
         An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and
         a rule, or None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for
@@ -180,12 +180,12 @@ class Registry:
         self._install_anew()
 
     def register(self, place: object, name: str | None, rule: Rule) -> None:
-        """Have a function of the user's follow a rule, now if patches are in, and when they are."""
+        """Have one of the user's functions follow a rule, now and later, while patches are in."""
         if self.user_functions.register(place, name, rule):
             self._install_anew()
 
     def unregister(self, place: object, name: str | None) -> None:
-        """Take that back."""
+        """Undo `register`."""
         self.user_functions.forget(place, name)
         self._install_anew()
 

@@ -1,4 +1,4 @@
-"""A session: one `initialize`, with all that it changed and how to take it out."""
+"""A session: one `initialize`, what it changed, and how that is undone."""
 
 from __future__ import annotations
 

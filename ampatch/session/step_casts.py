@@ -1,4 +1,4 @@
-"""Casts around an optimizer's step: what `ManagedOptimizer` asks of the operator side."""
+"""Switches casts off and on around an optimizer's step, for `ManagedOptimizer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of torch's own tools are replaced, by what, and while what is open."""
+"""Which of torch's own tools are replaced, by what, and which open sessions need that."""
 
 from __future__ import annotations
 

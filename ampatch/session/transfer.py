@@ -1,4 +1,4 @@
-"""The transfer of models and optimizers from earlier sessions to a new one, undone if it fails."""
+"""Moves models and optimizers from earlier sessions to a new one, and back if that fails."""
 
 from __future__ import annotations
 

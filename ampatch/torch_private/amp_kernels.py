@@ -1,4 +1,4 @@
-"""torch's kernels of loss scaling; in public functions where a torch lacks them."""
+"""torch's kernels of loss scaling; where torch lacks them, the same in public functions."""
 
 from __future__ import annotations
 

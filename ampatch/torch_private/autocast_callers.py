@@ -1,4 +1,4 @@
-"""Modules of torch's that enter autocast regions or ask about them for the user."""
+"""torch's own modules that enter autocast regions, or ask about them, for the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile's frame evaluation.  Dynamo is never imported here, which takes seconds."""
+"""torch.compile's frame evaluation.  Dynamo is never imported here: its import takes seconds."""
 
 from __future__ import annotations
 

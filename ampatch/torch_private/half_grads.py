@@ -64,7 +64,7 @@ def redirect_grad(half: Tensor, keeper: Keeper) -> None:
 
 
 def restore_grad(half: Tensor, keeper: Keeper | None = None) -> bool:
-    """Ask `keeper` no longer, without one none; whether the weight is a plain one again."""
+    """No longer ask `keeper`, or any keeper for None; whether the weight is a plain one again."""
     keepers = vars(half).get(_KEEPERS, [])
     keepers[:] = [] if keeper is None else [k for k in keepers if k() not in (None, keeper)]
     if keepers:

@@ -1,7 +1,7 @@
 """Where a call runs: recorded, in a backward pass, under a profiler, beside other processes.
 
 Forwards and steps ask every time, and torch's public questions are several Python calls
-each.  Where this torch keeps an answer elsewhere, the public way.
+each.  Where this torch keeps an answer elsewhere, its public function is asked.
 """
 
 from __future__ import annotations

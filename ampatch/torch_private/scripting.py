@@ -1,4 +1,4 @@
-"""torch.jit's table of the functions it knows by themselves."""
+"""torch.jit's table of builtin functions, which it does not compile."""
 
 from __future__ import annotations
 

@@ -21,20 +21,20 @@ try:
 except ImportError:  # no way to ask: handlers see the original, and the casts
 
     def is_mode_on() -> bool:
-        """No mode is known of."""
+        """No mode is known."""
         return False
 
     def count_modes() -> int:
-        """No mode is known of."""
+        """No mode is known."""
         return 0
 
     def pop_mode() -> Any:
-        """Not called: no mode is known of."""
-        raise NotImplementedError("no mode is known of")
+        """Not called: no mode is known."""
+        raise NotImplementedError("no mode is known")
 
     def push_mode(mode: Any) -> Any:
-        """Not called: no mode is known of."""
-        raise NotImplementedError("no mode is known of")
+        """Not called: no mode is known."""
+        raise NotImplementedError("no mode is known")
 
     def overloaded_args(relevant: Iterable) -> list:  # type: ignore[misc]
         """One argument of each class that handles torch's calls."""
@@ -53,7 +53,7 @@ STACK_CHANGES = [
     for name in ("_push_mode", "_pop_mode")
     if hasattr(owner, name)
 ]
-"""Where torch calls what changes its stack of modes; without, no mode is known of."""
+"""Where torch calls what changes its stack of modes; without, no mode is known."""
 
 TABLES = [
     name

@@ -53,7 +53,7 @@ def test_weights_updated_by_hand(asked):
 
 
 def test_weights_updated_by_hand_do_not_meet_the_first_scale(caplog):
-    """Nobody would skip this step, so its backward pass is not scaled."""
+    """No code would skip this step, so its backward pass is not scaled."""
     auto.start(Asked())
     w = torch.ones(4, 1, requires_grad=True)
     for _ in range(2):

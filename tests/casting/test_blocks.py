@@ -203,7 +203,7 @@ def test_a_block_left_in_another_thread_ends_nothing_there():
     thread.join()
     assert found == [H] and now() is FP32
     state = ampatch.session.session.registry.state
-    state.pop(frames()[-1][0])  # nobody else can
+    state.pop(frames()[-1][0])  # no other code can
     assert now() is H
 
 

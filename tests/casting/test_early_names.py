@@ -19,7 +19,7 @@ from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
 
 H = torch.bfloat16
 X = torch.ones(2, 2)
-PLAIN = {"mm": torch.mm, "linear": F.linear, "exp": torch.exp}  # nobody rebinds what is in a dict
+PLAIN = {"mm": torch.mm, "linear": F.linear, "exp": torch.exp}  # a dict is not rebound
 
 
 def o1(**options):
@@ -92,7 +92,7 @@ def test_a_module_imported_while_patched_gets_the_originals_back(write):
 def test_what_is_out_of_reach_when_the_patches_go_is_inert():
     """A closure made while patched keeps a replacement; it gives what the original gives."""
     o1()
-    replacement = [torch.mm]  # in a list nobody looks for it
+    replacement = [torch.mm]  # lists are not searched
 
     def closure():
         return replacement[0](X, X)

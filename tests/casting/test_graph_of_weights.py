@@ -104,7 +104,7 @@ def test_an_optimizer_in_the_backward_pass(model):
         torch.testing.assert_close(parameter.detach(), old - 0.1 * grad, rtol=0, atol=1e-6)
 
 
-def test_somebody_holds_the_gradient_accumulator(model):
+def test_other_code_holds_the_gradient_accumulator(model):
     """As all-reducing wrappers did before there were hooks after accumulation."""
     weight, calls = model[0].weight, []
     accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]

@@ -70,7 +70,7 @@ def test_static_and_class_methods_are_put_back_raw(patches):
     assert Owner.static() == 1 and Owner.of_class() is Owner
 
 
-def test_somebody_elses_replacement_is_left_alone(patches, owner, caplog):
+def test_a_replacement_by_other_code_is_left_alone(patches, owner, caplog):
     patches.replace(owner, "function", lambda old: lambda: "ours")
 
     def theirs():
@@ -83,7 +83,7 @@ def test_somebody_elses_replacement_is_left_alone(patches, owner, caplog):
     assert "somewhere.function was replaced by other code" in caplog.text
 
 
-def test_a_name_somebody_deleted_is_not_brought_back(patches, owner, caplog):
+def test_a_deleted_name_is_not_brought_back(patches, owner, caplog):
     patches.replace(owner, "function", lambda old: lambda: "ours")
     del owner.function
     patches.undo()

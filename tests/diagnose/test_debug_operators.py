@@ -78,7 +78,7 @@ def test_of_two_origins_the_earlier_is_named():
     assert found(forward, torch.ones(2, 4)).operator == "aten.exp"
 
 
-def test_memory_that_nobody_wrote_is_named():
+def test_memory_that_was_never_written_is_named():
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     try:

@@ -1,8 +1,10 @@
-"""README, CONTRIBUTING and docs/: links lead somewhere, files that they name are there."""
+"""README, CONTRIBUTING, docs/ and the guides of rooms: links work, files that they name exist."""
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 from repository import ROOT
@@ -55,3 +57,26 @@ def files_in_tree(room: str) -> list[str]:
 def test_the_tree_in_the_design_names_every_file_of_a_room_once(room):
     files = {path.name for path in (ROOT / "ampatch" / room).glob("*.py")}
     assert files_in_tree(room) == sorted(files - {"__init__.py"})
+
+
+GUIDED = [
+    path.parent
+    for path in sorted((ROOT / "ampatch").rglob("__init__.py"))
+    if "Where to look first" in path.read_text(encoding="utf-8")
+]
+ASIDE = re.compile(r"\([^()]*\)")
+BULLET = re.compile(r"^\* (.*(?:\n .*)*)", re.MULTILINE)
+
+
+def where_to_look(room: Path) -> set[str]:
+    """The files and folders that a room's docstring names: in each clause, after its colon."""
+    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
+    bullets = BULLET.findall(ASIDE.sub("", docstring or ""))
+    clauses = [clause for bullet in bullets for clause in bullet.split(";")]
+    return {name for one in clauses for name in re.findall(r"`(\w+)`", one.rpartition(":")[2])}
+
+
+@pytest.mark.parametrize("room", GUIDED, ids=lambda room: room.name)
+def test_where_to_look_names_every_file_of_a_room_and_no_other(room):
+    folders = {path.parent.name for path in room.glob("*/__init__.py")}
+    assert where_to_look(room) == folders | {path.stem for path in room.glob("*.py")} - {"__init__"}

@@ -319,7 +319,7 @@ def sparse_embedding_gradients_of_half_weights(amp):
 
 @situation()
 def gradients_zeroed_through_kept_references(amp):
-    """`p.grad` stays the same memory while nobody sets it to None."""
+    """`p.grad` stays the same memory until it is set to None."""
     model, optimizer = amp.start(mlp(), PLAIN)
     x, y = next(batches(1))
     amp.backward(mse(model(x), y), optimizer)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-EARLY = (torch.autograd.backward, torch.autograd.grad)  # in a tuple nobody rebinds them
+EARLY = (torch.autograd.backward, torch.autograd.grad)  # a tuple is not rebound
 
 
 class Early:

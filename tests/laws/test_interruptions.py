@@ -82,7 +82,7 @@ def seeded_again(model):
 @pytest.mark.parametrize("strikes", ["alike", "check_and_unscale_", "update"])
 @pytest.mark.usefixtures("scale_lives_on")
 def test_ctrl_c_while_unscaling_leaves_no_gradient(level, error, strikes, monkeypatch):
-    """Of some unscaled and some scaled gradients nobody could make a step."""
+    """A step on gradients that are partly scaled would be wrong."""
     model, optimizer = start(level)
     backward(model, optimizer, data())
 

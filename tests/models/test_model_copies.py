@@ -161,7 +161,7 @@ def test_averaged_model_is_given_back():
 
 
 def test_averages_of_plain_models_are_torchs_own():
-    """Of half and FP32 models that nobody manages, beside one that is managed."""
+    """Of unmanaged half and FP32 models, beside one that is managed."""
     found = []
     for managed in (False, True):
         if managed:

@@ -250,7 +250,7 @@ def test_what_changes_no_dtype_works(opt_level):
     assert model.to(memory_format=torch.channels_last) is model
     assert model.requires_grad_() is model and model.share_memory() is model
     other = nn.Linear(2, 2)
-    assert other.half().weight.dtype is torch.float16  # nobody manages it
+    assert other.half().weight.dtype is torch.float16  # it is unmanaged
     with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""`step` and `zero_grad` without torch's ranges and hook loops, only where nobody would notice."""
+"""`step` and `zero_grad` without torch's ranges and hook loops, only where both have no effect."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def frames(act):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_is_recorded_while_no_profiler_runs(level):
-    """The gain: plain torch opens a range around each, for nobody."""
+    """The gain: plain torch opens a range around each, though no profiler reads it."""
     model, optimizer = start(level)
     train(model, optimizer)
     assert "record_function" not in " ".join(frames(lambda: train(model, optimizer)))

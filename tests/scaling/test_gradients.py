@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_bound_early
 
 import ampatch
 
-UNPATCHED = (clip_bound_early, torch.nn.utils.clip_grad_norm_)  # in a tuple nobody rebinds them
+UNPATCHED = (clip_bound_early, torch.nn.utils.clip_grad_norm_)  # a tuple is not rebound
 
 
 def seeded(seed=0):

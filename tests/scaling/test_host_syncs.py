@@ -153,7 +153,9 @@ def test_others_wait_once_at_the_step(kind, options, factors, level, scale_lives
 @pytest.mark.parametrize(
     "settings", [{"loss_scale": 1.0}, {"loss_scale": 128.0}, {"dtype": torch.bfloat16}], ids=str
 )
-def test_without_dynamic_scaling_nobody_waits(kind, options, settings, level, monkeypatch):
+def test_without_dynamic_scaling_the_host_does_not_wait(
+    kind, options, settings, level, monkeypatch
+):
     counts = reads_of_ours(monkeypatch, kind, options, HEALTHY, opt_level=level, **settings)
     assert counts[FIRST[level] :] == [(0, 0)] * (len(HEALTHY) - FIRST[level])
 

@@ -79,7 +79,7 @@ HALF_WRITES = {
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("write", HALF_WRITES)
 def test_what_is_written_into_half_weights_counts(write, when, seen_by, on, monkeypatch):
-    if on == "device":  # as where nobody may wait for values
+    if on == "device":  # as where the host may not wait for values
         monkeypatch.setattr(comparison, "is_read_by_host", lambda tensor: False)
     model, optimizer = start(when)
     before = masters(optimizer)

@@ -64,7 +64,7 @@ class ByParameter(Cached):
 
 
 class Elsewhere(torch.optim.SGD):
-    """Updates what nobody can find."""
+    """Updates parameters that cannot be found."""
 
     def __init__(self, params, **options):
         params = list(params)

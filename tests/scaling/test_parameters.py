@@ -217,7 +217,7 @@ def test_add_param_group_at_any_time(opt_level, half, when):
         add("in the block")
         scaled.backward()
     if when == "pending":
-        model[2].zero_grad()  # nobody has looked after these yet
+        model[2].zero_grad()  # ampatch has not seen the new ones yet
     add("pending")
     backward(model, optimizer, 2)
     if when == "before the step":

@@ -57,7 +57,7 @@ def test_500_nan_steps_and_then_it_trains(kind, level, floor):
     assert ampatch.step_counts(optimizer) == (32, 500, 0)
 
 
-# Gradients that nobody zeroed
+# Gradients that were not zeroed
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -242,7 +242,7 @@ def test_both_halves_count_as_one_step():
     assert ampatch.step_counts(optimizer) == (2, 2, 0)
 
 
-def test_gradients_that_nobody_zeroed_are_looked_at_in_both_halves():
+def test_gradients_that_were_not_zeroed_are_checked_in_both_halves():
     """inf of the first half is still there in the second, and in the next step's first."""
     model, optimizer = start("SGD", "O1")
     before = values(optimizer)

@@ -101,7 +101,7 @@ def test_part_of_a_session_leaves_it():
     assert [model.model for model in old.models.alive()] == [first]
 
 
-def test_what_is_released_is_with_nobody():
+def test_what_is_released_is_in_no_session():
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, **SETTINGS)
     session = registry.optimizers.session_of(optimizer)

@@ -181,7 +181,7 @@ def test_a_mock_from_before_the_session():
 
 
 def test_a_replacement_put_back_by_hand_goes_at_the_next_session():
-    """Nobody can know where a function's local variable will go."""
+    """It cannot be known where a function's local variable will go."""
     start()
     kept = F.linear
     ampatch.deactivate()

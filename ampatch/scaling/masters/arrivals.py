@@ -1,4 +1,4 @@
-"""Gradients of half weights go to their masters, in FP32, as soon as a plain pass leaves them.
+"""Hooks that move a half weight's gradient to its master when a plain backward pass has made it.
 
 So `param_groups` show them when `loss.backward()` returns, and several passes add up in FP32.
 Inside a `scale_loss` block that is the block's work, done in batches; a script that writes blocks

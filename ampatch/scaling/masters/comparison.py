@@ -1,4 +1,4 @@
-"""Whether half weights still are what their masters round to: many weights at once.
+"""Compares half weights with the rounding of their masters, many weights at once.
 
 Values are compared, bit by bit, since `.data` writes, numpy, collectives and fused kernels raise no
 version.  The weights are put together in scratch memory, a bounded part at a time.

@@ -1,4 +1,4 @@
-"""Gradients that autograd leaves in half weights, and how they get to the masters.
+"""Gradients that autograd leaves in half weights, and their way to the masters.
 
 Masters have them in FP32.  In a `scale_loss` block they are moved when the block ends, all in
 batches.  What a plain `loss.backward()` leaves counts as unscaled: hooks move it at once, so that

@@ -1,4 +1,4 @@
-"""Half weights whose masters' memory was handed out to the user, and what was in them then.
+"""Half weights whose masters were handed out to the user's code, with copies from that time.
 
 A write into a master by numpy, a collective or `.data` of an alias raises no version.  A copy of
 the half weight from when both agreed tells then which of the two was written into.  It is kept

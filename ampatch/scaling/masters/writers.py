@@ -1,4 +1,4 @@
-"""Which tensor of a pair was written into from outside: the half weight, its master, or both."""
+"""Which tensor of a pair the user's code wrote into: the half weight, its master, or both."""
 
 from __future__ import annotations
 

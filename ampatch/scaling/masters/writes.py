@@ -1,4 +1,4 @@
-"""What is known of writes into some tensors, from outside, since they were last noted.
+"""Writes by the user's code into some tensors since they were last noted, as far as is known.
 
 A version tells most of them.  `.data` gives an alias with a version of its own, which is kept here
 and asked too.  What raises neither (collectives, numpy) leaves at most the knowledge that

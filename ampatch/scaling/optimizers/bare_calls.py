@@ -1,8 +1,9 @@
-"""torch's own `step` and `zero_grad` without what surrounds them, where that makes no difference.
+"""Calls torch's `step` and `zero_grad` without profiler range and hook loops that do nothing.
 
 `torch.optim.Optimizer` wraps both in a range for the profiler, and `step` in loops
-over hooks.  While no profiler runs and there are no hooks, that is only time.  What
-other code has put in their place, on the instance or on the class, is called as it is.
+over hooks.  While no profiler runs and there are no hooks, they only cost time.  A
+`step` or `zero_grad` that other code has put there, on the instance or on the class, is
+called as it is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`optimizer.step(closure)`: the optimizer calls the closure, when and as often as it wants.
 
-What it calls is the closure with casting on, on half weights that follow wherever the
-optimizer has moved the masters, and with the gradients complete afterwards; whether gradients
-are recorded is for the optimizer and the closure to say.  If the gradients of an evaluation
+The closure runs with casting on.  Before it the half weights are brought to where the
+optimizer has moved the masters; after it the gradients are complete.  Whether gradients are
+recorded is for the optimizer and the closure to say.  If the gradients of an evaluation
 overflow, or an evaluation raises, the optimizer's own step ends there, and weights, state and
 the optimizer's own numbers go back to what they were before it.  An overflow counts as one
 skipped step, whose result is the first loss.  What the forward itself changes (running

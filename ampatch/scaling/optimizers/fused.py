@@ -1,4 +1,4 @@
-"""Optimizers whose kernels skip a step by themselves: the host need not know, nor wait."""
+"""Fused optimizers: their kernels skip a step after an overflow, and the host does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first step at O2 is watched: does it change any master weight at all?"""
+"""Warns once if the first step at O2 changes no master weight at all."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def has_two_steps(optimizer: Any) -> bool:
-    """Whether it has the halves of a step, under the names everybody uses."""
+    """Whether it has the halves of a step, under their usual names."""
     return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
 

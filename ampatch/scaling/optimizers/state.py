@@ -1,4 +1,4 @@
-"""Where optimizers keep their state, their own and those they wrap, and how it moves along."""
+"""The state of an optimizer and of optimizers inside it, and its way to other parameters."""
 
 from __future__ import annotations
 

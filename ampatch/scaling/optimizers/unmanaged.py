@@ -1,4 +1,4 @@
-"""Hooks on the steps of all optimizers, those that `initialize` was not given among them.
+"""Hooks on the steps of all optimizers, also of those that `initialize` was not given.
 
 An unmanaged optimizer that would update half weights is refused; every step is notified.
 """
@@ -20,7 +20,7 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def are_others(hooks: Any) -> bool:
-    """Whether hooks for all optimizers' steps are others than ampatch's too (True: unknown)."""
+    """Whether other code has hooks on all optimizers' steps too; True if that is unknown."""
     return bool(hooks) and (
         hooks is True
         or any(type(hook) not in (RefuseUnmanaged, NotifyOfSteps) for hook in hooks.values())
