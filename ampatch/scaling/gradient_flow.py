@@ -7,7 +7,6 @@ the scale of the new ones, so that one all-reduce serves both.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +17,12 @@ from ..log import logger
 from .gradient_state import Event, GradientState, Pending, State, Unscaled
 from .loss_scaler import Scaler
 from .master_weights import MasterWeights
-from .masters.half_gradients import HalfGradients, Script, add_to
+from .masters.half_gradients import HalfGradients, Script
 from .other_blocks import OtherBlocks, entering
 from .process_group import share_flag, world_size
 from .scale_value import Flag, is_set
 from .shared_parameters import NOTHING_SHARED, Sharing
+from .tensor_lists import add_to, drop_grads, grads_of, with_grads
 
 _grad_of = operator.attrgetter("grad")
 
@@ -194,8 +194,7 @@ class GradientFlow:
         if world_size() > 1 and one_scale:
             add_to(*taken)
             return
-        for param in sharing.owned(self, self.parameters()):
-            param.grad = None
+        drop_grads(sharing.owned(self, self.parameters()))
         for param, grad in state.aside:
             param.grad = grad
         state.aside = []
@@ -204,8 +203,7 @@ class GradientFlow:
         """Drop all gradients, also those set aside: some may be unscaled and some not."""
         self.state.change(Event.DROP)
         self.zeroed()
-        for param in self.parameters():
-            param.grad = None
+        drop_grads(self.parameters())
 
     # Unscaling
 
@@ -224,15 +222,12 @@ class GradientFlow:
         return found
 
     def _held(self) -> list[Tensor]:
-        """The parameters that have a gradient, found without a Python call."""
-        params = self.parameters()
-        has_one = map(operator.is_not, map(_grad_of, params), itertools.repeat(None))
-        return list(itertools.compress(params, has_one))
+        """The parameters that have a gradient."""
+        return with_grads(self.parameters())
 
     def _unscale_all(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
         if sharing is NOTHING_SHARED:
-            grads = [grad for grad in map(_grad_of, self.parameters()) if grad is not None]
-            return self.check(scaler, grads, scale, (self,))
+            return self.check(scaler, grads_of(self.parameters()), scale, (self,))
         params = self._held()
         return sharing.unscale(self, scaler, params, list(map(_grad_of, params)), scale)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -27,9 +26,7 @@ from .optimizers.state import FoundStates
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
-
-_HALF_TYPES = frozenset((torch.float16, torch.bfloat16))
-_dtype_of = operator.attrgetter("dtype")
+from .tensor_lists import any_half, drop_grads
 
 
 class Casts(Protocol):
@@ -134,7 +131,7 @@ class ManagedOptimizer:
 
     def add_new_params(self) -> None:
         """Make masters for half parameters that were added, or unfrozen, since."""
-        if not _HALF_TYPES.isdisjoint(map(_dtype_of, self.parameters())):
+        if any_half(self.parameters()):
             halves = self._halves()
             if halves:
                 self.adopt_parameters({}, halves, {})
@@ -273,8 +270,7 @@ class ManagedOptimizer:
         if args or kwargs or not is_bare_zero_grad(original, self.optimizer):
             return original(*args, **kwargs)
         for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = None
+            drop_grads(group["params"])
         return None
 
     def _add_param_group(self, original: Callable, args: tuple, kwargs: dict) -> Any:

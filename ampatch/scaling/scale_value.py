@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config.scale_settings import ScaleSettings
+from ..native import part
 from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
 
 Flag = Tensor | bool
@@ -88,6 +89,8 @@ class HostNumbers:
         """
         if isinstance(scale, Tensor):
             scale = scale.item()
+        if part is not None and (found := part.unscale(grads, 1.0 / scale)) is not None:
+            return found
         known, inverse = self._inverse
         if scale != known:
             inverse = torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")

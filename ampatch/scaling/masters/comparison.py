@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ...native import part
 from ...torch_private import foreach
 from ...torch_private.devices import is_read_by_host
+from ..tensor_lists import places
 
 _PART = 2**16  # elements: half a megabyte of scratch memory
 _LARGE_PART = 2**18  # elements, as much
@@ -62,7 +64,7 @@ class Comparison:
         row.add(pair, *flat)
 
     def _places(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._halves))
+        return places(self._halves)
 
     def is_current(self) -> bool:
         """Whether the half weights lie where they lay."""
@@ -73,11 +75,11 @@ class Comparison:
 
         On an accelerator differing elements of masters are made those of their halves at once.
         """
-        for part in self._parts:
-            if not is_read_by_host(part.pairs[0].half):
-                part.sync_masters()
-            elif not part.agrees():
-                yield from (pair for pair in part.pairs if not agrees(pair))
+        for some in self._parts:
+            if not is_read_by_host(some.pairs[0].half):
+                some.sync_masters()
+            elif not some.agrees():
+                yield from (pair for pair in some.pairs if not agrees(pair))
         for pair in self._odd:
             if not is_read_by_host(pair.half):
                 sync_master_from_half(pair)
@@ -110,6 +112,8 @@ class _Row:
 
     def agrees(self) -> bool:
         """Whether all bits are those of the masters' rounding."""
+        if part is not None and part.are_rounded(self._halves, self._masters):
+            return True
         halves = torch.cat(self._halves)
         rounded = torch.cat(self._masters).to(halves.dtype)
         return torch.equal(halves.view(torch.int64), rounded.view(torch.int64))

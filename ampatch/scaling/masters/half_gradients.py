@@ -7,25 +7,17 @@ batches.  What a plain `loss.backward()` leaves counts as unscaled: hooks move i
 
 from __future__ import annotations
 
-import itertools
-import operator
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from ...torch_private import foreach
 from ...torch_private.half_grads import is_in_backward, raw_grad, set_raw_grad
 from ..gradient_state import GradientState
 from ..master_weights import MasterWeights
 from ..other_blocks import OtherBlocks
+from ..tensor_lists import add_to, any_raw_grad, drop_raw_grads, take_up
 from .arrivals import Arrivals
-from .comparison import Pair
-
-_half_of = operator.attrgetter("half")
-_master_of = operator.attrgetter("master")
-_is_sparse = operator.attrgetter("is_sparse")
-_SMALL_PART = 2**16  # elements: a quarter of a megabyte of FP32
 
 
 class Script(Enum):
@@ -53,44 +45,18 @@ class HalfGradients:
         self.script = Script.UNKNOWN
         self.reduces: bool | None = None
         self.is_unreduced = False
-        self._parts: list[list[Pair]] = []
-        self._parts_of: object = None  # the lists of masters that `_parts` were made from
 
     # Moves
 
     def has_any(self) -> bool:
         """Whether a backward pass has left gradients in half weights."""
-        grads = map(raw_grad, self._masters.lists()[0])
-        return any(map(operator.is_not, grads, itertools.repeat(None)))
+        return any_raw_grad(self._masters.lists()[0])
 
     def take(self, *, ends_block: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """Move the gradients out of the half weights: masters, and their FP32 gradients.
-
-        Some at a time, so that there are never two whole sets of them.
-        """
+        """Move the gradients out of the half weights: masters, and their FP32 gradients."""
         if ends_block and self.reduces is not None:
             self.is_unreduced = not self.reduces
-        masters: list[Tensor] = []
-        taken: list[Tensor] = []
-        if self._masters.listed is None or self._parts_of is not self._masters.listed:
-            self._parts_of = self._masters.lists()
-            self._parts = _in_parts(list(self._masters.by_half.values()))
-        for part in self._parts:
-            grads = list(map(raw_grad, map(_half_of, part)))
-            if any(map(operator.is_, grads, itertools.repeat(None))):
-                part = [pair for pair in part if raw_grad(pair.half) is not None]
-                grads = list(map(raw_grad, map(_half_of, part)))
-            here = list(map(_master_of, part))
-            if any(map(_is_sparse, grads)):
-                taken += [grad.float() for grad in grads]
-            elif grads:
-                copies = list(map(torch.empty_like, here))
-                foreach.copy_(copies, grads)
-                taken += copies
-            for pair in part:
-                set_raw_grad(pair.half, None)
-            masters += here
-        return masters, taken
+        return take_up(*self._masters.lists())
 
     def put_back(self, masters: set[int] | None = None) -> None:
         """Move gradients of (these) masters, by their ids, to where autograd adds to them."""
@@ -101,8 +67,7 @@ class HalfGradients:
 
     def drop(self) -> None:
         """Forget the gradients in the half weights."""
-        for half in self._masters.lists()[0]:
-            set_raw_grad(half, None)
+        drop_raw_grads(self._masters.lists()[0])
 
     # Passes outside blocks
 
@@ -182,23 +147,3 @@ class HalfGradients:
         state = self.state
         if state.aside:  # inside a block
             state.aside = [(param, held) for param, held in state.aside if param is not master]
-
-
-def add_to(masters: list[Tensor], grads: list[Tensor]) -> None:
-    """Add gradients to those that masters have."""
-    for master, grad in zip(masters, grads, strict=True):
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
-
-
-def _in_parts(pairs: list[Pair]) -> list[list[Pair]]:
-    """Pairs in groups of about an eighth of all elements; small models in few groups."""
-    limit = max(_SMALL_PART, sum(pair.half.numel() for pair in pairs) // 8)
-    parts: list[list[Pair]] = []
-    size = limit
-    for pair in pairs:
-        if size + pair.half.numel() > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(pair)
-        size += pair.half.numel()
-    return parts

@@ -7,12 +7,12 @@ and asked too.  What raises neither (collectives, numpy) leaves at most the know
 
 from __future__ import annotations
 
-import operator
 import sys
 
 from torch import Tensor
 
-_version_of = operator.attrgetter("_version")
+from ..tensor_lists import versions
+
 _OURS = 3  # references to an alias without a holder outside: list, loop, question
 
 
@@ -46,7 +46,7 @@ class Writes:
         """Whether any version has risen; `tensors` are all there are, in the order they came."""
         if self._in_order is None:
             self._in_order = list(self._versions.values())
-        return list(map(_version_of, tensors)) != self._in_order
+        return versions(tensors) != self._in_order
 
     def is_new(self, tensor: Tensor) -> bool:
         """Whether it is known that the tensor was written into, or given other data."""
@@ -70,7 +70,7 @@ class Writes:
 
     def note_all(self, tensors: list[Tensor]) -> None:
         """As `note`, for all there are, in the order in which `moved` will be asked."""
-        self._in_order = list(map(_version_of, tensors))
+        self._in_order = versions(tensors)
         self._noted = tensors
         if self._aliases or self._given:
             for tensor in tensors:
