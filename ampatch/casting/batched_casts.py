@@ -19,6 +19,7 @@ In a forward whose graph gets hooks (`activation.register_hook`) none are cast t
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import weakref
@@ -31,6 +32,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import native
 from ..torch_private import foreach
 from ..torch_private.devices import place_of
 from ..torch_private.modules import (
@@ -96,6 +98,8 @@ def _layout_of(grad: Tensor | None) -> torch.layout | None:
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """New tensors with these values in `dtype`, written in one batch, outside the graph."""
+    if native.part is not None:
+        return native.part.copies(list(tensors), dtype)
     made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     foreach.copy_(made, list(tensors))
     return made
@@ -111,9 +115,25 @@ def cast_together(
     if len(weights) == 1:
         return [weights[0].to(dtype)]
     if in_graph:
+        if native.part is not None:
+            return native.part.cast_together(weights, dtype, -1 if plan is None else plan.number)
         return _apply(dtype, None if plan is None else plan.itself, *weights)
     with torch.no_grad():
         return copies(weights, dtype)
+
+
+_numbers = itertools.count()
+_plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+
+def _note_missing(number: int, ids: list[int]) -> None:
+    plan = _plans.get(number)
+    if plan is not None:
+        plan.learn((), ids)
+
+
+if native.part is not None:
+    native.part.on_missing(_note_missing)
 
 
 class Plan:
@@ -124,6 +144,8 @@ class Plan:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.number = next(_numbers)
+        _plans[self.number] = self
         self.itself = weakref.ref(self)  # for nodes, which live as long as their graph
         self._changing = threading.RLock()
         self._model = model
