@@ -7,15 +7,19 @@
 #include <Python.h>
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Size.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -25,17 +29,64 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+constexpr c10::DispatchKeySet kPlainCpu({
+    c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+    c10::DispatchKey::AutocastCPU});
+
 // ---- Weights and lists ------------------------------------------------------------------------
 
-// New tensors with these values in `dtype`, written in one batch, outside the graph.
+// On the CPU a call of an operator costs as much as converting some thousand numbers.
+constexpr int64_t kFewNumbers = 4096;
+
+// Whether the numbers of a tensor may be read and written here, in the order of its memory.
+bool is_small(const Tensor& tensor) {
+  return tensor.key_set() == kPlainCpu && tensor.numel() <= kFewNumbers &&
+      tensor.is_non_overlapping_and_dense();
+}
+
+uint16_t rounded(uint32_t bits) {  // FP32 to bfloat16, to nearest even; as c10::BFloat16
+  const uint32_t bias = 0x7fff + ((bits >> 16) & 1);
+  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<uint16_t>((bits + bias) >> 16);
+}
+
+void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) to[i] = rounded(from[i]);
+}
+
+void widen(uint32_t* to, const uint16_t* from, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) to[i] = static_cast<uint32_t>(from[i]) << 16;
+}
+
+// A copy made here; undefined where ATen must make it.
+Tensor small_copy(const Tensor& tensor, ScalarType dtype) {
+  const ScalarType from = tensor.scalar_type();
+  const bool narrows = from == at::kFloat && dtype == at::kBFloat16;
+  if (!(narrows || (from == at::kBFloat16 && dtype == at::kFloat)) || !is_small(tensor)) return {};
+  Tensor made = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), dtype);
+  if (narrows) {
+    narrow(static_cast<uint16_t*>(made.mutable_data_ptr()),
+           static_cast<const uint32_t*>(tensor.const_data_ptr()), tensor.numel());
+  } else {
+    widen(static_cast<uint32_t*>(made.mutable_data_ptr()),
+          static_cast<const uint16_t*>(tensor.const_data_ptr()), tensor.numel());
+  }
+  return made;
+}
+
+// New tensors with these values in `dtype`, outside the graph.
 std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::vector<Tensor> made;
+  const bool may_be_here = !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  std::vector<Tensor> made, rest_made, rest;
   made.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
-    made.push_back(at::empty_like(tensor, tensor.options().dtype(dtype)));
+    made.push_back(may_be_here ? small_copy(tensor, dtype) : Tensor());
+    if (made.back().defined()) continue;
+    made.back() = at::empty_like(tensor, tensor.options().dtype(dtype));
+    rest_made.push_back(made.back());
+    rest.push_back(tensor);
   }
-  at::_foreach_copy_(made, tensors);
+  if (!rest.empty()) at::_foreach_copy_(rest_made, rest);
   return made;
 }
 
@@ -85,18 +136,19 @@ bool is_traced() {
 struct CastTogether : public torch::autograd::Function<CastTogether> {
   static constexpr bool is_traceable = true;  // by compiled autograd
 
+  // Autograd's own way to make the node; `with_node` is a faster one.
   static variable_list forward(
-      AutogradContext* ctx,
-      at::TensorList weights,
-      int64_t dtype,
-      int64_t plan,
+      AutogradContext* ctx, at::TensorList weights, int64_t dtype, int64_t plan,
       const std::vector<int64_t>& ids) {
-    ctx->set_materialize_grads(false);
-    if (plan >= 0) {
-      ctx->saved_data["plan"] = plan;
-      ctx->saved_data["ids"] = ids;
-    }
+    prepare(ctx, plan, ids);
     return copies_of(weights, static_cast<ScalarType>(dtype));
+  }
+
+  static void prepare(AutogradContext* ctx, int64_t plan, const std::vector<int64_t>& ids) {
+    ctx->set_materialize_grads(false);
+    if (plan < 0) return;
+    ctx->saved_data["plan"] = plan;
+    ctx->saved_data["ids"] = ids;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -110,7 +162,7 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
         widened.push_back(grad.defined() ? grad.to(at::kFloat) : Tensor());
       }
     }
-    widened.resize(widened.size() + 3);  // the arguments that are no tensors
+    widened.resize(widened.size() + 3);  // for the arguments of `forward` that are no tensors
     return widened;
   }
 
@@ -133,6 +185,30 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
   }
 };
 
+using CastNode = torch::autograd::CppNode<CastTogether>;
+using EdgeTarget = decltype(torch::autograd::Edge::function);
+
+// Half copies of weights, each with an edge to the node that leads back to them.
+// Where this torch keeps nodes as this code knows it, the node is made here: `Function::apply`
+// keeps sizes of each tensor for the zeros of missing gradients, which are not wanted.
+template <typename Target>
+variable_list in_graph(
+    const variable_list& weights, ScalarType dtype, int64_t plan, const std::vector<int64_t>& ids) {
+  if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
+    auto halves = copies_of(weights, dtype);
+    auto node = c10::make_intrusive<CastNode>();
+    CastTogether::prepare(&node->ctx_, plan, ids);
+    node->is_variable_input_.assign(weights.size(), true);
+    node->set_ctx_grad_fn(node);
+    node->set_next_edges(torch::autograd::collect_next_edges(weights));
+    torch::autograd::set_history(halves, node);
+    return halves;
+  } else {
+    return CastTogether::apply(
+        at::TensorList(weights), static_cast<int64_t>(dtype), plan, ids);
+  }
+}
+
 // cast_together(weights, dtype, plan): half copies of a list of FP32 weights, in the graph.
 // `plan` is the number that `note_missing` is called with, or -1.
 PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -152,8 +228,7 @@ PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
   std::vector<Tensor> halves;
   {
     pybind11::gil_scoped_release no_gil;
-    halves = CastTogether::apply(
-        at::TensorList(weights), static_cast<int64_t>(dtype), plan, ids);
+    halves = in_graph<EdgeTarget>(weights, dtype, plan, ids);
   }
   return list_of(std::move(halves));
   END_HANDLE_TH_ERRORS
