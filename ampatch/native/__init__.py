@@ -1,4 +1,4 @@
-"""The native part: one C++ file that does hot work in fewer calls, with the same results to the bit.
+"""The native part: one C++ file that does hot work in fewer calls, with the same bits.
 
 ampatch is whole without it.  `ampatch build` compiles it; `import ampatch` loads a build that
 matches, and nothing is ever built in silence.  `part` is the loaded module, or None; `status()`

@@ -56,8 +56,15 @@ def _compile(folder: Path, verbose: bool) -> Path:
     source.write_bytes(loading.source())
     script = Path(__file__).with_name("in_child.py")
     command = [sys.executable, str(script), loading.NAME, str(source), str(folder)]
-    streams = {} if verbose else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=folder, env=_environment(), text=True, **streams)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=_environment(),
+        stdout=None if verbose else subprocess.PIPE,
+        stderr=None if verbose else subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
     if done.returncode != 0:
         last = [] if verbose else done.stdout.splitlines()[-_LINES:]
         said = "\n".join(["The last lines of its output:", *last] if last else ["It is above."])

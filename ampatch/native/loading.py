@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import importlib.machinery
 import importlib.util
-import os
 import pkgutil
 import re
 import sys
