@@ -42,7 +42,6 @@ from .rules import (
     widest,
 )
 
-
 if native.part is None:
     _call_cast = _UNUSUAL = None
 else:

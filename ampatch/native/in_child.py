@@ -16,7 +16,7 @@ def main(name: str, source: str, folder: str) -> None:
     from setuptools import setup
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    flags = ["-O2", "-g0"] if os.name == "posix" else ["/O2"]
+    flags = ["-O3", "-g0"] if os.name == "posix" else ["/O2"]
     setup(
         name=name,
         ext_modules=[CppExtension(name, [source], extra_compile_args=flags)],
