@@ -189,7 +189,7 @@ def calls_of_every_kind(model):
         "mixed": lambda: F.linear(half, weight=w),
         "double": lambda: F.linear(X.double(), w.double()),
         "lists": lambda: torch.einsum("ij,kj->ik", [X, w]),
-        "tuples": lambda: F.conv2d(X.view(1, 1, 5, 4), torch.ones(1, 1, 2, 2), None, (1, 2), (1, 0)),
+        "tuples": lambda: F.conv2d(X[None, None], torch.ones(1, 1, 2, 2), None, (1, 2), (1, 0)),
         "whole": lambda: torch.mm(torch.ones(2, 2, dtype=torch.long), torch.ones(2, 2).long()),
         "scalar": lambda: F.softmax(half, dim=-1),
         "dtype": lambda: F.softmax(X, -1, dtype=torch.float64),
@@ -238,7 +238,8 @@ def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype
         dtype = torch.{dtype}
         generator = torch.Generator().manual_seed(0)
         bits = torch.randint(-2**31, 2**31 - 1, (2**18,), generator=generator).int()
-        wide = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, torch.inf, torch.nan])])
+        edges = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
+        wide = torch.cat([bits.view(torch.float32), edges])
         parts = [part.clone() for part in wide.split(3000)]
         parts += [torch.randn(40, 30, generator=generator).t(), torch.randn(0), torch.randn(()),
                   torch.randn(9, 4, generator=generator)[:, ::2]]
