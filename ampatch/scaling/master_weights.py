@@ -25,7 +25,7 @@ from ..torch_private.half_grads import (
     restore_grad,
     set_raw_grad,
 )
-from ..torch_private.probes import computes_with_fakes, set_grad_enabled
+from ..torch_private.probes import computes_with_fakes
 from .masters.comparison import (
     Comparison,
     Pair,
@@ -36,6 +36,7 @@ from .masters.comparison import (
 )
 from .masters.writers import Writers
 from .process_group import world_size
+from .tensor_lists import round_down
 
 
 class MasterWeights:
@@ -302,12 +303,7 @@ class MasterWeights:
         if not self.by_half:
             return
         halves, masters = self.lists()
-        found = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        try:
-            foreach.copy_(halves, masters)
-        finally:
-            set_grad_enabled(found)
+        round_down(halves, masters)
         writers = self._writers
         writers.halves.note_all(halves)
         writers.masters.note_all(masters)

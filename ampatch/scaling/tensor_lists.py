@@ -18,6 +18,7 @@ from torch import Tensor
 from ..native import part
 from ..torch_private import foreach
 from ..torch_private.half_grads import raw_grad, set_raw_grad
+from ..torch_private.probes import set_grad_enabled
 
 HALF_TYPES = frozenset((torch.float16, torch.bfloat16))
 _PART = 2**16  # elements: a quarter of a megabyte of FP32
@@ -129,3 +130,14 @@ def add_to(tensors: list[Tensor], grads: list[Tensor]) -> None:
     if part is None or not part.set_grads(tensors, grads):
         for tensor, grad in zip(tensors, grads, strict=True):
             tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
+
+
+def round_down(halves: list[Tensor], masters: list[Tensor]) -> None:
+    """Write the values of masters, rounded, into half weights."""
+    if part is None or not part.round_down(halves, masters):
+        found = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            foreach.copy_(halves, masters)
+        finally:
+            set_grad_enabled(found)
