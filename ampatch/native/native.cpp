@@ -574,11 +574,14 @@ bool is_ordinary(const Tensor& tensor) {
       !tensor._is_zerotensor();
 }
 
-// unscale(grads, inverse): multiply by `inverse`, in place; whether an inf or NaN was met.
+// unscale(grads, found, inverse): multiply gradients by the 0-dim tensor `inverse`, in place, and
+// set `found`, which is 0, to 1 if an inf or NaN was met; whether it was.
 // None: nothing was done, one of them is unusual or not in host memory.
 PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2 && PyFloat_Check(args[1]), "unscale(grads, inverse: float)");
+  TORCH_CHECK_TYPE(
+      count == 3 && THPVariable_Check(args[1]) && THPVariable_Check(args[2]),
+      "unscale(grads, found: Tensor, inverse: Tensor)");
   const Items items(args[0]);
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) Py_RETURN_NONE;
   std::vector<Tensor> grads;
@@ -589,17 +592,13 @@ PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
     grads.push_back(grad);
   }
   if (grads.empty()) Py_RETURN_FALSE;
-  const double inverse = PyFloat_AS_DOUBLE(args[1]);
-  bool has_found = false;
+  Tensor found = THPVariable_Unpack(args[1]);
   {
     pybind11::gil_scoped_release no_gil;
     at::NoGradGuard no_grad;
-    Tensor found = at::zeros({}, at::kFloat);
-    at::_amp_foreach_non_finite_check_and_unscale_(
-        grads, found, at::full({}, inverse, at::kFloat));
-    has_found = *found.const_data_ptr<float>() != 0;
+    at::_amp_foreach_non_finite_check_and_unscale_(grads, found, THPVariable_Unpack(args[2]));
   }
-  return PyBool_FromLong(has_found);
+  return PyBool_FromLong(*found.const_data_ptr<float>() != 0);
   END_HANDLE_TH_ERRORS
 }
 

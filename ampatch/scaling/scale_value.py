@@ -89,12 +89,17 @@ class HostNumbers:
         """
         if isinstance(scale, Tensor):
             scale = scale.item()
-        if part is not None and (found := part.unscale(grads, 1.0 / scale)) is not None:
-            return found
         known, inverse = self._inverse
         if scale != known:
             inverse = torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")
             self._inverse = scale, inverse
+        if part is not None:
+            found = self._unset()
+            met = part.unscale(grads, found, inverse)
+            if not met:
+                self._zeros.append(found)
+            if met is not None:
+                return met
         bad = False
         for device, group in alike(grads):
             if device.type == "cpu":

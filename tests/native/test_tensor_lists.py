@@ -138,6 +138,10 @@ def test_what_is_no_tensor_is_refused(function: str) -> None:
 # Gradients
 
 
+def unscaled(grads: list[Tensor]) -> bool | None:
+    return native.part.unscale(grads, torch.zeros(()), torch.tensor(0.5))
+
+
 @HALF
 def test_gradients_come_up_alike(dtype: torch.dtype) -> None:
     ways = native.part.take_up, tensor_lists._take_up
@@ -195,7 +199,7 @@ def test_nothing_is_done_where_a_mode_looks_on() -> None:
     before = copy.deepcopy(halves)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert native.part.take_up(halves, masters) is None
-        assert native.part.unscale([torch.ones(2)], 0.5) is None
+        assert unscaled([torch.ones(2)]) is None
         assert native.part.round_down(halves, masters) is False
         assert native.part.are_rounded([], []) is False
     assert different([h.detach() for h in halves], [h.detach() for h in before]) == []
@@ -229,17 +233,17 @@ def test_gradients_that_do_not_fit_are_refused_as_by_torch() -> None:
 def test_gradients_are_unscaled_alike(
     odd: bool, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unscaled() -> tuple[list[Tensor], bool]:
+    def on_host() -> tuple[list[Tensor], bool]:
         torch.manual_seed(0)
         grads = [numbers(shape, odd=odd) for shape in SHAPES] + [numbers((8, 8))[:, ::2]]
         numbers_of_host = scale_value.HostNumbers(scale, 0, torch.device("cpu"))
         return grads, numbers_of_host.unscale_(grads, scale)
 
-    natively = unscaled()
+    natively = on_host()
     assert natively[1] is odd
-    assert native.part.unscale([torch.ones(2)], 0.5) is False
+    assert unscaled([torch.ones(2)]) is False
     without_native(monkeypatch)
-    assert different(natively, unscaled()) == []
+    assert different(natively, on_host()) == []
 
 
 def test_unusual_gradients_are_unscaled_in_python() -> None:
@@ -247,7 +251,7 @@ def test_unusual_gradients_are_unscaled_in_python() -> None:
     in_graph = torch.ones(3, requires_grad=True) * 2
     for unusual in (sparse, in_graph, torch.ones(3, device="meta")):
         usual = torch.ones(2)
-        assert native.part.unscale([usual, unusual], 0.5) is None
+        assert unscaled([usual, unusual]) is None
         assert usual.tolist() == [1, 1]
     scale_value.HostNumbers(2.0, 0, torch.device("cpu")).unscale_([sparse], 2.0)
     assert sparse.to_dense().trace() == 1.5
