@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -42,7 +43,7 @@ def torch_is_as_we_found_it():
     ours = set(map(id, ampatch.session.session.registry.installation.replacements))
     ampatch.deactivate()
     assert changes(before, snapshot()) == []
-    assert not ours & set(torch.jit._builtins._get_builtin_table()), "left in torch.jit's table"
+    assert not ours & torch.jit._builtins._get_builtin_table().keys(), "left in torch.jit's table"
     state = ampatch.session.session.registry.state
     assert state.process is None and not state.per_thread and not state.thread.frames
 
@@ -56,6 +57,16 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there before the first test is never garbage: collections need not look at it.
+
+    Tests and what they test collect often, and torch, its like and thousands of tests are much.
+    A test that searches all objects by `gc` first calls `gc.unfreeze()`.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
