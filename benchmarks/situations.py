@@ -1,4 +1,4 @@
-"""What a training step may stand in besides: hooks, checkpoints, DistributedDataParallel, a compiler.
+"""What a training step may stand in: hooks, checkpoints, DistributedDataParallel, torch.compile.
 
 Each takes the modules of a task, after `initialize`, and gives those that the losses call.
 """

@@ -3,8 +3,8 @@
     python benchmarks/startup.py [--rounds 15] [--out FILE.md]
 
 Milliseconds of CPU time, one thread.  Every figure comes from fresh processes, in turns: the median
-and the quartiles over the rounds.  `initialize` is the first of its process, so that the patching
-of torch counts.
+and the quartiles over the rounds, after one round that writes the bytecode.  `initialize` is the
+first of its process, so that the patching of torch counts.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ def programs() -> dict[str, tuple[str, dict[str, str]]]:
 
 def milliseconds(program: str, variables: dict[str, str]) -> float:
     """What a program prints, which runs in a process of its own."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env=variables,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -65,12 +67,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     times: dict[str, list[float]] = {name: [] for name in programs()}
-    for _ in range(options.rounds):
+    for _ in range(1 + options.rounds):
         for name, program in programs().items():
             times[name].append(milliseconds(*program))
     rows = []
     for name, values in times.items():
-        low, middle, high = statistics.quantiles(values, n=4)
+        low, middle, high = statistics.quantiles(values[1:], n=4)
         rows.append([name, f"{middle:.1f} ({low:.1f} to {high:.1f})"])
     text = (
         f"# What starting costs\n\nMilliseconds of CPU time, one thread, fresh processes: median "

@@ -73,8 +73,9 @@ def measure(
         turn = number % len(systems)
         for system in systems[turn:] + systems[:turn]:
             times[system].append(_ask(pipes[system], steps))
-    for pipe in sum(pipes.values(), []):
-        pipe.send(None)
+    for ranks in pipes.values():
+        for pipe in ranks:
+            pipe.send(None)
     for process in processes:
         process.join()
     return times
@@ -83,7 +84,8 @@ def measure(
 def _ask(ranks: list[Connection], steps: int) -> float:
     for pipe in ranks:
         pipe.send(steps)
-    return [pipe.recv() for pipe in ranks][0]
+    first, *_ = [pipe.recv() for pipe in ranks]
+    return first
 
 
 def ratios(times: dict[str, list[float]], reference: str) -> dict[str, tuple[float, float, float]]:
