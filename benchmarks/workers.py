@@ -105,9 +105,11 @@ def machine() -> str:
     return f"{today}, {device}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def alone(function: Callable, *args: Any) -> Any:
-    """The result of a function that runs in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,)) as pool:
+def alone(function: Callable, *args: Any, environment: dict[str, str] | None = None) -> Any:
+    """The result of a function that runs in a process of its own, with these variables set."""
+    with mock.patch.dict(os.environ, environment or {}):
+        pool = multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
+    with pool:
         return pool.apply(function, args)
 
 
