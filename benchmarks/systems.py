@@ -16,6 +16,11 @@ from torch import nn
 
 import ampatch as amp
 
+try:
+    from ampatch import native
+except ImportError:  # a version before it, to compare with
+    native = None
+
 FP32, HALF, AUTOCAST, AGAIN = "FP32", "pure half", "autocast", "autocast again"
 SYSTEMS = [AUTOCAST, AGAIN, FP32, HALF, "O1", "O2", "O3"]
 NATIVE = " native"
@@ -27,7 +32,6 @@ OPTIMIZERS = {
 
 def with_native(systems: list[str]) -> list[str]:
     """The systems, and O1 and O2 with the native part beside them if this ampatch has one built."""
-    native = getattr(amp, "native", None)  # none in versions before it
     if native is None or native.part is None:
         return systems
     return [*systems, *(level + NATIVE for level in ("O1", "O2") if level in systems)]
