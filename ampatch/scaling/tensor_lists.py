@@ -116,6 +116,8 @@ def _parts(tensors: list[Tensor]) -> list[tuple[int, int]]:
     sizes = list(itertools.accumulate(map(Tensor.numel, tensors)))
     if not sizes:
         return []
+    if sizes[-1] <= _PART:
+        return [(0, len(sizes))]
     limit = max(_PART, sizes[-1] // 8)
     parts, begin, full = [], 0, limit
     for end, size in enumerate(sizes, 1):

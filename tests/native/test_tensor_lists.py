@@ -169,6 +169,12 @@ def test_gradients_in_parts_come_up_alike() -> None:
     assert different(*found) == []
 
 
+def test_no_gradients_come_up_alike() -> None:
+    half, master = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))
+    for way in (native.part.take_up, tensor_lists._take_up):
+        assert way([half], [master]) == way([], []) == ([], [])
+
+
 def sparse_pair() -> tuple[Tensor, Tensor]:
     half = nn.Parameter(torch.randn(3, 2).bfloat16())
     half.grad = torch.eye(3)[:, :2].bfloat16().to_sparse()
