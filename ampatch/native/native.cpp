@@ -636,7 +636,8 @@ PyObject* take_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
   for (size_t begin = 0, end = 0; begin < places.size(); begin = end) {
     std::vector<Tensor> to, rest, rest_to;
     for (int64_t size = 0; end < places.size() && (end == begin || size < limit); ++end) {
-      const Tensor &grad = raw_grad(halves.tensor(places[end])), &master = masters.tensor(places[end]);
+      const Tensor& grad = raw_grad(halves.tensor(places[end]));
+      const Tensor& master = masters.tensor(places[end]);
       size += grad.numel();
       to.push_back(small_wide(grad, master));
       if (to.back().defined()) continue;
@@ -658,27 +659,6 @@ PyObject* take_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
   }
   return PyTuple_Pack(2, taken.get(), wide.get());
-  END_HANDLE_TH_ERRORS
-}
-
-// set_grads(tensors, grads): give tensors without gradients these.
-// False: nothing was done, one of them has one or is unusual.
-PyObject* set_grads(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "set_grads(tensors, grads)");
-  const Items items(args[0]), grads(args[1]);
-  TORCH_CHECK_VALUE(items.size() == grads.size(), "set_grads: lists of different lengths");
-  for (Py_ssize_t i = 0; i < items.size(); ++i) {
-    if (!THPVariable_CheckExact(items[i]) || !THPVariable_CheckExact(grads[i])) Py_RETURN_FALSE;
-    const Tensor &tensor = items.tensor(i), &grad = grads.tensor(i);
-    if (!is_ordinary(tensor) || raw_grad(tensor).defined() || !is_ordinary(grad) ||
-        tensor.scalar_type() != grad.scalar_type() || tensor.device() != grad.device() ||
-        tensor.sizes() != grad.sizes() || items[i] == grads[i]) {
-      Py_RETURN_FALSE;
-    }
-  }
-  for (Py_ssize_t i = 0; i < items.size(); ++i) items.tensor(i).mutable_grad() = grads.tensor(i);
-  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -777,7 +757,6 @@ PyMethodDef methods[] = {
     {"on_missing", on_missing, METH_O, nullptr},
     {"places", places, METH_O, nullptr},
     {"round_down", fast(round_down), METH_FASTCALL, nullptr},
-    {"set_grads", fast(set_grads), METH_FASTCALL, nullptr},
     {"take_up", fast(take_up), METH_FASTCALL, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},
     {"versions", versions, METH_O, nullptr},

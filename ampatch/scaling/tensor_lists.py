@@ -129,9 +129,8 @@ def _parts(tensors: list[Tensor]) -> list[tuple[int, int]]:
 
 def add_to(tensors: list[Tensor], grads: list[Tensor]) -> None:
     """Add gradients to those that tensors have."""
-    if part is None or not part.set_grads(tensors, grads):
-        for tensor, grad in zip(tensors, grads, strict=True):
-            tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
+    for tensor, grad in zip(tensors, grads, strict=True):
+        tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
 
 
 def round_down(halves: list[Tensor], masters: list[Tensor]) -> None:

@@ -211,29 +211,6 @@ def test_nothing_is_done_where_a_mode_looks_on() -> None:
     assert different([h.detach() for h in halves], [h.detach() for h in before]) == []
 
 
-def test_gradients_are_added_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    def added() -> list[Tensor | None]:
-        torch.manual_seed(0)
-        tensors: list[Tensor] = [nn.Parameter(torch.randn(3)) for _ in range(4)]
-        tensor_lists.add_to(tensors[:3], [torch.randn(3) for _ in range(3)])
-        tensor_lists.add_to(tensors, [torch.randn(3) for _ in range(4)])
-        tensor_lists.add_to([], [])
-        return [tensor.grad for tensor in tensors]
-
-    natively = added()
-    without_native(monkeypatch)
-    assert different(natively, added()) == []
-
-
-def test_gradients_that_do_not_fit_are_refused_as_by_torch() -> None:
-    tensor = nn.Parameter(torch.ones(3))
-    for grad in (torch.ones(2), torch.ones(3).half(), torch.ones(3, device="meta")):
-        assert native.part.set_grads([tensor], [grad]) is False
-        with pytest.raises(RuntimeError):
-            tensor_lists.add_to([tensor], [grad])
-    assert tensor.grad is None
-
-
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 65536.0])
 def test_gradients_are_unscaled_alike(
