@@ -8,6 +8,7 @@ import sys
 # Tiny tensors on shared cores: threads that wait for each other cost far more than they save.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import own_cache  # before ampatch, which looks into it
 import pytest
 import torch
 from old_torch import lacking
@@ -45,6 +46,11 @@ def torch_is_as_we_found_it():
     assert not ours & set(torch.jit._builtins._get_builtin_table()), "left in torch.jit's table"
     state = ampatch.session.session.registry.state
     assert state.process is None and not state.per_thread and not state.thread.frames
+
+
+def pytest_unconfigure() -> None:
+    """The cache of the tests ends with them."""
+    own_cache.remove()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -96,6 +102,22 @@ def ranks(tmp_path_factory):
     ranks = Ranks(str(tmp_path_factory.mktemp("ranks")))
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def native_cache(tmp_path_factory):
+    """A folder for `AMPATCH_CACHE` with a build of the native part; see `native_runs`."""
+    from native_runs import cache_with_build
+
+    return cache_with_build(tmp_path_factory)
+
+
+@pytest.fixture
+def same_bits_with_native(native_cache):
+    """`same_bits_with_native(program)`: see `native_runs.same_bits`."""
+    from native_runs import same_bits
+
+    return lambda program: same_bits(program, native_cache)
 
 
 @pytest.fixture(params=["host", "device"])
