@@ -1,9 +1,9 @@
 """Forwards of `nn.Linear` and `nn.Conv*` that read weights from the module's table of parameters.
 
 `self.weight` is no attribute of the instance, so that it costs a failed look-up and a call of
-`nn.Module.__getattr__`, in Python: two for each layer, as much as the patched call itself.  The
-replacements do what torch's forwards do, and call the same function by the same name.  Where
-anything is out of the ordinary they leave the call to torch's.
+`nn.Module.__getattr__`, in Python, and so does `self.bias`.  The replacements do what torch's
+forwards do, and call the same function by the same name.  Where `self.weight` may mean anything
+but the entry of the table they leave the call to torch's forward.
 
 Where torch's forward is not the one that is written here, nothing is replaced.
 """
@@ -33,11 +33,11 @@ def _convolution(self: Any, input: Tensor) -> Tensor:
 
 
 def _linear_of_table(kind: type[nn.Module], original: Forward) -> Forward:
-    own_of_kind, is_traced = vars(kind), is_dynamo_compiling
-    module, look_up, plain = nn.Module, nn.Module.__getattr__, Tensor
+    of_kind, is_traced = vars(kind), is_dynamo_compiling
+    module, look_up = nn.Module, nn.Module.__getattr__
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        if type(self) is kind and type(input) is plain and module.__getattr__ is look_up:
+        if type(self) is kind and module.__getattr__ is look_up and not is_traced():
             own = self.__dict__
             table = own["_parameters"]
             if (
@@ -45,9 +45,8 @@ def _linear_of_table(kind: type[nn.Module], original: Forward) -> Forward:
                 and "bias" in table
                 and "weight" not in own
                 and "bias" not in own
-                and "weight" not in own_of_kind
-                and "bias" not in own_of_kind
-                and not is_traced()
+                and "weight" not in of_kind
+                and "bias" not in of_kind
             ):
                 return F.linear(input, table["weight"], table["bias"])
         return original(self, input)
@@ -56,11 +55,11 @@ def _linear_of_table(kind: type[nn.Module], original: Forward) -> Forward:
 
 
 def _convolution_of_table(kind: type[nn.Module], original: Forward) -> Forward:
-    own_of_kind, is_traced = vars(kind), is_dynamo_compiling
-    module, look_up, plain = nn.Module, nn.Module.__getattr__, Tensor
+    of_kind, is_traced = vars(kind), is_dynamo_compiling
+    module, look_up = nn.Module, nn.Module.__getattr__
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        if type(self) is kind and type(input) is plain and module.__getattr__ is look_up:
+        if type(self) is kind and module.__getattr__ is look_up and not is_traced():
             own = self.__dict__
             table = own["_parameters"]
             if (
@@ -68,9 +67,8 @@ def _convolution_of_table(kind: type[nn.Module], original: Forward) -> Forward:
                 and "bias" in table
                 and "weight" not in own
                 and "bias" not in own
-                and "weight" not in own_of_kind
-                and "bias" not in own_of_kind
-                and not is_traced()
+                and "weight" not in of_kind
+                and "bias" not in of_kind
             ):
                 return self._conv_forward(input, table["weight"], table["bias"])
         return original(self, input)
@@ -89,16 +87,16 @@ _KINDS: list[tuple[type[nn.Module], Forward, _Make]] = [
 
 
 def replacements() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """What to replace: `(class, name, make)`, as `casting.patches.PatchSet` takes it."""
+    """What to replace: `(class, name, make)`."""
     return [
-        (kind, "forward", functools.partial(_in_torchs_place, kind, make))
+        (kind, "forward", functools.partial(_in_torchs_module, kind, make))
         for kind, known, make in _KINDS
-        if _does_what(kind.forward, known, sys.modules[kind.__module__])
+        if _does_what(vars(kind).get("forward"), known, sys.modules[kind.__module__])
     ]
 
 
 def _does_what(found: Any, known: Any, home: Any) -> bool:
-    """Whether torch's forward, not one that other code has put there, does what `known` does."""
+    """Whether `found` is torch's own, not one that other code has put there, and as `known`."""
     if not inspect.isfunction(found) or found.__globals__ is not vars(home):
         return False
     ours, theirs = known.__code__, found.__code__
@@ -109,11 +107,11 @@ def _does_what(found: Any, known: Any, home: Any) -> bool:
     )
 
 
-def _in_torchs_place(kind: type[nn.Module], make: _Make, original: Any) -> Any:
-    """`make(kind, original)` as a function of the original's module.
+def _in_torchs_module(kind: type[nn.Module], make: _Make, original: Any) -> Any:
+    """`make(kind, original)` as a function of the module that the original is in.
 
-    So it finds `F` there, as do TorchScript, which compiles the original, and the explanation of
-    an error, which looks for frames of torch.
+    It finds `F` there, as the original does.  So do TorchScript, which compiles the original's
+    source, and the explanation of errors, which looks for frames of torch.
     """
     made: Any = make(kind, original)
     forward = FunctionType(made.__code__, original.__globals__, None, None, made.__closure__)
