@@ -254,6 +254,13 @@ def test_a_forward_of_other_code_is_left_in(kind, monkeypatch):
     assert kind.forward is mine
 
 
+def test_a_copy_of_torch_s_in_another_module_is_left_in(kind, monkeypatch):
+    """It may find other functions there."""
+    elsewhere = types.FunctionType(ORIGINALS[kind].__code__, {"F": F})
+    monkeypatch.setattr(kind, "forward", elsewhere)
+    assert kind not in [owner for owner, _, _ in layer_forwards.replacements()]
+
+
 def test_a_forward_that_does_something_else_is_left_in(kind, monkeypatch):
     """As that of a later torch may."""
 
