@@ -19,6 +19,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <vector>
 
@@ -44,13 +45,21 @@ bool is_small(const Tensor& tensor) {
       tensor.is_non_overlapping_and_dense();
 }
 
-uint16_t rounded(uint32_t bits) {  // FP32 to bfloat16, to nearest even; as c10::BFloat16
-  const uint32_t bias = 0x7fff + ((bits >> 16) & 1);
-  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<uint16_t>((bits + bias) >> 16);
+uint16_t bfloat16_nan = 0x7fc0;  // what ATen makes of any NaN here: its vector units have their own
+
+// FP32 to bfloat16, to the nearest, ties to even: as c10::BFloat16.
+void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
+  const uint16_t nan = bfloat16_nan;
+  for (int64_t i = 0; i < size; ++i) {
+    const uint32_t bits = from[i];
+    const uint32_t half = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to[i] = (bits & 0x7fffffff) > 0x7f800000 ? nan : static_cast<uint16_t>(half);
+  }
 }
 
-void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
-  for (int64_t i = 0; i < size; ++i) to[i] = rounded(from[i]);
+void learn_nan() {
+  const Tensor nan = at::full({16}, NAN, at::TensorOptions(at::kFloat)).to(at::kBFloat16);
+  bfloat16_nan = *static_cast<const uint16_t*>(nan.const_data_ptr());
 }
 
 void widen(uint32_t* to, const uint16_t* from, int64_t size) {
@@ -430,12 +439,14 @@ bool intern(PyObject** place, const char* name) {
 }  // namespace
 
 PyMODINIT_FUNC PyInit__ampatch_native() {
+  HANDLE_TH_ERRORS
   if (!intern(&names.thread, "_thread") || !intern(&names.forward, "forward") ||
       !intern(&names.graphed, "graphed") || !intern(&names.plain, "plain") ||
       !intern(&names.in_inference, "in_inference") || !intern(&names.used, "used") ||
       !intern(&names.hits, "hits") || !intern(&names.cast, "cast")) {
     return nullptr;
   }
+  learn_nan();
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   UNUSUAL = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
@@ -444,4 +455,5 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
     return nullptr;
   }
   return module;
+  END_HANDLE_TH_ERRORS
 }

@@ -204,3 +204,8 @@ def test_import_loads_nothing_that_only_a_build_needs(native_cache):
     """
     done = run_native(program, native="1", cache=native_cache)
     assert done.stdout == "set() True\n"
+
+
+@pytest.mark.skipif(os.environ.get("AMPATCH_NATIVE") != "1", reason="AMPATCH_NATIVE is not 1")
+def test_a_run_of_the_tests_that_asks_for_it_has_it():
+    assert native.status().in_force, native.status()
