@@ -32,7 +32,7 @@ def _convolution(self: Any, input: Tensor) -> Tensor:
     return self._conv_forward(input, self.weight, self.bias)
 
 
-def _linear_of_table(kind: type[nn.Module], original: Forward) -> Forward:
+def _linear_of_table(kind: type[Any], original: Forward) -> Forward:
     of_kind, is_traced = vars(kind), is_dynamo_compiling
     module, look_up = nn.Module, nn.Module.__getattr__
 
@@ -54,7 +54,7 @@ def _linear_of_table(kind: type[nn.Module], original: Forward) -> Forward:
     return forward
 
 
-def _convolution_of_table(kind: type[nn.Module], original: Forward) -> Forward:
+def _convolution_of_table(kind: type[Any], original: Forward) -> Forward:
     of_kind, is_traced = vars(kind), is_dynamo_compiling
     module, look_up = nn.Module, nn.Module.__getattr__
 
@@ -76,9 +76,9 @@ def _convolution_of_table(kind: type[nn.Module], original: Forward) -> Forward:
     return forward
 
 
-_Make = Callable[[type[nn.Module], Forward], Forward]
+_Make = Callable[[type[Any], Forward], Forward]
 
-_KINDS: list[tuple[type[nn.Module], Forward, _Make]] = [
+_KINDS: list[tuple[type[Any], Forward, _Make]] = [
     (nn.Linear, _linear, _linear_of_table),
     (nn.Conv1d, _convolution, _convolution_of_table),
     (nn.Conv2d, _convolution, _convolution_of_table),
@@ -107,7 +107,7 @@ def _does_what(found: Any, known: Any, home: Any) -> bool:
     )
 
 
-def _in_torchs_module(kind: type[nn.Module], make: _Make, original: Any) -> Any:
+def _in_torchs_module(kind: type[Any], make: _Make, original: Any) -> Any:
     """`make(kind, original)` as a function of the module that the original is in.
 
     It finds `F` there, as the original does.  So do TorchScript, which compiles the original's
