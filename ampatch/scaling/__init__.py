@@ -8,6 +8,7 @@ Where to look first:
   `gradient_flow`, with its states in `gradient_state`;
 * the step itself: `optimizer`; what is peculiar to a class of optimizers: the folder `optimizers`;
 * FP32 masters: `master_weights` and the folder `masters`;
+* whole lists of tensors in one call, in Python or natively: `tensor_lists`;
 * several optimizers in one training: `shared_parameters`, `other_blocks`; several ranks:
   `process_group`;
 * skipped steps: counted in `step_counts`, warned of in `skip_report`.
