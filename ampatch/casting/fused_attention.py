@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,16 +37,16 @@ from .rules import CASTABLE, SCALARS, TENSORS, cast, castable
 DEVICES = frozenset(("cpu", "cuda"))
 """Where the kernels take half."""
 
-_PARTS = {
-    "self_attn": nn.MultiheadAttention,
-    "linear1": nn.Linear,
-    "linear2": nn.Linear,
-    "norm1": nn.LayerNorm,
-    "norm2": nn.LayerNorm,
-    "dropout": nn.Dropout,
-    "dropout1": nn.Dropout,
-    "dropout2": nn.Dropout,
-}
+_PARTS: tuple[tuple[str, type], ...] = (
+    ("self_attn", nn.MultiheadAttention),
+    ("linear1", nn.Linear),
+    ("linear2", nn.Linear),
+    ("norm1", nn.LayerNorm),
+    ("norm2", nn.LayerNorm),
+    ("dropout", nn.Dropout),
+    ("dropout1", nn.Dropout),
+    ("dropout2", nn.Dropout),
+)
 """Of an encoder layer: the kernel knows their weights, and not what their forwards do."""
 
 # Positions in the calls that torch's modules make.
@@ -82,18 +82,17 @@ def fast_path(original: Callable, state: CastState) -> Callable:
 def _suits(asking: dict[str, Any], policy: Policy, state: CastState) -> bool:
     """Whether the kernel in half would give what the single calls of the asking module give."""
     module = asking.get("self")
+    weights: Callable[[Any], list[Any]]
     if isinstance(module, nn.MultiheadAttention):
-        given, masks = asking.get("query"), ("attn_mask", "key_padding_mask")
-        knows = _knows_attention
+        given, masks, weights = "query", ("attn_mask", "key_padding_mask"), _weights_of_attention
     elif type(module) is nn.TransformerEncoderLayer:
-        given, masks = asking.get("src"), ("src_mask", "src_key_padding_mask")
-        knows = _knows_layer
+        given, masks, weights = "src", ("src_mask", "src_key_padding_mask"), _weights_of_layer
     else:
         return False
     return (
         _only_tables_decide(policy, state)
-        and _is_plain(given, policy)
-        and knows(module)
+        and _is_plain(asking.get(given), policy)
+        and _are_plain(weights(module))
         and _only_hide_places([asking[name] for name in masks if asking.get(name) is not None])
     )
 
@@ -105,6 +104,7 @@ def _only_tables_decide(policy: Policy, state: CastState) -> bool:
         or policy.gate is not None
         or policy.apex_tables
         or observers
+        or any(GLOBAL_FORWARD_TABLES)  # tools that watch all modules look at what they call too
         or state.has_rules_of_user
         or is_recording()
         or computes_with_fakes()
@@ -121,26 +121,27 @@ def _is_plain(given: Any, policy: Policy) -> bool:
     )
 
 
-def _knows_attention(module: Any) -> bool:
-    own = module._parameters
-    out = parts_of(module).get("out_proj")
-    weights = [own.get("in_proj_weight"), own.get("in_proj_bias")]
-    return out is not None and _are_plain([*weights, *out._parameters.values()])
+def _weights_of_attention(module: Any) -> list[Any]:
+    own, out = module._parameters, parts_of(module).get("out_proj")
+    further = () if out is None else out._parameters.values()
+    return [own.get("in_proj_weight"), own.get("in_proj_bias"), *further]
 
 
-def _knows_layer(layer: Any) -> bool:
-    """Whether its parts are torch's own, in evaluation, without a forward put in from outside."""
-    if layer.norm_first or any(GLOBAL_FORWARD_TABLES):
-        return False
+def _weights_of_layer(layer: Any) -> list[Any]:
+    """Its weights; None is among them where the kernel does something else than the layer.
+
+    It does the same for parts that are torch's own, in evaluation, without a forward put in
+    from outside.
+    """
     parts = parts_of(layer)
-    weights: list[Any] = []
-    for name, kind in _PARTS.items():
-        part = parts.get(name)
-        if type(part) is not kind or part.training or "forward" in vars(part):
-            return False
-        if kind is nn.Linear or kind is nn.LayerNorm:
-            weights += part._parameters.values()
-    return _are_plain(weights) and _knows_attention(parts["self_attn"])
+    weights: list[Any] = [None] if layer.norm_first else []
+    for name, kind in _PARTS:
+        part: Any = parts.get(name)
+        if type(part) is not kind or part.training or "forward" in part.__dict__:
+            return [None]
+        is_attention = kind is nn.MultiheadAttention
+        weights += _weights_of_attention(part) if is_attention else part._parameters.values()
+    return weights
 
 
 def _are_plain(weights: list[Any]) -> bool:
@@ -227,15 +228,16 @@ def _where_tables_decide(
     """`in_half` for calls as torch's modules make them; other calls are left as they are."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        if state.modes or not _PLAIN_ARGUMENTS.issuperset(map(type, (*args, *kwargs.values()))):
-            if is_asked(args, kwargs):
-                return call_handlers(state, patched, original, args, kwargs)
+        may_be_asked = state.modes or kwargs or not _PLAIN_ARGUMENTS.issuperset(map(type, args))
+        if may_be_asked and is_asked(args, kwargs):
+            return call_handlers(state, patched, original, args, kwargs)
         policy = state.table_policy()
         if (
             policy is not None
             and not is_dynamo_compiling()
             and not kwargs
             and is_known(args)
+            and not (torch.is_grad_enabled() and any(map(_wants_gradients, args)))
             and _only_tables_decide(policy, state)
             and _is_plain(args[0], policy)
         ):
@@ -246,9 +248,15 @@ def _where_tables_decide(
     return patched
 
 
+def _wants_gradients(value: Any) -> bool:
+    """The kernels have no derivatives; torch's modules do not call them with such tensors."""
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def _cast_weights(places: tuple[int, ...], given: list[Any], policy: Policy) -> None:
     to = policy.half_to
     weights = [given[place] for place in places]
+    halves: Sequence[Tensor]
     if {*map(_dtype_of, weights)} == {torch.float32} and to is not torch.float32:
         halves = policy.cache.cast_outside_graphs(weights, to)
     else:

@@ -183,9 +183,7 @@ class WeightCache:
                 return half
         return self._make(forward, copies, weight, dtype)
 
-    def cast_outside_graphs(
-        self, weights: list[Tensor], dtype: torch.dtype
-    ) -> Sequence[Tensor]:
+    def cast_outside_graphs(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         """The FP32 `weights` of one call in `dtype`, in a forward that records no graph of them.
 
         All are copies made earlier in this forward, or all are made now, in one batch.
@@ -193,7 +191,7 @@ class WeightCache:
         forward = self._thread.forward
         if forward is None or forward.in_inference is not torch.is_inference_mode_enabled():
             return self._make_outside_graphs(weights, dtype)
-        halves = []
+        halves: list[Tensor] = []
         for weight in weights:
             found = forward.plain.get(id(weight))
             if found is None or found[1] != weight._version or found[0].dtype is not dtype:
@@ -202,16 +200,14 @@ class WeightCache:
         else:
             self.hits += len(halves)
             return halves
-        halves = self._make_outside_graphs(weights, dtype)
+        made = self._make_outside_graphs(weights, dtype)
         if forward.touched.isdisjoint(map(id, weights)) and not any(map(_is_inference, weights)):
             versions = map(_version_of, weights)
-            forward.plain.update(zip(map(id, weights), zip(halves, versions)))
+            forward.plain.update(zip(map(id, weights), zip(made, versions)))
             forward.kept.append(weights)
-        return halves
+        return made
 
-    def _make_outside_graphs(
-        self, weights: list[Tensor], dtype: torch.dtype
-    ) -> Sequence[Tensor]:
+    def _make_outside_graphs(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         self.misses += len(weights)
         return cast_together(weights, dtype, in_graph=False)
 

@@ -22,7 +22,7 @@ MATRIX_KERNELS = (
 
 
 class Kernels(TorchDispatchMode):
-    """The dtypes that kernels multiplying matrices are given, by kernel."""
+    """The dtypes of the matrices that kernels multiplying matrices are given, by kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,13 +33,19 @@ class Kernels(TorchDispatchMode):
         if name in MATRIX_KERNELS:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             self.seen.setdefault(name, set()).update(
-                tensor.dtype for tensor in tensors if tensor.is_floating_point()
+                tensor.dtype
+                for tensor in tensors
+                if tensor.is_floating_point() and tensor.dim() > 1  # weights of norms are not
             )
         return function(*args, **(kwargs or {}))
 
     def dtypes(self) -> set:
         assert self.seen, "no matrix kernel ran"
         return set().union(*self.seen.values())
+
+
+FUSED = frozenset(("_transformer_encoder_layer_fwd", "_native_multi_head_attention"))
+"""The kernels of torch's modules for attention in evaluation."""
 
 
 def tensor_of(output: Any) -> Tensor:
