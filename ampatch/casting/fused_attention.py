@@ -37,7 +37,7 @@ from .rules import CASTABLE, SCALARS, TENSORS, cast, castable
 DEVICES = frozenset(("cpu", "cuda"))
 """Where the kernels take half."""
 
-_PARTS: tuple[tuple[str, type], ...] = (
+_PARTS: tuple[tuple[str, Any], ...] = (
     ("self_attn", nn.MultiheadAttention),
     ("linear1", nn.Linear),
     ("linear2", nn.Linear),
