@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import native as native  # loads a build of the native part that matches
 from ._version import __version__
 from .api.casting import (
     disable_casts,

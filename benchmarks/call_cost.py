@@ -10,6 +10,7 @@ on a C function that does next to nothing.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import statistics
@@ -138,6 +139,7 @@ def _quartiles(times: list[float]) -> str:
 
 def main() -> None:
     """Measure and print."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     print(
         f"Nanoseconds of processor time per call, {ROUNDS} interleaved rounds of {CALLS}: "

@@ -2,17 +2,17 @@
 
     python benchmarks/gpu.py [--dtypes float16,bfloat16] [--models ...] [--json FILE]
 
-For each model, half type and system: items per second (median of the rounds; one
-system after the other, the reference twice), peak memory, kernels per step, how
-often a step makes the host wait, and whether a whole step can be captured in a
-CUDA graph.  Prints a short table last and writes JSON.  `--small` tries it all on
-tiny shapes, on the CPU too.
+For each model, half type and system, each in a process of its own: milliseconds per step and items
+per second (median of the rounds; one system after the other, the reference twice), peak memory,
+kernels, operators and casts per step, how often a step makes the host wait, and whether a whole
+step can be captured in a CUDA graph.  Prints a short table last and writes JSON.
+`--small --device cpu` tries it on tiny shapes without a GPU, where operators and casts are counted
+and kernels are not.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -22,20 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from counts import count_step
 from gpu_models import WORKLOADS, Workload
+from systems import AGAIN, AUTOCAST, environment, with_native
 from torch.profiler import ProfilerActivity, profile
-from workers import machine
+from workers import alone, machine
 
 import ampatch as amp
 
-REFERENCE = "autocast"
-SYSTEMS = [REFERENCE, "autocast again", "O1", "O2"]
+SYSTEMS = [AUTOCAST, AGAIN, "O1", "O2"]
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # and those with another ending
 
 
 def make_step(work: Workload, system: str, dtype: torch.dtype, device: str, fused: bool) -> Any:
     """The function that does one training step."""
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-5, fused=fused)
-    if system.startswith("autocast"):
+    level = system.partition(" ")[0]
+    if level == AUTOCAST:
         scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
 
         def step() -> None:
@@ -47,7 +50,7 @@ def make_step(work: Workload, system: str, dtype: torch.dtype, device: str, fuse
             scaler.update()
 
         return step
-    amp.initialize(work.model, optimizer, opt_level=system, dtype=dtype, verbosity=0)
+    amp.initialize(work.model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
 
     def ours() -> None:
         optimizer.zero_grad()
@@ -80,7 +83,7 @@ def kernels(step: Callable[[], None], device: str) -> int | None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         step()
         _wait(device)
-    return sum(event.count for event in trace.key_averages() if event.key == "cudaLaunchKernel")
+    return sum(event.count for event in trace.key_averages() if event.key.startswith(LAUNCHES))
 
 
 def waits(step: Callable[[], None], device: str) -> int | None:
@@ -120,18 +123,15 @@ def captures(step: Callable[[], None], device: str) -> bool | None:
 
 
 def run(name: str, system: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
-    """One system on one model: each measured alone, the memory with it."""
-    gc.collect()
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    """One system on one model; this wants a process of its own."""
     torch.manual_seed(0)
     work = WORKLOADS[name](options.device, options.small)
     step = make_step(work, system, dtype, options.device, options.fused)
     seconds(step, options.warm_up, options.device)
     times = [seconds(step, options.steps, options.device) for _ in range(options.rounds)]
     peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else None
-    found = {
+    counted = count_step(step)
+    return {
         "model": name,
         "system": system,
         "dtype": str(dtype).removeprefix("torch."),
@@ -141,20 +141,21 @@ def run(name: str, system: str, dtype: torch.dtype, options: argparse.Namespace)
         "unit": work.unit,
         "peak_bytes": peak,
         "kernels": kernels(step, options.device),
+        "operators": counted.operators,
+        "casts": counted.casts,
         "waits": waits(step, options.device),
         "graph": captures(step, options.device) if options.fused else None,
     }
-    amp.deactivate()
-    return found
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """Speed and memory relative to autocast + GradScaler, in Markdown."""
     lines = [
-        "| | dtype | system | per second | speed | memory | kernels | waits | graph |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | dtype | system | ms per step | per second | speed | memory | kernels | operators "
+        "| casts | waits | graph |",
+        "|---" * 12 + "|",
     ]
-    bases = {(r["model"], r["dtype"]): r for r in results if r["system"] == REFERENCE}
+    bases = {(r["model"], r["dtype"]): r for r in results if r["system"] == AUTOCAST}
     for found in results:
         base = bases[found["model"], found["dtype"]]
         memory = (
@@ -163,9 +164,11 @@ def table(results: list[dict[str, Any]]) -> str:
         )  # fmt: skip
         lines.append(
             f"| {found['model']} | {found['dtype']} | {found['system']} "
+            f"| {statistics.median(found['seconds']) * 1e3:.2f} "
             f"| {found['per_second']:.0f} {found['unit']} "
             f"| {found['per_second'] / base['per_second']:.3f} | {memory} "
-            f"| {found['kernels']} | {found['waits']} | {found['graph']} |"
+            f"| {found['kernels']} | {found['operators']} | {found['casts']} "
+            f"| {found['waits']} | {found['graph']} |"
         )
     return "\n".join(lines)
 
@@ -176,7 +179,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtypes", default="float16,bfloat16")
     parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", default=",".join(with_native(SYSTEMS)))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=5)
@@ -188,7 +191,8 @@ def main() -> None:
     for name in options.models.split(","):
         for dtype in options.dtypes.split(","):
             for system in options.systems.split(","):
-                results.append(run(name, system, getattr(torch, dtype), options))
+                arguments = (name, system, getattr(torch, dtype), options)
+                results.append(alone(run, *arguments, environment=environment(system)))
                 print(json.dumps({**results[-1], "seconds": None}), flush=True)
     print(machine())
     print(table(results))

@@ -7,6 +7,7 @@ Nanoseconds per call, the least of several repeats, in one process.
 
 from __future__ import annotations
 
+import argparse
 import timeit
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ def nanoseconds(call: Callable[[], object], number: int = 20000) -> float:
 
 def main() -> None:
     """Measure and print."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     full, half = torch.randn(4, 4), torch.randn(4, 4, dtype=torch.bfloat16)
     plain = {

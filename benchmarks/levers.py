@@ -5,7 +5,8 @@
 Taken away are the nodes that cast many weights (each weight is then cast by itself), batches
 (lists of tensors are then dealt with tensor by tensor), and bare calls (torch's own frames
 around `step` and `zero_grad` are then called).  A column without Python's garbage collector says
-what that costs.
+what that costs.  All this is the Python way; the native part, where it is built, has columns of
+its own.
 """
 
 from __future__ import annotations
@@ -17,18 +18,31 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from models import DISPATCH_BOUND
-from systems import AUTOCAST, HALF, make_step
+from systems import AGAIN, AUTOCAST, HALF, environment, make_step, with_native
 from workers import machine, measure, ratios, table
 
 from ampatch.casting import batched_casts
 from ampatch.scaling import optimizer
 from ampatch.torch_private import foreach
 
-AGAIN = "autocast again"
-BATCHES = ("copy_", "add_", "mul_")
+# of each lever: where it is, and what stands there without it
+LEVERS: dict[str, list[tuple[Any, str, Any]]] = {
+    "nodes": [(batched_casts, "HOOKS_CAN_BE_SEEN", False)],
+    "batches": [
+        (foreach, name, functools.partial(foreach.one_by_one, name))
+        for name in ("copy_", "add_", "mul_")
+    ],
+    "bare calls": [
+        (optimizer, "bare_step", lambda original, managed: None),
+        (optimizer, "is_bare_zero_grad", lambda original, managed: False),
+    ],
+    "gc": [],
+}
 SYSTEMS = [
     *(AUTOCAST, AGAIN, f"{AUTOCAST} without gc", HALF),
     *("O1", "O1 without nodes", "O1 without batches"),
@@ -42,15 +56,9 @@ def make(name: str, system: str) -> Callable[[], None]:
     """The function that does one training step, `system` being "... without a lever" or whole."""
     torch.manual_seed(0)
     level, _, lever = system.partition(" without ")
-    if lever == "nodes":
-        batched_casts.HOOKS_CAN_BE_SEEN = False
-    elif lever == "batches":
-        for batch in BATCHES:
-            setattr(foreach, batch, functools.partial(foreach.one_by_one, batch))
-    elif lever == "bare calls":
-        optimizer.bare_step = lambda original, managed: None
-        optimizer.is_bare_zero_grad = lambda original, managed: False
-    elif lever == "gc":
+    for owner, attribute, replacement in LEVERS[lever] if lever else []:
+        mock.patch.object(owner, attribute, replacement).start()  # fails where there is none
+    if lever == "gc":
         gc.disable()
     return make_step(DISPATCH_BOUND[name](), level, "ordinary", torch.bfloat16)
 
@@ -61,17 +69,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    systems = with_native(SYSTEMS)
     columns: dict[str, dict[str, tuple]] = {}
     for name in DISPATCH_BOUND:
         steps = STEPS.get(name, 10)
         times = measure(
             functools.partial(make, name),
-            SYSTEMS,
+            systems,
             rounds=options.rounds,
             steps=steps,
             warm_up=steps,
             threads=1,
             clock=time.process_time,
+            environments=lambda system: [environment(system)],
         )
         columns[name] = ratios(times, AUTOCAST)
     rows = [
@@ -80,13 +90,13 @@ def main() -> None:
     ]
     means = [
         statistics.geometric_mean(found[system][1] for found in columns.values())
-        for system in SYSTEMS
+        for system in systems
     ]
     rows.append(["geometric mean", *[f"**{mean:.3f}**" for mean in means]])
     text = (
         f"# A training step without one of the levers, relative to {AUTOCAST} + GradScaler\n\n"
         f"bfloat16, CPU, one thread, CPU time, SGD, dynamic loss scale: median and quartiles of "
-        f"{options.rounds} rounds.\n{machine()}.\n\n{table(['', *SYSTEMS], rows)}"
+        f"{options.rounds} rounds.\n{machine()}.\n\n{table(['', *systems], rows)}"
     )
     print(text)
     if options.out is not None:

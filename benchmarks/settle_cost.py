@@ -9,6 +9,7 @@ of masters, gradients left by plain backward passes) is priced beside it.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -80,6 +81,7 @@ def row(name: str) -> str:
 
 def main() -> None:
     """Print the page."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     print(f"Microseconds of processor time, {ROUNDS} interleaved rounds: median and quartiles.")
     print(f"{machine()}.\n")

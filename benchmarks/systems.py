@@ -1,4 +1,8 @@
-"""One training or evaluation step of a `Task` under each system that is compared."""
+"""One training or evaluation step of a `Task` under each system that is compared.
+
+The first word of a system says what it is; `"autocast again"` is autocast, `"O1 native"`
+is O1 in a process that may use ampatch's native part (`environment`).
+"""
 
 from __future__ import annotations
 
@@ -7,52 +11,72 @@ from collections.abc import Callable
 
 import torch
 from models import Task
+from situations import MICRO_BATCHES, SITUATIONS
 from torch import nn
 
 import ampatch as amp
 
-FP32, HALF, AUTOCAST = "FP32", "pure half", "autocast"
-SYSTEMS = [AUTOCAST, "autocast again", FP32, HALF, "O1", "O2", "O3"]
+try:
+    from ampatch import native
+except ImportError:  # a version before it, to compare with
+    native = None
+
+FP32, HALF, AUTOCAST, AGAIN = "FP32", "pure half", "autocast", "autocast again"
+SYSTEMS = [AUTOCAST, AGAIN, FP32, HALF, "O1", "O2", "O3"]
+NATIVE = " native"
 OPTIMIZERS = {
     "ordinary": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
     "fused": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, fused=True),
 }
 
 
-def make_step(task: Task, system: str, optimizer: str, dtype: torch.dtype) -> Callable[[], None]:
+def with_native(systems: list[str]) -> list[str]:
+    """The systems, and O1 and O2 with the native part beside them if this ampatch has one built."""
+    if native is None or native.part is None:
+        return systems
+    return [*systems, *(level + NATIVE for level in ("O1", "O2") if level in systems)]
+
+
+def environment(system: str) -> dict[str, str]:
+    """The variables that a system's process needs before it imports ampatch."""
+    return {"AMPATCH_NATIVE": "1" if system.endswith(NATIVE) else "0"}
+
+
+def make_step(
+    task: Task, system: str, optimizer: str, dtype: torch.dtype, situation: str = "plain"
+) -> Callable[[], None]:
     """The function that does one training step: every loss of the task, each with its optimizer.
 
     Loss scaling is dynamic wherever a system has it, in bfloat16 too, so that
-    the same work is compared.  `"... hooks"` is a system with a hook on every parameter.
+    the same work is compared.  `situation` is a key of `situations.SITUATIONS`.
     """
     for module in task.modules:
         module.train()
     level = system.partition(" ")[0]
     if level == HALF.partition(" ")[0]:
-        for module in task.modules:
-            module.to(dtype)
+        _to_half(task, dtype)
     optimizers = [OPTIMIZERS[optimizer](module.parameters()) for module in task.modules]
     if level in ("O1", "O2", "O3"):
-        return _ampatch_step(task, system, optimizers, dtype)
+        scale = 1.0 if level == "O3" else "dynamic"
+        amp.initialize(
+            task.modules, optimizers, opt_level=level, dtype=dtype, loss_scale=scale, verbosity=0
+        )
+    task = task._replace(modules=SITUATIONS[situation](task.modules))
+    passes = [True] * (MICRO_BATCHES - 1) if situation == "accumulation" else []
+    passes.append(False)
+    if level in ("O1", "O2", "O3"):
+        return _ampatch_step(task, optimizers, passes)
     if level == AUTOCAST:
-        _hook_where_asked(task, system)
-        return _autocast_step(task, optimizers, dtype)
-    losses = _in_half(task, dtype) if level == HALF.partition(" ")[0] else task.losses
+        return _autocast_step(task, optimizers, passes, dtype)
 
     def step() -> None:
-        for loss_of, one in zip(losses, optimizers, strict=True):
+        for loss_of, one in zip(task.losses, optimizers, strict=True):
             _zero(optimizers)
-            loss_of(task.modules).backward()
+            for _ in passes:
+                loss_of(task.modules).backward()
             one.step()
 
     return step
-
-
-def _hook_where_asked(task: Task, system: str) -> None:
-    if system.endswith(" hooks"):
-        for module in task.modules:
-            for parameter in module.parameters():
-                parameter.register_hook(lambda grad: None)
 
 
 def _zero(optimizers: list) -> None:
@@ -60,44 +84,40 @@ def _zero(optimizers: list) -> None:
         optimizer.zero_grad()
 
 
-def _in_half(task: Task, dtype: torch.dtype) -> list[Callable]:
-    """Losses of a model that is all half: its inputs and outputs are cast by hooks."""
+def _to_half(task: Task, dtype: torch.dtype) -> None:
+    """Models that are all half: their inputs and outputs are cast by hooks."""
     for module in task.modules:
+        module.to(dtype)
         module.register_forward_pre_hook(lambda _, args: tuple(x.to(dtype) for x in args))
         module.register_forward_hook(lambda _, args, output: output.float())
-    return task.losses
 
 
-def _autocast_step(task: Task, optimizers: list, dtype: torch.dtype) -> Callable[[], None]:
+def _autocast_step(
+    task: Task, optimizers: list, passes: list[bool], dtype: torch.dtype
+) -> Callable[[], None]:
     scaler = torch.amp.GradScaler("cpu")
 
     def step() -> None:
         for loss_of, one in zip(task.losses, optimizers, strict=True):
             _zero(optimizers)
-            with torch.autocast("cpu", dtype=dtype):
-                loss = loss_of(task.modules)
-            scaler.scale(loss).backward()
+            for _ in passes:
+                with torch.autocast("cpu", dtype=dtype):
+                    loss = loss_of(task.modules)
+                scaler.scale(loss).backward()
             scaler.step(one)
             scaler.update()
 
     return step
 
 
-def _ampatch_step(
-    task: Task, system: str, optimizers: list, dtype: torch.dtype
-) -> Callable[[], None]:
-    level = system.partition(" ")[0]
-    scale = 1.0 if level == "O3" else "dynamic"
-    amp.initialize(
-        task.modules, optimizers, opt_level=level, dtype=dtype, loss_scale=scale, verbosity=0
-    )
-    _hook_where_asked(task, system)
-
+def _ampatch_step(task: Task, optimizers: list, passes: list[bool]) -> Callable[[], None]:
     def step() -> None:
         for loss_of, one in zip(task.losses, optimizers, strict=True):
             _zero(optimizers)
-            with amp.scale_loss(loss_of(task.modules), one) as scaled_loss:
-                scaled_loss.backward()
+            for more in passes:
+                loss = loss_of(task.modules)
+                with amp.scale_loss(loss, one, delay_unscale=more) as scaled_loss:
+                    scaled_loss.backward()
             one.step()
 
     return step
@@ -110,10 +130,8 @@ def make_evaluation(task: Task, system: str, dtype: torch.dtype) -> Callable[[],
         module.eval()
     level = system.partition(" ")[0]
     around: Callable = contextlib.nullcontext
-    if level == "pure":
-        for module in modules:
-            module.to(dtype)
-        _in_half(task, dtype)
+    if level == HALF.partition(" ")[0]:
+        _to_half(task, dtype)
     elif level == AUTOCAST:
         around = lambda: torch.autocast("cpu", dtype=dtype)  # noqa: E731
     elif level != FP32:

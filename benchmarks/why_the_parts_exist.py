@@ -13,6 +13,7 @@ and the distance to the target shrinks by `1 - 2 * weight * lr` a step.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,5 +179,11 @@ def _table(problem: Problem, settings: list[Setting]) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print both tables."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print("\n\n".join(tables()))
+
+
+if __name__ == "__main__":
+    main()

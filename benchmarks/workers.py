@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -30,6 +32,10 @@ def _serve(
         connection.send((clock() - begin) / steps)
 
 
+def _as_here(system: str) -> list[dict[str, str]]:
+    return [{}]
+
+
 def measure(
     make: Callable[[str], Callable],
     systems: list[str],
@@ -39,20 +45,27 @@ def measure(
     warm_up: int,
     threads: int,
     clock: Callable[[], float] = time.perf_counter,
+    environments: Callable[[str], list[dict[str, str]]] = _as_here,
 ) -> dict[str, list[float]]:
     """Seconds per step of each system, one figure per round.
 
     `make(system)` builds, in the system's own process, the function that does one step.
+    `environments(system)` has the variables set in that process before it imports torch.  With
+    more than one entry a system has as many processes (ranks): they step together, and the
+    first is measured.
     """
     context = multiprocessing.get_context("spawn")
-    pipes, processes = {}, []
+    pipes: dict[str, list[Connection]] = {system: [] for system in systems}
+    processes = []
     for system in systems:
-        pipes[system], theirs = context.Pipe()
-        processes.append(
-            context.Process(target=_serve, args=(theirs, make, system, threads, clock), daemon=True)
-        )
-        processes[-1].start()
-        theirs.close()
+        for environment in environments(system):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, make, system, threads, clock)
+            processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            with mock.patch.dict(os.environ, environment):
+                processes[-1].start()
+            theirs.close()
+            pipes[system].append(ours)
     times: dict[str, list[float]] = {system: [] for system in systems}
     for system in systems:
         _ask(pipes[system], warm_up)
@@ -60,15 +73,19 @@ def measure(
         turn = number % len(systems)
         for system in systems[turn:] + systems[:turn]:
             times[system].append(_ask(pipes[system], steps))
-    for system, process in zip(systems, processes, strict=True):
-        pipes[system].send(None)
+    for ranks in pipes.values():
+        for pipe in ranks:
+            pipe.send(None)
+    for process in processes:
         process.join()
     return times
 
 
-def _ask(pipe: Connection, steps: int) -> float:
-    pipe.send(steps)
-    return pipe.recv()
+def _ask(ranks: list[Connection], steps: int) -> float:
+    for pipe in ranks:
+        pipe.send(steps)
+    first, *_ = [pipe.recv() for pipe in ranks]
+    return first
 
 
 def ratios(times: dict[str, list[float]], reference: str) -> dict[str, tuple[float, float, float]]:
@@ -88,9 +105,11 @@ def machine() -> str:
     return f"{today}, {device}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def alone(function: Callable, *args: Any) -> Any:
-    """The result of a function that runs in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,)) as pool:
+def alone(function: Callable, *args: Any, environment: dict[str, str] | None = None) -> Any:
+    """The result of a function that runs in a process of its own, with these variables set."""
+    with mock.patch.dict(os.environ, environment or {}):
+        pool = multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
+    with pool:
         return pool.apply(function, args)
 
 

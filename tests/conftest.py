@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
 # Tiny tensors on shared cores: threads that wait for each other cost far more than they save.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import own_cache  # before ampatch, which looks into it
 import pytest
 import torch
 from old_torch import lacking
@@ -23,7 +25,14 @@ from ampatch.scaling import scale_value
 rebind.NOT_SEARCHED.update(
     ("_pytest", "hypothesis", "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "pygments"),
     ("rich", "scipy", "setuptools", "sklearn", "sympy"),
+    sys.stdlib_module_names,
 )
+
+# Without the device torch keeps each seed until the device is started, and formats the stack of
+# the call, three times: a tenth of the time of the tests.
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not _devices.is_available():
+        _devices.manual_seed_all = lambda seed: None
 
 # torch rewraps these at the first instance of each optimizer class; let it, once.
 for _optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.LBFGS):
@@ -42,9 +51,14 @@ def torch_is_as_we_found_it():
     ours = set(map(id, ampatch.session.session.registry.installation.replacements))
     ampatch.deactivate()
     assert changes(before, snapshot()) == []
-    assert not ours & set(torch.jit._builtins._get_builtin_table()), "left in torch.jit's table"
+    assert not ours & torch.jit._builtins._get_builtin_table().keys(), "left in torch.jit's table"
     state = ampatch.session.session.registry.state
     assert state.process is None and not state.per_thread and not state.thread.frames
+
+
+def pytest_unconfigure() -> None:
+    """The cache of the tests ends with them."""
+    own_cache.remove()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,6 +70,16 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there before the first test is never garbage: collections need not look at it.
+
+    Tests and what they test collect often, and torch, its like and thousands of tests are much.
+    A test that searches all objects by `gc` first calls `gc.unfreeze()`.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,6 +120,22 @@ def ranks(tmp_path_factory):
     ranks = Ranks(str(tmp_path_factory.mktemp("ranks")))
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def native_cache(tmp_path_factory):
+    """A folder for `AMPATCH_CACHE` with a build of the native part; see `native_runs`."""
+    from native_runs import cache_with_build
+
+    return cache_with_build(tmp_path_factory)
+
+
+@pytest.fixture
+def same_bits_with_native(native_cache):
+    """`same_bits_with_native(program)`: see `native_runs.same_bits`."""
+    from native_runs import same_bits
+
+    return lambda program: same_bits(program, native_cache)
 
 
 @pytest.fixture(params=["host", "device"])

@@ -19,6 +19,7 @@ In a forward whose graph gets hooks (`activation.register_hook`) none are cast t
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import weakref
@@ -31,6 +32,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import native
 from ..torch_private import foreach
 from ..torch_private.devices import place_of
 from ..torch_private.modules import (
@@ -57,16 +59,27 @@ MOST_CHANGES = 64
 """Of a plan.  A model that makes its weights anew again and again has them cast one by one."""
 
 
+_NO_PLAN = -1
+_numbers = itertools.count()
+_plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+"""By their numbers, which nodes know: they live as long as their graph, not as long as a plan."""
+
+
+def note_unreached(plan: int, ids: list[int]) -> None:
+    """A backward pass did not reach these weights: the plan leaves them out from now on."""
+    known = _plans.get(plan)
+    if known is not None and ids:
+        known.learn((), ids)
+
+
 class _CastTogether(Function):
     """FP32 weights in, half copies out; a missing gradient is passed on as None.
 
-    The plan is given the weights of missing gradients, and leaves them out from then on.
+    The plan of that number is told the weights of missing gradients.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, dtype: torch.dtype, plan: weakref.ref[Plan] | None, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dtype: torch.dtype, plan: int, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.keys = plan, list(map(id, weights))
         return tuple(copies(weights, dtype))
@@ -80,9 +93,7 @@ class _CastTogether(Function):
             and not any(map(is_batched, grads))  # type: ignore[arg-type]  # none is None here
         ):
             return None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
-        plan = None if ctx.plan is None else ctx.plan()
-        if plan is not None:
-            plan.learn((), [key for key, grad in zip(ctx.keys, grads) if grad is None])
+        note_unreached(ctx.plan, [key for key, grad in zip(ctx.keys, grads) if grad is None])
         return None, None, *[None if grad is None else grad.float() for grad in grads]
 
 
@@ -101,6 +112,15 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return made
 
 
+def _in_graph(weights: list[Tensor], dtype: torch.dtype, plan: int) -> Sequence[Tensor]:
+    return _apply(dtype, plan, *weights)
+
+
+def _outside_graph(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    with torch.no_grad():
+        return copies(weights, dtype)
+
+
 def cast_together(
     weights: list[Tensor], dtype: torch.dtype, in_graph: bool, plan: Plan | None = None
 ) -> Sequence[Tensor]:
@@ -111,9 +131,8 @@ def cast_together(
     if len(weights) == 1:
         return [weights[0].to(dtype)]
     if in_graph:
-        return _apply(dtype, None if plan is None else plan.itself, *weights)
-    with torch.no_grad():
-        return copies(weights, dtype)
+        return _in_graph(weights, dtype, _NO_PLAN if plan is None else plan.number)
+    return _outside_graph(weights, dtype)
 
 
 class Plan:
@@ -124,7 +143,8 @@ class Plan:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.itself = weakref.ref(self)  # for nodes, which live as long as their graph
+        self.number = next(_numbers)
+        _plans[self.number] = self
         self._changing = threading.RLock()
         self._model = model
         self._order: dict[int, Tensor] = {}  # by id; held, so that an id stays a weight's own
@@ -190,6 +210,11 @@ class Plan:
             bucket.append(weight)
             bucket_of[key] = bucket
         self.bucket_of = bucket_of
+
+
+if native.part is not None:
+    _in_graph, _outside_graph = native.part.cast_together, native.part.copies
+    native.part.on_missing(note_unreached)
 
 
 def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:

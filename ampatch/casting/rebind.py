@@ -21,7 +21,7 @@ from .left_behind import Arrivals, give_back_within
 from .patches import PatchSet
 
 NOT_SEARCHED = {"torch", "ampatch"}
-"""Packages in whose modules no name is rebound."""
+"""Packages in whose modules, by name or title in `sys.modules`, no name is rebound."""
 
 
 def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
@@ -110,6 +110,8 @@ def give_back(pairs: Iterable[tuple[Any, Any]], arrivals: Arrivals) -> None:
 
 def _namespaces() -> Iterator[dict]:
     for title, module in list(sys.modules.items()):
+        if title.partition(".")[0] in NOT_SEARCHED:
+            continue  # without a look at the module: these are most, and a look takes long
         if _is_module(module):
             namespace = object.__getattribute__(module, "__dict__")
             name = namespace.get("__name__")  # the title may be an alias of a module of torch's

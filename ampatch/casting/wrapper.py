@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .. import native
 from ..errors import BannedFunctionError
 from ..torch_private.torch_functions import is_mode_on
 from .cast_observers import ObservedCall, observed, observers
@@ -40,6 +41,11 @@ from .rules import (
     tensors_in,
     widest,
 )
+
+if native.part is None:
+    _call_cast = _UNUSUAL = None
+else:
+    _call_cast, _UNUSUAL = native.part.call_cast, native.part.UNUSUAL
 
 
 def replacement(original: Callable, choose: Choose, state: CastState) -> Callable:
@@ -84,6 +90,14 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
                 if is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
                 return call(*args, **kwargs)
+        if _call_cast is not None and not is_dynamo_compiling():
+            try:
+                result = _call_cast(call, args, kwargs, to, policy.cache, policy.devices)
+            except RuntimeError as error:
+                note_call(error, patched, args, kwargs, to)
+                raise
+            if result is not _UNUSUAL:
+                return result
         try:
             cast_args, is_traced = [], None
             for arg in args:

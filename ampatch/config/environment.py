@@ -1,4 +1,6 @@
-"""The environment variables that replace arguments of a script, and how they are read.
+"""The environment variables, and how they are read.
+
+These replace arguments of a script:
 
 | variable | replaces |
 |---|---|
@@ -7,6 +9,13 @@
 | `AMPATCH_LOSS_SCALE` | `loss_scale` |
 | `AMPATCH_ENABLED` | `enabled`, where it is `0` |
 | `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"keep_batchnorm_fp32": false}` |
+
+These hold for the process:
+
+| variable | says |
+|---|---|
+| `AMPATCH_NATIVE` | `0`: the native part stays off; `1`: a line in the log says why it is off |
+| `AMPATCH_CACHE` | the folder for what ampatch builds; else `XDG_CACHE_HOME`, or `~/.cache` |
 
 An empty variable counts as not set.
 """
@@ -31,6 +40,7 @@ VARIABLES = (
     "AMPATCH_ENABLED",
     "AMPATCH_SETTINGS",
 )
+OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +55,8 @@ class Asked:
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Asked:
-    """The values of the variables.  Raises a `ValueError` that names a wrong one."""
+    """What replaces arguments of a script.  Raises a `ValueError` that names a wrong variable."""
+    native(environment)
 
     def value(name: str, parse: Any) -> Any:
         text = environment.get(name, "")
@@ -58,6 +69,19 @@ def read(environment: Mapping[str, str] = os.environ) -> Asked:
         enabled=value("AMPATCH_ENABLED", _truth) is not False,
         settings=value("AMPATCH_SETTINGS", _settings) or {},
     )
+
+
+def native(environment: Mapping[str, str] = os.environ) -> bool | None:
+    """Whether `AMPATCH_NATIVE` asks for the native part; None if it is not set."""
+    text = environment.get("AMPATCH_NATIVE", "")
+    return _truth("AMPATCH_NATIVE", text) if text.strip() else None
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
+    """Where ampatch keeps what it builds; the folder may not exist."""
+    own = environment.get("AMPATCH_CACHE", "")
+    users = environment.get("XDG_CACHE_HOME", "") or os.path.join("~", ".cache")
+    return os.path.join(os.path.abspath(os.path.expanduser(own or users)), "ampatch")
 
 
 def opt_level(name: str, text: str) -> str:

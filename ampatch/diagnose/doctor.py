@@ -17,8 +17,9 @@ from typing import Any, TextIO
 import torch
 
 import ampatch
+from ampatch import native
 from ampatch._version import __version__
-from ampatch.config.environment import VARIABLES
+from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
 from ampatch.diagnose.dtype_names import dtype_name
 from ampatch.diagnose.tables import content
 
@@ -48,6 +49,7 @@ def as_dict() -> dict[str, Any]:
         | {name: _version(name) for name in ("torch", "wrapt")},
         "extras": {name: _version(name) for name in EXTRAS},
         "platform": platform.platform(),
+        "native_part": native.status().reason,
         "missing_in_torch": content.missing(),
         "cpu_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
@@ -69,6 +71,7 @@ def facts() -> Iterator[tuple[str, str]]:
         yield package, _version(package) or "not installed"
     for package in EXTRAS:
         yield package, _version(package) or "not installed (optional)"
+    yield "native part", native.status().reason
     yield "not in this torch", ", ".join(content.missing()) or "nothing that ampatch patches"
     yield "cpu threads", str(torch.get_num_threads())
     yield "cuda", torch.version.cuda or "not in this build of torch"
@@ -91,7 +94,8 @@ def cuda_devices() -> list[str]:
 def environment() -> dict[str, str | None]:
     """Each variable that ampatch reads, and others with its prefix, which may be misspelt."""
     others = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
-    return {name: os.environ.get(name) for name in dict.fromkeys((*VARIABLES, *others))}
+    names = dict.fromkeys((*VARIABLES, *OF_THE_PROCESS, *others))
+    return {name: os.environ.get(name) for name in names}
 
 
 def _apex() -> str:

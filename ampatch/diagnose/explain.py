@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch import native
 from ampatch.torch_private.modules import CONVOLUTIONS
 
 from .advice import advice
@@ -128,6 +129,7 @@ class CastReport:
                 for name, use in self.modules.items()
             },
             "advice": self.advice(),
+            "native_part": native.status().reason,
         }
 
 

@@ -1,9 +1,11 @@
-"""A `CastReport` as text: functions, modules, advice."""
+"""A `CastReport` as text: functions, modules, advice, the native part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from ampatch import native
 
 from .dtype_names import dtype_name
 
@@ -14,8 +16,13 @@ if TYPE_CHECKING:
 
 
 def as_text(found: CastReport) -> str:
-    """Three parts, separated by empty lines."""
-    parts = [functions(found), modules(found), tips(found)]
+    """Four parts, separated by empty lines."""
+    parts = [
+        functions(found),
+        modules(found),
+        tips(found),
+        [f"Native part: {native.status().reason}"],
+    ]
     return "\n\n".join("\n".join(part) for part in parts)
 
 

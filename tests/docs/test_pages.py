@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 NAMED = re.compile(r"`([\w./-]*\w/[\w./-]*)`")  # a code span with a path in it
-ENGINE = ("api", "config", "session", "interop", "models", "casting", "scaling")
+ENGINE = ("api", "config", "session", "interop", "models", "casting", "scaling", "native")
 OF_THE_REPOSITORY = ("ampatch/", "tests/", "docs/", "benchmarks/", "clients/", "examples/", ".ci/")
 ROOMS = tuple(f"{path.name}/" for path in (ROOT / "ampatch").iterdir() if path.is_dir())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from operator import is_not
 
 import torch
 import torch.backends.mha
@@ -47,22 +49,30 @@ _VOLATILE = _REWRAPPED | {
 }
 
 
-def snapshot() -> dict[tuple[str, str], object]:
+def snapshot() -> dict[str, dict[str, object]]:
     """Each owner's own attributes (not the inherited: a left-over copy must show)."""
-    return {
-        (title, name): value
-        for title, owner in _OWNERS.items()
-        for name, value in vars(owner).items()
-        if not name.startswith("__") and name not in _VOLATILE
-    }
+    return {title: dict(vars(owner)) for title, owner in _OWNERS.items()}
 
 
 def changes(before: dict, after: dict) -> list[str]:
     """What differs, leaving out submodules that were merely imported meanwhile."""
-    found = []
-    for key in before.keys() | after.keys():
-        old, new = before.get(key, "absent"), after.get(key, "absent")
+    return sorted(
+        f"{title}.{change}"
+        for title in _OWNERS
+        if _differ(before[title], after[title])
+        for change in _changes_of_one(before[title], after[title])
+    )
+
+
+def _differ(before: dict[str, object], after: dict[str, object]) -> bool:
+    """Whether any attribute does: most often none does, and each test asks."""
+    return list(before) != list(after) or any(map(is_not, before.values(), after.values()))
+
+
+def _changes_of_one(before: dict[str, object], after: dict[str, object]) -> Iterator[str]:
+    for name in before.keys() | after.keys():
+        old, new = before.get(name, "absent"), after.get(name, "absent")
         imported = old == "absent" and isinstance(new, type(sys))
-        if old is not new and not imported and (old == "absent" or callable(old)):
-            found.append(f"{'.'.join(key)}: {old!r} -> {new!r}")
-    return sorted(found)
+        watched = not name.startswith("__") and name not in _VOLATILE
+        if watched and old is not new and not imported and (old == "absent" or callable(old)):
+            yield f"{name}: {old!r} -> {new!r}"

@@ -26,6 +26,7 @@ from typing import Any
 from warm_server import REQUEST_BYTES
 
 import ampatch
+from ampatch.config.environment import OF_THE_PROCESS
 
 
 class Process:
@@ -102,9 +103,14 @@ _server = _Server()
 def environment(**variables: str) -> dict[str, str]:
     """The variables of this process, with ampatch found from any directory.
 
-    Of the variables of ampatch only those in `variables` are set.
+    Of the variables of ampatch those that decide about the native part stay; others are set only
+    if they are in `variables`.
     """
-    given = {name: value for name, value in os.environ.items() if not name.startswith("AMPATCH_")}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name in OF_THE_PROCESS or not name.startswith("AMPATCH_")
+    }
     places = [str(Path(ampatch.__file__).parents[1]), *filter(None, [given.get("PYTHONPATH")])]
     return {**given, "PYTHONPATH": os.pathsep.join(places), "COLUMNS": "160", **variables}
 

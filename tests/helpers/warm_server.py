@@ -66,6 +66,7 @@ def _without_python_path(path: list[str]) -> list[str]:
 
 def _become(request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
     """Working directory, variables, search path and files of a process of its own."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ours may be ignored, by a shell
     if request["new_session"]:
         os.setsid()
     os.chdir(request["cwd"])

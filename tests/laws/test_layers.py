@@ -21,7 +21,7 @@ ROOT = Path(ampatch.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 LEAVES = {"errors", "log", "moved", "torch_private", "_version"}
-ABOVE = LEAVES | {"config", "__init__", "session.facade", "casting.tables"}
+ABOVE = LEAVES | {"config", "native", "__init__", "session.facade", "casting.tables"}
 ALLOWED = {
     "errors": set(),
     "log": set(),
@@ -29,13 +29,14 @@ ALLOWED = {
     "_version": set(),
     "torch_private": {"errors", "log"},
     "config": LEAVES,
-    "scaling": LEAVES | {"config"},
-    "casting": LEAVES | {"config"},
-    "models": LEAVES | {"config", "casting"},
+    "native": {"errors", "log", "config.environment"},
+    "scaling": LEAVES | {"config", "native"},
+    "casting": LEAVES | {"config", "native"},
+    "models": LEAVES | {"config", "native", "casting"},
     "interop": LEAVES | {"config", "casting", "models"},
-    "session": LEAVES | {"config", "casting", "scaling", "models", "interop"},
+    "session": LEAVES | {"config", "native", "casting", "scaling", "models", "interop"},
     "api": LEAVES | {"config", "casting", "scaling", "models", "interop", "session"},
-    "__init__": LEAVES | {"api"},
+    "__init__": LEAVES | {"api", "native"},
     # above the public API: they use `ampatch`, its settings, and the facade
     "auto": ABOVE,
     "compat": ABOVE,

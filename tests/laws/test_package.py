@@ -27,6 +27,19 @@ def test_type_checkers_are_told_that_the_package_has_types(built):
     assert (built / "py.typed").read_bytes() == b""
 
 
+def test_the_native_part_is_installed_as_source(built):
+    source = Path("native", "native.cpp")
+    assert (built / source).read_bytes() == (ROOT / "ampatch" / source).read_bytes()
+
+
+def test_the_source_archive_has_the_native_part(tmp_path):
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    listed = (tmp_path / "ampatch.egg-info" / "SOURCES.txt").read_text().splitlines()
+    assert {"ampatch/native/native.cpp", "ampatch/native/in_child.py"} <= set(listed)
+
+
 def test_every_module_is_installed(built):
     package = ROOT / "ampatch"
     assert {path.relative_to(built) for path in built.rglob("*.py")} == {

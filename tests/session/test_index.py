@@ -24,9 +24,21 @@ def pair():
 
 def frames(function, *args) -> int:
     """Python functions entered by and below `function(*args)`, but for what the collector runs."""
-    entered = 0
+    return frames_of_each(function, [args])[0]
+
+
+def frames_of_each(function, calls) -> list[int]:
+    """The same of several calls, in turn."""
     gc.collect()  # replacements of earlier sessions: the patches' weak table hears of each
     gc.disable()
+    try:
+        return [_entered(function, *args) for args in calls]
+    finally:
+        gc.enable()
+
+
+def _entered(function, *args) -> int:
+    entered = 0
 
     def profile(frame, event, argument):
         nonlocal entered
@@ -37,7 +49,6 @@ def frames(function, *args) -> int:
         function(*args)
     finally:
         sys.setprofile(None)
-        gc.enable()
     return entered
 
 
@@ -56,7 +67,8 @@ def test_looking_one_up_is_one_call_however_many_there_are(level):
         assert session is registry.models.session_of(model) and managed.optimizer is optimizer
         assert registry.models.managed(model).model is model
     assert len({id(registry.optimizers.session_of(optimizer)) for _, optimizer in pairs}) == 30
-    assert [frames(registry.optimizers.find, optimizer) for _, optimizer in pairs] == [1] * 30
+    asked = [(optimizer,) for _, optimizer in pairs]
+    assert frames_of_each(registry.optimizers.find, asked) == [1] * 30
     assert frames(registry.optimizers.find, object()) == 1
 
 

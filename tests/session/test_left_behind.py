@@ -24,6 +24,15 @@ FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")
 ORIGINALS = {name: getattr(F, name) for name in FUNCTIONS}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def every_object_is_found():
+    """Also by `gc.get_referrers` what was there before the first test."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def start(**options):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

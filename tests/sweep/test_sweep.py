@@ -1,5 +1,6 @@
 """The sweep, with real scripts in real processes."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -226,21 +228,28 @@ def test_a_skipped_overflow_is_counted_and_is_no_trouble(directory):
     assert row.loss_scale == 2.0**15
 
 
-def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(directory):
+def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(directory, monkeypatch):
+    """The sweep's clock jumps when the script hangs: no other moment is soon and late enough."""
+    hangs = directory / "hangs"
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 300 * hangs.exists(), sleep=time.sleep
+    )
+    monkeypatch.setattr("ampatch.sweep.execution.runner.time", clock)
     script = write_script(
         directory,
         "hang",
         TRAINING,
         INITIALIZE,
-        """
+        f"""
         for _ in range(5):
             step()
+        open({str(hangs)!r}, "w").close()
         time.sleep(600)
     """,
     )
-    [row] = sweep(script, levels=["O0"], timeout=12, out=directory / "hang")
-    assert (row.status, row.steps) == ("timed out: after 12 s", 5)
-    assert row.seconds < 60
+    [row] = sweep(script, levels=["O0"], timeout=300, out=directory / "hang")
+    assert (row.status, row.steps) == ("timed out: after 300 s", 5)
+    assert row.seconds < 300 + 120
 
 
 def test_step_time_leaves_evaluation_out(directory):
@@ -295,6 +304,16 @@ def test_the_script_finds_itself_as_python_would_run_it(directory):
 # The sweep's own end
 
 
+@contextlib.contextmanager
+def interruptible():
+    """Processes started in this block take Ctrl-C, also where a shell has us ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def hanging(request, tmp_path):
     """A sweep in its own process; yields it, and the pids of its child and the child's child."""
@@ -312,9 +331,10 @@ def hanging(request, tmp_path):
     """,
     )
     command = [sys.executable, "-m", "ampatch", "sweep", script, "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    with interruptible():
+        process = subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     wait_until(pid_file.exists)
     yield process, list(map(int, pid_file.read_text().split()))
     process.kill()

@@ -1,0 +1,72 @@
+"""The command `ampatch build`.
+
+Exit codes: 0 when there is a build that loads, or after `--clean`; 1 when it could not be made or
+does not load; 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
+    parser = commands.add_parser(
+        "build",
+        help="compile the native part: fewer calls per step, the same results",
+        description="Compiles ampatch's native part, one C++ file, for this torch and this Python: "
+        "about half a minute, with a C++ compiler. `import ampatch` uses it from then on; results "
+        "stay the same to the bit. The file goes to AMPATCH_CACHE, XDG_CACHE_HOME or ~/.cache. "
+        "AMPATCH_NATIVE=0 switches it off.",
+    )
+    parser.add_argument("--verbose", action="store_true", help="show what the compiler says")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--force", action="store_true", help="build again where there is a build")
+    what.add_argument(
+        "--clean",
+        action="store_true",
+        help="remove all builds, those for other versions too, and build nothing",
+    )
+    parser.set_defaults(command=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build or remove; returns the exit code."""
+    from ampatch.errors import AmpatchError
+    from ampatch.native import building, loading
+
+    if options.clean:
+        print(f"Removed from {loading.cache()}: {building.clean()} builds.")
+        return 0
+    path = loading.built_file()
+    if path.is_file() and not options.force:
+        print(f"There is a build already: {path} (--force builds again)")
+        return _say_status()
+    print(f"Compiling for {_versions()}: about half a minute.", flush=True)
+    start = time.monotonic()
+    try:
+        path = building.build(verbose=options.verbose)
+    except AmpatchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"Built in {time.monotonic() - start:.0f} s: {path}")
+    return _say_status()
+
+
+def _versions() -> str:
+    import torch
+
+    return f"torch {torch.__version__} and Python {platform.python_version()}"
+
+
+def _say_status() -> int:
+    """Print whether a Python that starts now uses the build; 1 if it cannot."""
+    from ampatch.native import loading
+
+    status = loading.find()[1]
+    print(f"Native part: {status.reason}")
+    return 1 if status.is_fault else 0

@@ -1,0 +1,459 @@
+// The native part of ampatch: what a training step does most often, without the price of Python.
+//
+// Every function here has a twin in Python that gives the same bits; it stands where the function
+// is used.  A function that meets something unusual leaves it to its twin.  Only ATen's operators
+// compute, so that one source serves every device.
+
+#include <Python.h>
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Size.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr c10::DispatchKeySet kPlainCpu({
+    c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+    c10::DispatchKey::AutocastCPU});
+
+// ---- Weights and lists ------------------------------------------------------------------------
+
+// On the CPU a call of an operator costs as much as converting some thousand numbers.
+constexpr int64_t kFewNumbers = 4096;
+
+// Whether the numbers of a tensor may be read and written here, in the order of its memory.
+bool is_small(const Tensor& tensor) {
+  return tensor.key_set() == kPlainCpu && tensor.numel() <= kFewNumbers &&
+      tensor.is_non_overlapping_and_dense();
+}
+
+uint16_t bfloat16_nan = 0x7fc0;  // what ATen makes of any NaN here: its vector units have their own
+
+// FP32 to bfloat16, to the nearest, ties to even: as c10::BFloat16.
+void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
+  const uint16_t nan = bfloat16_nan;
+  for (int64_t i = 0; i < size; ++i) {
+    const uint32_t bits = from[i];
+    const uint32_t half = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to[i] = (bits & 0x7fffffff) > 0x7f800000 ? nan : static_cast<uint16_t>(half);
+  }
+}
+
+void learn_nan() {
+  const Tensor nan = at::full({16}, NAN, at::TensorOptions(at::kFloat)).to(at::kBFloat16);
+  bfloat16_nan = *static_cast<const uint16_t*>(nan.const_data_ptr());
+}
+
+void widen(uint32_t* to, const uint16_t* from, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) to[i] = static_cast<uint32_t>(from[i]) << 16;
+}
+
+// A copy made here; undefined where ATen must make it.
+Tensor small_copy(const Tensor& tensor, ScalarType dtype) {
+  const ScalarType from = tensor.scalar_type();
+  const bool narrows = from == at::kFloat && dtype == at::kBFloat16;
+  if (!(narrows || (from == at::kBFloat16 && dtype == at::kFloat)) || !is_small(tensor)) return {};
+  Tensor made = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), dtype);
+  if (narrows) {
+    narrow(static_cast<uint16_t*>(made.mutable_data_ptr()),
+           static_cast<const uint32_t*>(tensor.const_data_ptr()), tensor.numel());
+  } else {
+    widen(static_cast<uint32_t*>(made.mutable_data_ptr()),
+          static_cast<const uint16_t*>(tensor.const_data_ptr()), tensor.numel());
+  }
+  return made;
+}
+
+// New tensors with these values in `dtype`, outside the graph.
+std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const bool may_be_here = !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  std::vector<Tensor> made, rest_made, rest;
+  made.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    made.push_back(may_be_here ? small_copy(tensor, dtype) : Tensor());
+    if (made.back().defined()) continue;
+    made.back() = at::empty_like(tensor, tensor.options().dtype(dtype));
+    rest_made.push_back(made.back());
+    rest.push_back(tensor);
+  }
+  if (!rest.empty()) at::_foreach_copy_(rest_made, rest);
+  return made;
+}
+
+std::vector<Tensor> tensors_of(PyObject* list) {
+  std::vector<Tensor> tensors;
+  const Py_ssize_t size = PyList_GET_SIZE(list);
+  tensors.reserve(size);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    tensors.push_back(THPVariable_Unpack(PyList_GET_ITEM(list, i)));
+  }
+  return tensors;
+}
+
+PyObject* list_of(std::vector<Tensor> tensors) {
+  THPObjectPtr list(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
+  if (!list) return nullptr;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* tensor = THPVariable_Wrap(std::move(tensors[i]));
+    if (tensor == nullptr) return nullptr;
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), tensor);
+  }
+  return list.release();
+}
+
+// ---- The node that casts weights --------------------------------------------------------------
+
+PyObject* note_missing = nullptr;  // called with a plan's number and the ids of weights
+
+constexpr c10::DispatchKeySet kWrappers({
+    c10::DispatchKey::Python,
+    c10::DispatchKey::Functionalize,
+    c10::DispatchKey::Batched,
+    c10::DispatchKey::FuncTorchBatched,
+    c10::DispatchKey::FuncTorchGradWrapper,
+});
+
+bool is_plain(const Tensor& grad) {
+  return grad.defined() && grad.layout() == at::kStrided && !grad.key_set().has_any(kWrappers);
+}
+
+bool is_traced() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer) ||
+      c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
+}
+
+// FP32 weights in, half copies out; a missing gradient is passed on as missing.
+struct CastTogether : public torch::autograd::Function<CastTogether> {
+  static constexpr bool is_traceable = true;  // by compiled autograd
+
+  // Autograd's own way to make the node; `with_node` is a faster one.
+  static variable_list forward(
+      AutogradContext* ctx, at::TensorList weights, int64_t dtype, int64_t plan,
+      const std::vector<int64_t>& ids) {
+    prepare(ctx, plan, ids);
+    return copies_of(weights, static_cast<ScalarType>(dtype));
+  }
+
+  static void prepare(AutogradContext* ctx, int64_t plan, const std::vector<int64_t>& ids) {
+    ctx->set_materialize_grads(false);
+    if (plan < 0) return;
+    ctx->saved_data["plan"] = plan;
+    ctx->saved_data["ids"] = ids;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list widened;
+    if (!at::GradMode::is_enabled() && !is_traced() &&
+        std::all_of(grads.begin(), grads.end(), is_plain)) {
+      widened = copies_of(grads, at::kFloat);
+    } else {
+      tell_missing(ctx, grads);
+      for (const Tensor& grad : grads) {
+        widened.push_back(grad.defined() ? grad.to(at::kFloat) : Tensor());
+      }
+    }
+    widened.resize(widened.size() + 3);  // for the arguments of `forward` that are no tensors
+    return widened;
+  }
+
+  static void tell_missing(AutogradContext* ctx, const variable_list& grads) {
+    const auto plan = ctx->saved_data.find("plan");
+    if (plan == ctx->saved_data.end()) return;
+    const auto ids = ctx->saved_data.at("ids").toIntVector();
+    pybind11::gil_scoped_acquire gil;
+    THPObjectPtr missing(PyList_New(0));
+    if (!missing) throw python_error();
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (grads[i].defined()) continue;
+      THPObjectPtr id(PyLong_FromLongLong(ids[i]));
+      if (!id || PyList_Append(missing, id) != 0) throw python_error();
+    }
+    if (PyList_GET_SIZE(missing.get()) == 0) return;
+    THPObjectPtr done(PyObject_CallFunction(
+        note_missing, "LO", static_cast<long long>(plan->second.toInt()), missing.get()));
+    if (!done) throw python_error();
+  }
+};
+
+using CastNode = torch::autograd::CppNode<CastTogether>;
+using EdgeTarget = decltype(torch::autograd::Edge::function);
+
+// Half copies of weights, each with an edge to the node that leads back to them.
+// Where this torch keeps nodes as this code knows it, the node is made here: `Function::apply`
+// keeps sizes of each tensor for the zeros of missing gradients, which are not wanted.
+template <typename Target>
+variable_list in_graph(
+    const variable_list& weights, ScalarType dtype, int64_t plan, const std::vector<int64_t>& ids) {
+  if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
+    auto halves = copies_of(weights, dtype);
+    auto node = c10::make_intrusive<CastNode>();
+    CastTogether::prepare(&node->ctx_, plan, ids);
+    node->is_variable_input_.assign(weights.size(), true);
+    node->set_ctx_grad_fn(node);
+    node->set_next_edges(torch::autograd::collect_next_edges(weights));
+    torch::autograd::set_history(halves, node);
+    return halves;
+  } else {
+    return CastTogether::apply(
+        at::TensorList(weights), static_cast<int64_t>(dtype), plan, ids);
+  }
+}
+
+// cast_together(weights, dtype, plan): half copies of a list of FP32 weights, in the graph.
+// `plan` is the number that `note_missing` is called with, or -1.
+PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyLong_Check(args[2]),
+      "cast_together(weights: list, dtype: torch.dtype, plan: int)");
+  const std::vector<Tensor> weights = tensors_of(args[0]);
+  const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
+  const int64_t plan = PyLong_AsLongLong(args[2]);
+  std::vector<int64_t> ids;
+  if (plan >= 0) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
+      ids.push_back(reinterpret_cast<int64_t>(PyList_GET_ITEM(args[0], i)));
+    }
+  }
+  std::vector<Tensor> halves;
+  {
+    pybind11::gil_scoped_release no_gil;
+    halves = in_graph<EdgeTarget>(weights, dtype, plan, ids);
+  }
+  return list_of(std::move(halves));
+  END_HANDLE_TH_ERRORS
+}
+
+// copies(tensors, dtype): as the node's copies, outside the graph.
+PyObject* copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
+      "copies(tensors: list, dtype: torch.dtype)");
+  const std::vector<Tensor> tensors = tensors_of(args[0]);
+  const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
+  std::vector<Tensor> made;
+  {
+    pybind11::gil_scoped_release no_gil;
+    made = copies_of(tensors, dtype);
+  }
+  return list_of(std::move(made));
+  END_HANDLE_TH_ERRORS
+}
+
+// on_missing(function): have `function(plan, ids)` called for weights that a pass did not reach.
+PyObject* on_missing(PyObject*, PyObject* function) {
+  Py_INCREF(function);
+  Py_XSETREF(note_missing, function);
+  Py_RETURN_NONE;
+}
+
+// ---- A patched call ---------------------------------------------------------------------------
+
+PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
+
+struct Names {
+  PyObject *thread, *forward, *graphed, *plain, *in_inference, *used, *hits, *cast;
+};
+Names names;
+
+// The types that a call's arguments may have beside tensors, and tuples of these.
+bool is_scalar(PyObject* value) {
+  PyTypeObject* type = Py_TYPE(value);
+  return value == Py_None || type == &PyLong_Type || type == &PyFloat_Type ||
+      type == &PyBool_Type || type == &PyUnicode_Type || type == &THPDtypeType ||
+      type == &PyComplex_Type || type == &THPSizeType;
+}
+
+class Caster {
+ public:
+  Caster(ScalarType to, PyObject* to_object, PyObject* cache, PyObject* devices)
+      : to_(to), to_object_(to_object), cache_(cache), devices_(devices) {}
+
+  // A new reference to what the call gets for `value`; nullptr with no error set: unusual.
+  PyObject* cast(PyObject* value) {
+    PyTypeObject* type = Py_TYPE(value);
+    const bool is_parameter = reinterpret_cast<PyObject*>(type) == ParameterClass;
+    if (!is_parameter && reinterpret_cast<PyObject*>(type) != THPVariableClass) {
+      return may_stay(value) ? Py_NewRef(value) : nullptr;
+    }
+    const Tensor& tensor = THPVariable_Unpack(value);
+    const ScalarType from = tensor.scalar_type();
+    if (from == to_) return Py_NewRef(value);
+    if ((from != at::kFloat && from != at::kHalf && from != at::kBFloat16) ||
+        tensor.layout() != at::kStrided || !is_covered(tensor)) {
+      return nullptr;
+    }
+    if (is_parameter) return cast_weight(value, tensor);
+    Tensor made;
+    {
+      pybind11::gil_scoped_release no_gil;
+      made = tensor.to(to_);
+    }
+    return THPVariable_Wrap(std::move(made));
+  }
+
+ private:
+  static bool may_stay(PyObject* value) {
+    if (is_scalar(value)) return true;
+    if (!PyTuple_CheckExact(value)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+      if (!is_scalar(PyTuple_GET_ITEM(value, i))) return false;
+    }
+    return true;
+  }
+
+  bool is_covered(const Tensor& tensor) const {
+    if (devices_ == Py_None) return true;
+    if (!PyAnySet_Check(devices_)) return false;
+    const std::string kind = c10::DeviceTypeName(tensor.device().type(), true);
+    THPObjectPtr name(PyUnicode_FromStringAndSize(kind.data(), kind.size()));
+    if (!name) throw python_error();
+    return PySet_Contains(devices_, name) == 1;
+  }
+
+  // As `WeightCache.cast`: the copy made earlier in this forward, if it still serves.
+  PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
+    PyObject* half = known_copy(weight, tensor);
+    if (half != nullptr || PyErr_Occurred()) return half;
+    return PyObject_CallMethodObjArgs(cache_, names.cast, weight, to_object_, nullptr);
+  }
+
+  PyObject* known_copy(PyObject* weight, const Tensor& tensor) {
+    if (tensor.is_inference()) return nullptr;
+    if (!forward_) {
+      THPObjectPtr thread(PyObject_GetAttr(cache_, names.thread));
+      if (!thread) return nullptr;
+      forward_ = PyObject_GetAttr(thread, names.forward);
+      if (!forward_) return nullptr;
+    }
+    if (forward_.get() == Py_None) return nullptr;
+    const bool in_graph = tensor.requires_grad() && at::GradMode::is_enabled();
+    THPObjectPtr copies(PyObject_GetAttr(forward_, in_graph ? names.graphed : names.plain));
+    THPObjectPtr id(PyLong_FromVoidPtr(weight));
+    if (!copies || !id) return nullptr;
+    PyObject* entry = PyDict_GetItemWithError(copies, id);
+    if (entry == nullptr) return nullptr;
+    PyObject* half = PyTuple_GET_ITEM(entry, 0);
+    const auto version = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 1));
+    if (version != static_cast<long long>(tensor._version()) ||
+        THPVariable_Unpack(half).scalar_type() != to_) {
+      return nullptr;
+    }
+    if (!c10::InferenceMode::is_enabled()) {
+      THPObjectPtr in_inference(PyObject_GetAttr(forward_, names.in_inference));
+      if (!in_inference || in_inference.get() == Py_True) return nullptr;
+    }
+    THPObjectPtr used(PyObject_GetAttr(forward_, names.used));
+    if (!used || PySet_Add(used, id) != 0 || !count_hit()) return nullptr;
+    return Py_NewRef(half);
+  }
+
+  bool count_hit() {
+    THPObjectPtr hits(PyObject_GetAttr(cache_, names.hits));
+    if (!hits) return false;
+    THPObjectPtr more(PyLong_FromLongLong(PyLong_AsLongLong(hits) + 1));
+    return more && PyObject_SetAttr(cache_, names.hits, more) == 0;
+  }
+
+  const ScalarType to_;
+  PyObject* const to_object_;
+  PyObject* const cache_;
+  PyObject* const devices_;
+  THPObjectPtr forward_;
+};
+
+// call_cast(function, args, kwargs, dtype, cache, devices): calls `function` with its tensors cast.
+// UNUSUAL: an argument is none of the usual kinds, and nothing was called.
+PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 6 && PyTuple_CheckExact(args[1]) && PyDict_CheckExact(args[2]) &&
+          THPDtype_Check(args[3]),
+      "call_cast(function, args: tuple, kwargs: dict, dtype: torch.dtype, cache, devices)");
+  Caster caster(
+      reinterpret_cast<THPDtype*>(args[3])->scalar_type, args[3], args[4], args[5]);
+  const Py_ssize_t positional = PyTuple_GET_SIZE(args[1]);
+  THPObjectPtr cast_args(PyTuple_New(positional));
+  if (!cast_args) return nullptr;
+  for (Py_ssize_t i = 0; i < positional; ++i) {
+    PyObject* value = caster.cast(PyTuple_GET_ITEM(args[1], i));
+    if (value == nullptr) return PyErr_Occurred() ? nullptr : Py_NewRef(UNUSUAL);
+    PyTuple_SET_ITEM(cast_args.get(), i, value);
+  }
+  if (PyDict_GET_SIZE(args[2]) == 0) return PyObject_Call(args[0], cast_args, nullptr);
+  THPObjectPtr cast_kwargs(PyDict_New());
+  if (!cast_kwargs) return nullptr;
+  PyObject *name = nullptr, *given = nullptr;
+  Py_ssize_t place = 0;
+  while (PyDict_Next(args[2], &place, &name, &given)) {
+    THPObjectPtr value(caster.cast(given));
+    if (!value) return PyErr_Occurred() ? nullptr : Py_NewRef(UNUSUAL);
+    if (PyDict_SetItem(cast_kwargs, name, value) != 0) return nullptr;
+  }
+  return PyObject_Call(args[0], cast_args, cast_kwargs);
+  END_HANDLE_TH_ERRORS
+}
+
+template <typename F>
+PyCFunction fast(F function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
+    {"cast_together", fast(cast_together), METH_FASTCALL, nullptr},
+    {"copies", fast(copies), METH_FASTCALL, nullptr},
+    {"on_missing", on_missing, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_ampatch_native", nullptr, -1, methods, nullptr, nullptr, nullptr,
+    nullptr};
+
+bool intern(PyObject** place, const char* name) {
+  *place = PyUnicode_InternFromString(name);
+  return *place != nullptr;
+}
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__ampatch_native() {
+  HANDLE_TH_ERRORS
+  if (!intern(&names.thread, "_thread") || !intern(&names.forward, "forward") ||
+      !intern(&names.graphed, "graphed") || !intern(&names.plain, "plain") ||
+      !intern(&names.in_inference, "in_inference") || !intern(&names.used, "used") ||
+      !intern(&names.hits, "hits") || !intern(&names.cast, "cast")) {
+    return nullptr;
+  }
+  learn_nan();
+  PyObject* module = PyModule_Create(&definition);
+  if (module == nullptr) return nullptr;
+  UNUSUAL = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
+  if (UNUSUAL == nullptr || PyModule_AddObjectRef(module, "UNUSUAL", UNUSUAL) != 0) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+  END_HANDLE_TH_ERRORS
+}

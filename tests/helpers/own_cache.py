@@ -1,0 +1,20 @@
+"""A cache of the tests' own: builds in the user's home have nothing to do with them.
+
+Imported before ampatch.  Processes that a test starts, and workers of `-n`, get the variable.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+_OURS = None
+if not os.environ.get("AMPATCH_CACHE"):
+    _OURS = os.environ["AMPATCH_CACHE"] = tempfile.mkdtemp(prefix="ampatch-tests-")
+
+
+def remove() -> None:
+    """Remove the cache if this process has made it."""
+    if _OURS is not None:
+        shutil.rmtree(_OURS)

@@ -1,0 +1,129 @@
+"""`ampatch build`, and what `ampatch doctor` and `ampatch.report` say of the native part."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from native_runs import run_native
+
+import ampatch
+from ampatch import native
+from ampatch.cli import main
+from ampatch.diagnose import doctor
+from ampatch.errors import AmpatchError
+from ampatch.native import building, loading
+
+MAIN = "import sys; from ampatch.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no choice of the caller's."""
+    monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
+    monkeypatch.delenv("AMPATCH_NATIVE", raising=False)
+    return tmp_path
+
+
+def test_it_says_what_it_does_and_where_the_file_is(cache, monkeypatch, capsys):
+    def build(verbose):
+        path = loading.built_file()
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+        return path
+
+    monkeypatch.setenv("AMPATCH_NATIVE", "0")
+    monkeypatch.setattr(building, "build", build)
+    assert main.main(["build"]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"Compiling for torch {torch.__version__} and Python 3.")
+    assert second.startswith("Built in ") and second.endswith(f" s: {loading.built_file()}")
+    assert third == "Native part: off (AMPATCH_NATIVE=0)"
+
+    assert main.main(["build"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"There is a build already: {loading.built_file()} (--force builds again")
+
+
+def test_a_build_that_does_not_load_is_exit_code_1(cache, capsys):
+    loading.built_file().parent.mkdir(parents=True)
+    loading.built_file().write_text("")
+    assert main.main(["build"]) == 1
+    assert " does not load " in capsys.readouterr().out
+
+
+def test_a_failure_is_exit_code_1(cache, monkeypatch, capsys):
+    def build(verbose):
+        raise AmpatchError("ampatch build: there is no C++ compiler.")
+
+    monkeypatch.setattr(building, "build", build)
+    assert main.main(["build", "--force"]) == 1
+    assert capsys.readouterr().err == "ampatch build: there is no C++ compiler.\n"
+
+
+@pytest.mark.parametrize("arguments", [["--force", "--clean"], ["native.cpp"]])
+def test_a_wrong_command_line_is_exit_code_2(arguments):
+    with pytest.raises(SystemExit) as end:
+        main.main(["build", *arguments])
+    assert end.value.code == 2
+
+
+def test_clean_removes_builds(cache, capsys):
+    loading.built_file().parent.mkdir(parents=True)
+    loading.built_file().write_text("")
+    assert main.main(["build", "--clean"]) == 0
+    assert capsys.readouterr().out == f"Removed from {loading.cache()}: 1 builds.\n"
+    assert list(loading.cache().iterdir()) == []
+
+
+def test_a_build_that_matches_is_in_force(native_cache):
+    done = run_native(MAIN, "build", native="", cache=native_cache)
+    assert done.returncode == 0, done.stderr
+    already, status = done.stdout.splitlines()
+    assert already.startswith("There is a build already: ")
+    assert status.startswith(f"Native part: in force ({native_cache}")
+
+
+def test_it_is_listed(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    assert "build  " in capsys.readouterr().out
+
+
+def test_a_program_is_compared_to_the_bit(same_bits_with_native):
+    program = """
+        found = {"nan": torch.tensor([float("nan"), -0.0]), "list": [torch.ones(2, 2).mT, 1.5]}
+        torch.save(found, sys.argv[1])
+    """
+    assert same_bits_with_native(program)["list"][1] == 1.5
+    with pytest.raises(AssertionError, match="other bits"):
+        same_bits_with_native(
+            "torch.save([0.0 if native.status().in_force else -0.0], sys.argv[1])"
+        )
+
+
+# doctor and report
+
+
+STATES = [
+    native.Status(True, "in force (/cache/file.so)"),
+    native.Status(False, "off (AMPATCH_NATIVE=0)"),
+    native.Status(False, "not built: run 'ampatch build'"),
+    native.Status(False, "stale: built for 2.4.1, this is 2.13.0: run 'ampatch build'"),
+]
+
+
+@pytest.mark.parametrize("status", STATES, ids=lambda status: status.reason.split()[0])
+def test_doctor_and_report_say_which_is_in_force(status, monkeypatch, capsys):
+    monkeypatch.setattr(native, "_status", status)
+    monkeypatch.setattr(doctor, "MEASURE_FOR", 0.001)
+    assert dict(doctor.facts())["native part"] == status.reason
+    assert main.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["native_part"] == status.reason
+    assert {"AMPATCH_NATIVE", "AMPATCH_CACHE"} <= set(found["environment"])
+    with ampatch.report() as casts:
+        torch.nn.Linear(1, 1)(torch.ones(1, 1))
+    assert f"Native part: {status.reason}" in str(casts).splitlines()
+    assert casts.as_dict()["native_part"] == status.reason

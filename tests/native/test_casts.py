@@ -1,0 +1,257 @@
+"""The native casts give the bits of the Python ones, in training and where graphs are unusual."""
+
+from __future__ import annotations
+
+import pytest
+
+TRAINING = """
+import ampatch
+from torch import nn
+import torch.nn.functional as F
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(6, 8, 2, batch_first=True), nn.Linear(8, 3)
+    def forward(self, x):
+        return self.head(self.body(x)[0].mean(1))
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 80), nn.Tanh(), nn.Linear(80, 70),
+                         nn.Linear(70, 3))
+
+def conv():
+    net = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1, stride=(2, 1)), nn.BatchNorm2d(8), nn.ReLU(),
+                        nn.Conv2d(8, 4, 3, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                        nn.Linear(4, 3))
+    return net.to(memory_format=torch.channels_last)
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(),
+                         nn.Linear(30, 3))
+
+SHAPES = {mlp: (4, 6), conv: (4, 2, 6, 6), encoder: (4, 5, 6), Recurrent: (4, 5, 6)}
+found = {}
+for make, shape in SHAPES.items():
+    for level in ("O1", "O2"):
+        for dtype in (torch.float16, torch.bfloat16):
+            for fused in (False, True):
+                torch.manual_seed(0)
+                model = make()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+                model, optimizer = ampatch.initialize(
+                    model, optimizer, opt_level=level, dtype=dtype, loss_scale="dynamic",
+                    verbosity=0)
+                x, y = torch.randn(shape), torch.randint(0, 3, (4,))
+                losses = []
+                for step in range(6):
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(x * (1e30 if step == 3 else 1)), y)
+                    with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                    optimizer.step()
+                    losses.append(loss.detach())
+                with torch.no_grad():
+                    losses += [model.eval()(x)]
+                grads = [p.grad for p in model.parameters()]
+                found[f"{make.__name__} {level} {dtype} {fused}"] = {
+                    "losses": losses, "grads": grads, "state": dict(model.state_dict()),
+                    "scale": ampatch.state_dict()}
+                ampatch.deactivate()
+torch.save(found, sys.argv[1])
+"""
+
+GRAPHS = """
+import ampatch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+found = {}
+
+def scenario(function):
+    for dtype in (torch.float16, torch.bfloat16):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 70), nn.Linear(70, 70),
+                              nn.Linear(70, 3))
+        with torch.no_grad():  # strides of its own, and numbers that no rounding reaches
+            model[2].weight = nn.Parameter(torch.randn(6, 70).t())
+            model[2].bias[:4] = torch.tensor([float("inf"), -0.0, 1e-42, 3.4e38])
+            model[4].bias[0] = float("nan")
+        model = ampatch.initialize(model, opt_level="O1", dtype=dtype, verbosity=0)
+        for _ in range(2):
+            model(X).float().sum().backward()
+        model.zero_grad()
+        found[f"{function.__name__} {dtype}"] = function(model)
+        ampatch.deactivate()
+
+def grads(model):
+    return [str(p.grad) if p.grad is None else p.grad for p in model.parameters()]
+
+@scenario
+def as_it_is(model):
+    out = model(X)
+    out.float().sum().backward()
+    return [out.detach(), *grads(model)]
+
+@scenario
+def a_weight_that_the_pass_does_not_reach(model):
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        hidden = model[1](model[0](X))
+        model(X)
+        loss = hidden.float().sum()
+        class Part(nn.Module):
+            def forward(self, x):
+                model[3](model[2](x))
+                return x
+        (loss + Part()(hidden).float().sum()).backward()
+        found += grads(model)
+    return found
+
+@scenario
+def detached_in_the_middle(model):
+    def cut(module, args, output):
+        return output.detach()
+    found = []
+    for on in (False, True, True, False):
+        handle = model[2].register_forward_hook(cut) if on else None
+        model.zero_grad()
+        model(X).float().sum().backward()
+        found += grads(model)
+        if handle is not None:
+            handle.remove()
+    return found
+
+@scenario
+def twice_through_a_retained_graph(model):
+    loss = model(X).float().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return grads(model)
+
+@scenario
+def a_second_derivative(model):
+    inputs = X.clone().requires_grad_()
+    first = torch.autograd.grad(model(inputs).float()[:, 1:].pow(2).sum(),
+                                [inputs, model[0].weight], create_graph=True)
+    first[1].pow(2).sum().backward()
+    return [*[one.detach() for one in first], inputs.grad, *grads(model)]
+
+@scenario
+def a_batch_of_gradients(model):
+    out = model(X).float()
+    basis = torch.eye(out.numel()).view(-1, *out.shape)[:4]
+    return list(torch.autograd.grad(out, list(model.parameters()), basis, is_grads_batched=True))
+
+@scenario
+def hooks_on_weights_and_activations(model):
+    seen = []
+    model[0].weight.register_hook(lambda grad: seen.append(grad.clone()))
+    model[3].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for _ in range(2):
+        out = model[1](model[0](X))
+        model(X).float().sum().backward()
+    return [*seen, *grads(model)]
+
+@scenario
+def checkpoints(model):
+    checkpoint(model, X, use_reentrant=False).float().sum().backward()
+    return grads(model)
+
+@scenario
+def writes_between_and_within(model):
+    found = []
+    def write(module, args):
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+            model[2].weight.data.add_(1)
+    handle = model[3].register_forward_pre_hook(write)
+    for _ in range(2):
+        found.append(model(X).detach())
+    handle.remove()
+    with torch.no_grad():
+        found.append(model(X))
+    with torch.inference_mode():
+        found.append(model(X).clone())
+    found.append(model(X).detach())
+    return found
+
+@scenario
+def calls_of_every_kind(model):
+    x, w = X[:, :, None].expand(5, 4, 4), model[0].weight
+    half = X.bfloat16()
+    calls = {
+        "keywords": lambda: F.linear(input=X, weight=w, bias=model[0].bias),
+        "mixed": lambda: F.linear(half, weight=w),
+        "double": lambda: F.linear(X.double(), w.double()),
+        "lists": lambda: torch.einsum("ij,kj->ik", [X, w]),
+        "tuples": lambda: F.conv2d(X[None, None], torch.ones(1, 1, 2, 2), None, (1, 2), (1, 0)),
+        "whole": lambda: torch.mm(torch.ones(2, 2, dtype=torch.long), torch.ones(2, 2).long()),
+        "scalar": lambda: F.softmax(half, dim=-1),
+        "dtype": lambda: F.softmax(X, -1, dtype=torch.float64),
+        "out": lambda: torch.mm(X, X.t(), out=torch.empty(5, 5)),
+        "strided": lambda: torch.bmm(x, x.transpose(1, 2)),
+        "sparse": lambda: torch.mm(X.t().to_sparse(), X).to_dense(),
+        "wrong": lambda: F.linear(X, torch.ones(3, 7)),
+        "no dtype": lambda: F.linear(X.bool(), w),
+        "too few": lambda: torch.mm(X),
+        "prod": lambda: torch.prod(half.float(), dim=0),
+        "norm": lambda: torch.norm(half, 2, (0, 1)),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call().detach()
+        except (RuntimeError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+    return found
+
+torch.save(found, sys.argv[1])
+"""
+
+
+def test_training_has_the_bits_of_the_python_way(same_bits_with_native):
+    found = same_bits_with_native(TRAINING)
+    assert len(found) == 32
+
+
+def test_unusual_graphs_and_calls_too(same_bits_with_native):
+    found = same_bits_with_native(GRAPHS)
+    assert len(found) == 20
+    calls = found["calls_of_every_kind torch.bfloat16"]
+    assert calls["wrong"].startswith("RuntimeError") and calls["double"].dtype.is_floating_point
+    assert calls["keywords"].dtype == calls["tuples"].dtype
+    graph = found["as_it_is torch.bfloat16"]
+    assert any(tensor.isnan().any() for tensor in graph)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype):
+    """All bfloat16 and a share of all FP32 numbers, infinities and NaN among them."""
+    found = same_bits_with_native(
+        f"""
+        from ampatch.casting.batched_casts import cast_together
+        dtype = torch.{dtype}
+        generator = torch.Generator().manual_seed(0)
+        bits = torch.randint(-2**31, 2**31 - 1, (2**18,), generator=generator).int()
+        edges = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
+        wide = torch.cat([bits.view(torch.float32), edges])
+        parts = [part.clone() for part in wide.split(3000)]
+        parts += [torch.randn(40, 30, generator=generator).t(), torch.randn(0), torch.randn(()),
+                  torch.randn(9, 4, generator=generator)[:, ::2]]
+        parts.append(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).zero_())
+        halves = cast_together(parts, dtype, False)
+        leaves = [part.clone().requires_grad_() for part in parts]
+        torch.autograd.backward(cast_together(leaves, dtype, True), halves)
+        every = torch.arange(2**16).short().view(dtype).split(4096)
+        up = [torch.zeros(4096, requires_grad=True) for _ in every]
+        torch.autograd.backward(cast_together(up, dtype, True), [one.clone() for one in every])
+        torch.save({{"down": list(halves), "up": [leaf.grad for leaf in (*leaves, *up)]}},
+                   sys.argv[1])
+        """
+    )
+    assert all(half.dtype != grad.dtype for half, grad in zip(found["down"], found["up"]))

@@ -1,0 +1,211 @@
+"""Which build of the native part is loaded, and what is said when there is none that matches."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from native_runs import run_native
+
+import ampatch
+from ampatch import native
+from ampatch.native import loading
+
+SHOW = """
+    import ampatch
+    from ampatch import native
+    print(native.status().in_force, native.part is not None, native.status().reason)
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no choice of the caller's."""
+    monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
+    monkeypatch.delenv("AMPATCH_NATIVE", raising=False)
+    return tmp_path
+
+
+def put(path: Path, content: bytes = b"not a library") -> Path:
+    """A file in a folder of its own."""
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    return path
+
+
+def put_for(versions: str) -> Path:
+    """A build for these versions, with the source that ampatch has now."""
+    return put(loading.cache() / f"{versions}-{'0' * 16}" / loading.FILE)
+
+
+def load(caplog) -> tuple[loading.Status, list[str]]:
+    """The status, nothing being loaded, and the lines in the log."""
+    with caplog.at_level(logging.INFO, logger="ampatch"):
+        part, status = loading.load()
+    assert part is None and not status.in_force
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    return status, caplog.messages
+
+
+def test_where_nothing_was_built_nothing_is_said(cache, caplog):
+    status, said = load(caplog)
+    assert status == native.Status(False, "not built: run 'ampatch build'")
+    assert said == []
+
+
+def test_one_line_where_it_was_asked_for(cache, caplog, monkeypatch):
+    monkeypatch.setenv("AMPATCH_NATIVE", "1")
+    _, said = load(caplog)
+    assert said == [
+        "Native part: not built: run 'ampatch build'. "
+        "ampatch works without it, with the same results."
+    ]
+
+
+def test_switched_off_nothing_is_looked_at(cache, caplog, monkeypatch):
+    put(loading.built_file())
+    monkeypatch.setenv("AMPATCH_NATIVE", "0")
+    status, said = load(caplog)
+    assert status.reason == "off (AMPATCH_NATIVE=0)" and said == []
+
+
+def test_a_wrong_value_is_named_and_initialize_raises_it(cache, caplog, monkeypatch):
+    monkeypatch.setenv("AMPATCH_NATIVE", "maybe")
+    status, said = load(caplog)
+    assert status.reason == "off (AMPATCH_NATIVE=maybe: expected 0 (off) or 1.)" and said == []
+    with pytest.raises(ValueError, match="AMPATCH_NATIVE=maybe: expected 0"):
+        ampatch.initialize(torch.nn.Linear(1, 1), verbosity=0)
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_a_build_of_other_source_is_stale(cache, caplog, monkeypatch, asked):
+    monkeypatch.setenv("AMPATCH_NATIVE", asked)
+    put(loading.built_file())
+    source = loading.source()
+    monkeypatch.setattr(loading, "source", lambda: source + b"\n")
+    status, said = load(caplog)
+    assert status.reason == (
+        "stale: built from other source or for another build of torch: run 'ampatch build'"
+    )
+    assert status.is_fault and [status.reason in line for line in said] == [True]
+
+
+@pytest.mark.parametrize("versions", ["2.0.0-cpython-311-linux-x86_64", "2.13.0-cpython-38-x"])
+def test_a_build_for_other_versions_is_stale(cache, caplog, versions):
+    put_for(versions)
+    status, said = load(caplog)
+    assert status.reason.startswith(f"stale: built for {versions}, this is {torch.__version__}-")
+    assert status.reason.endswith(": run 'ampatch build'") and len(said) == 1
+
+
+def test_another_build_of_the_same_version_of_torch_is_stale(cache, caplog, monkeypatch):
+    put(loading.built_file())
+    monkeypatch.setattr(torch.version, "git_version", "0000000")
+    status, _ = load(caplog)
+    assert status.reason.startswith("stale: ")
+
+
+def test_a_build_in_progress_is_not_stale(cache, caplog):
+    put(loading.cache() / ".building-1234" / loading.FILE)
+    status, said = load(caplog)
+    assert status.reason == "not built: run 'ampatch build'" and said == []
+
+
+def test_a_broken_file_gives_one_line(cache, caplog):
+    path = put(loading.built_file())
+    status, said = load(caplog)
+    assert status.reason.startswith(f"{path} does not load (")
+    assert status.reason.endswith("run 'ampatch build --force'")
+    assert status.path == path and status.is_fault and len(said) == 1
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), None])
+def test_no_source_no_native_part(cache, caplog, monkeypatch, error):
+    """A program in an archive may carry the Python files alone."""
+
+    def missing(package, name):
+        raise error
+
+    if error is not None:
+        monkeypatch.setattr(loading.pkgutil, "get_data", missing)
+    status, said = load(caplog)
+    expected = "off (its source is not installed: no such file)" if error else "not built: run"
+    assert status.reason.startswith(expected) and said == []
+
+
+@pytest.mark.parametrize(
+    "suffix, free",
+    [
+        (".cpython-313t-x86_64-linux-gnu.so", True),
+        (".cpython-313td-x86_64-linux-gnu.so", True),
+        (".cp314t-win_amd64.pyd", True),
+        (".cpython-313-darwin.so", False),
+        (".cpython-313d-x86_64-linux-gnu.so", False),
+        (".cp311-win_amd64.pyd", False),
+        (".pyd", False),
+    ],
+)
+def test_a_python_without_the_gil_is_left_alone(cache, caplog, monkeypatch, suffix, free):
+    monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [suffix])
+    put(loading.built_file(), b"")
+    status, said = load(caplog)
+    assert status.reason.startswith("off (this Python has no GIL") is free
+    assert len(said) == (0 if free else 1)  # with the GIL the empty file is tried
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({"AMPATCH_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a/ampatch"),
+        ({"AMPATCH_CACHE": "", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/ampatch"),
+        ({"AMPATCH_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/ampatch"),
+        ({"AMPATCH_CACHE": "~/d", "HOME": "/c"}, "/c/d/ampatch"),
+    ],
+)
+def test_where_the_cache_is(monkeypatch, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(loading.cache()) == os.path.join(expected, "native")
+
+
+# In processes of their own: what `import ampatch` does.
+
+
+@pytest.mark.parametrize("asked", ["", "1", "0"])
+def test_import_loads_a_build_that_matches(native_cache, asked):
+    done = run_native(SHOW, native=asked, cache=native_cache)
+    in_force, has_part, reason = done.stdout.rstrip().split(" ", 2)
+    if asked == "0":
+        assert (in_force, has_part, reason) == ("False", "False", "off (AMPATCH_NATIVE=0)")
+    else:
+        assert (in_force, has_part) == ("True", "True")
+        assert reason.startswith(f"in force ({native_cache}{os.sep}ampatch{os.sep}native{os.sep}")
+    assert done.stderr == "" and done.returncode == 0
+
+
+def test_import_says_one_line_about_a_broken_build(cache):
+    put(loading.built_file())
+    done = run_native(SHOW, native="", cache=str(cache))
+    assert done.stdout.startswith("False False ") and done.returncode == 0
+    [line] = done.stderr.splitlines()
+    assert line.startswith("Native part: ") and " does not load " in line
+
+
+def test_import_loads_nothing_that_only_a_build_needs(native_cache):
+    program = """
+        import sys
+        import ampatch
+        builders = {"ampatch.native.building", "torch.utils.cpp_extension", "setuptools"}
+        print(builders & set(sys.modules), ampatch.native.status().in_force)
+    """
+    done = run_native(program, native="1", cache=native_cache)
+    assert done.stdout == "set() True\n"
+
+
+@pytest.mark.skipif(os.environ.get("AMPATCH_NATIVE") != "1", reason="AMPATCH_NATIVE is not 1")
+def test_a_run_of_the_tests_that_asks_for_it_has_it():
+    assert native.status().in_force, native.status()
