@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ from torch.nn import Parameter
 from ..torch_private import attention
 from ..torch_private.devices import is_read_by_host
 from ..torch_private.modules import GLOBAL_FORWARD_TABLES, parts_of
-from ..torch_private.probes import computes_with_fakes, is_recording
+from ..torch_private.probes import is_recording
 from .cast_observers import observed, observers
 from .cast_state import CastState
 from .handlers import call_handlers, is_asked, unseen_where_modes_are
 from .policy import Policy
-from .rules import CASTABLE, SCALARS, TENSORS, cast, castable
+from .rules import SCALARS, TENSORS, cast, castable
 
 DEVICES = frozenset(("cpu", "cuda"))
 """Where the kernels take half."""
@@ -50,9 +50,9 @@ _PARTS: tuple[tuple[str, Any], ...] = (
 """Of an encoder layer: the kernel knows their weights, and not what their forwards do."""
 
 # Positions in the calls that torch's modules make.
-_ATTENTION_WEIGHTS, _ATTENTION_MASK, _ATTENTION_LENGTH = (5, 6, 7, 8), 9, 13
+_ATTENTION_WEIGHTS, _ATTENTION_LENGTH = (5, 6, 7, 8), 13
 _LAYER_WEIGHTS, _LAYER_NORMS = (3, 4, 5, 6, 14, 15, 16, 17), (10, 11, 12, 13)
-_LAYER_NORM_FIRST, _LAYER_MASK, _LAYER_LENGTH = 8, 18, 20
+_LAYER_NORM_FIRST, _LAYER_LENGTH = 8, 20
 
 _PLAIN_ARGUMENTS = TENSORS | SCALARS
 _layout_of = operator.attrgetter("layout")
@@ -107,7 +107,6 @@ def _only_tables_decide(policy: Policy, state: CastState) -> bool:
         or any(GLOBAL_FORWARD_TABLES)  # tools that watch all modules look at what they call too
         or state.has_rules_of_user
         or is_recording()
-        or computes_with_fakes()
         or attention.is_forward_ad_on()
     )
 
@@ -145,11 +144,7 @@ def _weights_of_layer(layer: Any) -> list[Any]:
 
 
 def _are_plain(weights: list[Any]) -> bool:
-    return (
-        {*map(type, weights)} == {Parameter}
-        and {*map(_layout_of, weights)} == {torch.strided}
-        and CASTABLE.issuperset(map(_dtype_of, weights))
-    )
+    return {*map(type, weights)} == {Parameter} and {*map(_layout_of, weights)} == {torch.strided}
 
 
 def _only_hide_places(masks: list[Any]) -> bool:
@@ -191,7 +186,6 @@ def attention_kernel(original: Callable, state: CastState) -> Callable:
         given = list(args)
         given[0] = given[1] = given[2] = cast(args[0], policy.half_to, policy)
         _cast_weights(_ATTENTION_WEIGHTS, given, policy)
-        _make_bool(_ATTENTION_MASK, given)
         output, weights = original(*given)
         return output, cast(weights, policy.float_to, policy)
 
@@ -207,10 +201,10 @@ def layer_kernel(original: Callable, state: CastState) -> Callable:
     def in_half(args: tuple, policy: Policy) -> Any:
         given = list(args)
         given[0] = cast(args[0], policy.half_to, policy)
-        has_mixed_norm = given[0].is_cpu  # LayerNorm there takes FP32 weights beside half
-        places = _LAYER_WEIGHTS if has_mixed_norm else _LAYER_WEIGHTS + _LAYER_NORMS
+        places = _LAYER_WEIGHTS  # on the CPU LayerNorm takes FP32 weights beside half
+        if not (given[0].is_cpu and _are_float(args[place] for place in _LAYER_NORMS)):
+            places += _LAYER_NORMS
         _cast_weights(places, given, policy)
-        _make_bool(_LAYER_MASK, given)
         return cast(original(*given), policy.float_to, policy)
 
     def is_known(args: tuple) -> bool:
@@ -253,19 +247,17 @@ def _wants_gradients(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def _are_float(weights: Iterable[Tensor]) -> bool:
+    return {*map(_dtype_of, weights)} == {torch.float32}
+
+
 def _cast_weights(places: tuple[int, ...], given: list[Any], policy: Policy) -> None:
     to = policy.half_to
     weights = [given[place] for place in places]
     halves: Sequence[Tensor]
-    if {*map(_dtype_of, weights)} == {torch.float32} and to is not torch.float32:
+    if _are_float(weights) and to is not torch.float32:
         halves = policy.cache.cast_outside_graphs(weights, to)
     else:
         halves = [cast(weight, to, policy) for weight in weights]
     for place, half in zip(places, halves):
         given[place] = half
-
-
-def _make_bool(place: int, given: list[Any]) -> None:
-    """The kernels do so as well, and warn that it takes time."""
-    if given[place] is not None:
-        given[place] = given[place].bool()

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
+from ampatch.session import facade
 
 LAYER, ATTENTION = "_transformer_encoder_layer_fwd", "_native_multi_head_attention"
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(6)
@@ -61,6 +62,8 @@ def made(make, half=None) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model = Whole(make()).eval()
     for weight in model.parameters():
+        if weight.layout is not torch.strided:
+            continue
         if weight.dim() > 1:
             nn.init.normal_(weight, 0.0, weight.shape[1] ** -0.5)
         else:
@@ -190,6 +193,11 @@ def test_a_half_input_of_a_layer(half):
     check_fused(model, x.to(half))
 
 
+def test_weights_of_the_other_half_type():
+    model, x = made(lambda: layer().bfloat16(), torch.float16)
+    check_fused(model, x)
+
+
 def test_an_empty_batch(half):
     model, x = made(encoder, half)
     output, _ = evaluated(model, x[:0])
@@ -221,13 +229,6 @@ def test_in_half_precision(name, half):
     model, x = made(make, half)
     with ampatch.precision("half"):
         check_fused(model, x, kernel, **kwargs)
-
-
-def test_masks_that_torch_has_made_float_give_no_warning(half, recwarn):
-    """torch warns of such masks, which its own modules make."""
-    model, x = made(layer, half)
-    evaluated(model, x, src_key_padding_mask=PADDED)
-    assert not [one for one in recwarn if "mask" in str(one.message)]
 
 
 # Where the single calls run
@@ -279,6 +280,12 @@ def with_own_forward() -> nn.Module:
     return model
 
 
+def with_compressed_weight() -> nn.Module:
+    model = layer()
+    model.linear1.weight = nn.Parameter(model.linear1.weight.detach().to_sparse_csr())
+    return model
+
+
 def with_norm_without_bias() -> nn.Module:
     model = layer()
     model.norm2 = nn.LayerNorm(16, bias=False)
@@ -294,6 +301,9 @@ def with_hook() -> nn.Module:
 OTHER_PARTS = [
     with_adapter,
     with_own_forward,
+    pytest.param(
+        with_compressed_weight, marks=pytest.mark.filterwarnings("ignore:Sparse CSR tensor")
+    ),
     with_norm_without_bias,
     with_hook,
     lambda: OtherLayer(16, 2, 32, batch_first=True),
@@ -325,8 +335,27 @@ class Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Observer:
+    """Of each patched call."""
+
+    def __enter__(self):
+        facade.watch_casts(self)
+
+    def __exit__(self, *exception):
+        facade.stop_watching_casts(self)
+
+    def call_begins(self, function): ...
+
+    def was_cast(self, function, before, after): ...
+
+    def call_ends(self, function, result): ...
+
+    def copies_made(self, halves): ...
+
+
 WATCHED = {
     "report": ampatch.report,
+    "observer": Observer,
     "hook on all modules": lambda: nn.modules.module.register_module_forward_hook(
         lambda module, args, output: None
     ),
@@ -546,12 +575,16 @@ def test_kernels_called_otherwise_than_by_torch_are_left_alone(half):
     model, x = made(layer)
     nested = torch.nested.nested_tensor([x[0], x[1, :2]])
     attention = model.part.self_attn
-    weights = arguments(model.part, x)[3:7]
+    weights, mixed, rest = (
+        arguments(model.part, x)[3:7],
+        (x, x, x.clone()),
+        (None, True, True, None),
+    )
     calls = [
         lambda: torch._transformer_encoder_layer_fwd(*arguments(model.part, x, norm_first=True)),
         lambda: torch._transformer_encoder_layer_fwd(*arguments(model.part, nested)).unbind()[1],
         lambda: torch._native_multi_head_attention(x, x, x, 16, 2, *weights)[0],
-        lambda: torch._native_multi_head_attention(x, x, x.clone(), 16, 2, *weights, None, True)[0],
+        lambda: torch._native_multi_head_attention(*mixed, 16, 2, *weights, *rest)[0],
         lambda: attention(nested, nested, nested, need_weights=False)[0].unbind()[1],
     ]
     with torch.no_grad():
@@ -563,6 +596,8 @@ def test_kernels_called_otherwise_than_by_torch_are_left_alone(half):
 
 def test_a_kernel_called_with_gradients_has_none_as_without_casts(half):
     model, x = made(layer, half)
+    model.part.norm1.requires_grad_(False)
+    model.part.norm2.requires_grad_(False)
     output = torch._transformer_encoder_layer_fwd(*arguments(model.part, x))
     with pytest.raises(RuntimeError, match="derivative"):
         output.sum().backward()

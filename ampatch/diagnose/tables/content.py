@@ -17,8 +17,7 @@ TITLES = {
     "BLACKLIST": "To FP32.",
     "PROMOTE": "To the widest floating dtype among the inputs.",
     "BANNED": "Refused in half, or run in FP32 with a warning.",
-    "BEYOND": "Where autocast casts nothing: what PyTorch refuses in half or in two dtypes, and "
-    "fused kernels.",
+    "BEYOND": "Autocast leaves it alone: refused in half or in two dtypes; fused kernels.",
     "APEX": "Only with apex's tables (`ampatch.init()`, the `apex` package), in addition.",
 }
 RULES = {
