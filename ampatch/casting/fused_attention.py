@@ -201,7 +201,9 @@ def layer_kernel(original: Callable, state: CastState) -> Callable:
     def in_half(args: tuple, policy: Policy) -> Any:
         given = list(args)
         given[0] = cast(args[0], policy.half_to, policy)
-        places = _LAYER_WEIGHTS  # on the CPU LayerNorm takes FP32 weights beside half
+        places: tuple[int, ...] = (
+            _LAYER_WEIGHTS  # on the CPU LayerNorm takes FP32 weights beside half
+        )
         if not (given[0].is_cpu and _are_float(args[place] for place in _LAYER_NORMS)):
             places += _LAYER_NORMS
         _cast_weights(places, given, policy)
