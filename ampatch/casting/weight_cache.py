@@ -262,7 +262,7 @@ def _together(
         return [weight]
     if forward.is_hooked or forward.plan.was_hooked or id(weight) in copies:
         return [weight]
-    found = alike(weight, bucket)
+    found = alike(weight, bucket) if is_grad_enabled() else bucket  # no graph: no hooks to respect
     if forward.touched or not copies.keys().isdisjoint(map(id, found)):
         known = copies.keys() | forward.touched
         found = [one for one in found if id(one) not in known]

@@ -289,21 +289,29 @@ class Caster {
   Caster(ScalarType to, PyObject* to_object, PyObject* cache, PyObject* devices)
       : to_(to), to_object_(to_object), cache_(cache), devices_(devices) {}
 
-  // A new reference to what the call gets for `value`; nullptr with no error set: unusual.
-  PyObject* cast(PyObject* value) {
-    PyTypeObject* type = Py_TYPE(value);
-    const bool is_parameter = reinterpret_cast<PyObject*>(type) == ParameterClass;
-    if (!is_parameter && reinterpret_cast<PyObject*>(type) != THPVariableClass) {
-      return may_stay(value) ? Py_NewRef(value) : nullptr;
+  // Whether `cast` knows this kind of argument.
+  static bool is_usual(PyObject* value) {
+    if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
+    if (is_scalar(value)) return true;
+    if (!PyTuple_CheckExact(value)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+      if (!is_scalar(PyTuple_GET_ITEM(value, i))) return false;
     }
+    return true;
+  }
+
+  // A new reference to what the call gets for a usual `value`; nullptr: an error is set.
+  PyObject* cast(PyObject* value) {
+    if (!is_plain_tensor(value)) return Py_NewRef(value);
     const Tensor& tensor = THPVariable_Unpack(value);
     const ScalarType from = tensor.scalar_type();
-    if (from == to_) return Py_NewRef(value);
-    if ((from != at::kFloat && from != at::kHalf && from != at::kBFloat16) ||
-        tensor.layout() != at::kStrided || !is_covered(tensor)) {
-      return nullptr;
+    if (from == to_ || (from != at::kFloat && from != at::kHalf && from != at::kBFloat16) ||
+        !is_covered(tensor)) {
+      return Py_NewRef(value);
     }
-    if (is_parameter) return cast_weight(value, tensor);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == ParameterClass) {
+      return cast_weight(value, tensor);
+    }
     Tensor made;
     {
       pybind11::gil_scoped_release no_gil;
@@ -313,13 +321,10 @@ class Caster {
   }
 
  private:
-  static bool may_stay(PyObject* value) {
-    if (is_scalar(value)) return true;
-    if (!PyTuple_CheckExact(value)) return false;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
-      if (!is_scalar(PyTuple_GET_ITEM(value, i))) return false;
-    }
-    return true;
+  // A Tensor or a Parameter, and no subclass of these.
+  static bool is_plain_tensor(PyObject* value) {
+    const auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+    return type == THPVariableClass || type == ParameterClass;
   }
 
   bool is_covered(const Tensor& tensor) const {
@@ -393,21 +398,28 @@ PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Caster caster(
       reinterpret_cast<THPDtype*>(args[3])->scalar_type, args[3], args[4], args[5]);
   const Py_ssize_t positional = PyTuple_GET_SIZE(args[1]);
+  PyObject *name = nullptr, *given = nullptr;
+  Py_ssize_t place = 0;
+  for (Py_ssize_t i = 0; i < positional; ++i) {
+    if (!Caster::is_usual(PyTuple_GET_ITEM(args[1], i))) return Py_NewRef(UNUSUAL);
+  }
+  while (PyDict_Next(args[2], &place, &name, &given)) {
+    if (!Caster::is_usual(given)) return Py_NewRef(UNUSUAL);
+  }
   THPObjectPtr cast_args(PyTuple_New(positional));
   if (!cast_args) return nullptr;
   for (Py_ssize_t i = 0; i < positional; ++i) {
     PyObject* value = caster.cast(PyTuple_GET_ITEM(args[1], i));
-    if (value == nullptr) return PyErr_Occurred() ? nullptr : Py_NewRef(UNUSUAL);
+    if (value == nullptr) return nullptr;
     PyTuple_SET_ITEM(cast_args.get(), i, value);
   }
   if (PyDict_GET_SIZE(args[2]) == 0) return PyObject_Call(args[0], cast_args, nullptr);
   THPObjectPtr cast_kwargs(PyDict_New());
   if (!cast_kwargs) return nullptr;
-  PyObject *name = nullptr, *given = nullptr;
-  Py_ssize_t place = 0;
+  place = 0;
   while (PyDict_Next(args[2], &place, &name, &given)) {
     THPObjectPtr value(caster.cast(given));
-    if (!value) return PyErr_Occurred() ? nullptr : Py_NewRef(UNUSUAL);
+    if (!value) return nullptr;
     if (PyDict_SetItem(cast_kwargs, name, value) != 0) return nullptr;
   }
   return PyObject_Call(args[0], cast_args, cast_kwargs);

@@ -22,6 +22,7 @@ from ..interop import (
     tensor_hooks,
 )
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
+from ..torch_private import layer_forwards
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -139,6 +140,11 @@ def tools(registry: Registry) -> list[Tool]:
             "torch.fx and torch.jit.script: casts in graphs, or a warning",
             lambda needs: needs.casts or needs.models,
             lambda: fx_jit.replacements(registry.models.managed, registry.state),
+        ),
+        Tool(
+            "forwards of nn.Linear and convolutions: weights read without a call",
+            lambda needs: needs.casts or needs.half_models,
+            layer_forwards.replacements,
         ),
         Tool(
             "module.to(dtype): refused, and masters follow to other devices",

@@ -14,5 +14,6 @@ Where to look first:
 * compilers: `dynamo` (torch.compile), `scripting` (torch.jit), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;
 * the DataLoader: `data_loading`; torch's own modules that ask about autocast:
-  `autocast_callers`.
+  `autocast_callers`;
+* what linear layers and convolutions do, without a look-up of each weight: `layer_forwards`.
 """

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
@@ -137,6 +138,34 @@ def test_a_change_between_forwards_is_seen(model, how):
         model.load_state_dict(state)
     loss_of(model).backward()
     assert_equal(grads(model), autocast_grads(model=plain))
+
+
+class _Casts(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.batched, self.alone = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.batched += function is torch.ops.aten._foreach_copy_.default
+        self.alone += function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("change", ["hook", "frozen", "nothing"])
+def test_without_a_graph_nothing_splits_a_bucket(model, change):
+    loss_of(model)
+    called = []
+    if change == "hook":
+        model[2].weight.register_hook(called.append)
+    elif change == "frozen":
+        model[0].weight.requires_grad_(False)
+    plain = network()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        expected = plain(X)
+    with torch.no_grad(), _Casts() as casts:
+        found = model(X)
+    assert (casts.batched, casts.alone) == (1, 1)  # the weights, the input
+    assert torch.equal(found, expected) and not called
 
 
 def test_frozen_weights_get_nothing_and_thawed_ones_do(model):

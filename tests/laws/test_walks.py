@@ -13,6 +13,7 @@ from repository import DOCS
 from torch import nn
 
 import ampatch
+from ampatch import native
 
 PACKAGE = Path(ampatch.__file__).parent
 DESIGN = (DOCS / "design.md").read_text(encoding="utf-8")
@@ -94,5 +95,7 @@ def test_a_walk_names_every_file_that_is_entered(title):
     found = walk()
     ampatch.deactivate()
 
-    assert set(files) <= found
-    assert set(FILES.findall(text)) == found
+    named = set(FILES.findall(text))
+    assert found <= named
+    if native.part is None:  # it does in C++ what some of the files say in Python
+        assert found == named and set(files) <= named

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from native_runs import run_native
+from warm_python import environment
 
 import ampatch
 from ampatch import native
@@ -29,7 +30,7 @@ def cache(tmp_path, monkeypatch):
 def test_it_says_what_it_does_and_where_the_file_is(cache, monkeypatch, capsys):
     def build(verbose):
         path = loading.built_file()
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
         return path
 
@@ -44,6 +45,9 @@ def test_it_says_what_it_does_and_where_the_file_is(cache, monkeypatch, capsys):
     assert main.main(["build"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"There is a build already: {loading.built_file()} (--force builds again")
+
+    assert main.main(["build", "--force"]) == 0
+    assert capsys.readouterr().out.startswith("Compiling for torch ")
 
 
 def test_a_build_that_does_not_load_is_exit_code_1(cache, capsys):
@@ -101,6 +105,14 @@ def test_a_program_is_compared_to_the_bit(same_bits_with_native):
         same_bits_with_native(
             "torch.save([0.0 if native.status().in_force else -0.0], sys.argv[1])"
         )
+
+
+def test_processes_of_tests_have_what_the_tests_have(monkeypatch):
+    monkeypatch.setenv("AMPATCH_NATIVE", "0")
+    monkeypatch.setenv("AMPATCH_CACHE", "/cache")
+    monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
+    found = {name for name in environment() if name.startswith("AMPATCH_")}
+    assert found == {"AMPATCH_NATIVE", "AMPATCH_CACHE"}
 
 
 # doctor and report
