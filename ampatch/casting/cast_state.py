@@ -44,6 +44,7 @@ class CastState:
     def __init__(self) -> None:
         self.process: Policy | None = None
         self.per_thread = False  # whether calls look at their own thread: see `watch`
+        self.has_rules_of_user = False  # a function of torch follows a rule that the user gave
         self.tables = HandlerTables()
         self.modes = 0  # threads that are in a TorchFunctionMode; counted in `per_thread` too
         self.thread = _Thread()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..log import logger
-from . import autocast_answers, backward_policy, special_ops, user_functions
+from . import autocast_answers, backward_policy, fused_attention, special_ops, user_functions
 from .autocast_regions import AutocastRegions
 from .autocast_switch import AutocastSwitch
 from .cast_state import CastState
@@ -101,6 +101,7 @@ class Installation:
         self.missing.clear()
         self._warned.clear()
         self.has_tables = self._has_apex_rows = False
+        self._state.has_rules_of_user = False
 
     def has_patches(self) -> bool:
         """Whether anything is patched now, be it by the tables or for an override."""
@@ -146,6 +147,7 @@ class Installation:
 
     def put_torch_function(self, owner: Any, name: str, choose: Choose) -> None:
         """Have one of torch's functions cast to what `choose` says, whatever the tables say."""
+        self._state.has_rules_of_user = True
         found = raw_attribute(owner, name)
         make = self._overridable(
             lambda raw, state: user_functions.torch_function(raw, choose, self._ask_state)
@@ -169,6 +171,10 @@ class Installation:
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
         if row.rule is Rule.POWER:
             return self._overridable(special_ops.matrix_power)
+        if row.rule is Rule.FUSED_ATTENTION:
+            return lambda original: fused_attention.attention_kernel(original, self._state)
+        if row.rule is Rule.FUSED_LAYER:
+            return lambda original: fused_attention.layer_kernel(original, self._state)
         if row.rule in (Rule.BANNED, Rule.REFUSE_IN_PLACE):
             place = public_name(f"{row.where}.{name}")
             message = f"{place} was called with a half precision argument. {row.why}"

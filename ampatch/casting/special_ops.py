@@ -6,20 +6,16 @@ list of `(where, name, make)` for `install.py` to put in.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.backends.mha
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
-from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
+from . import fused_attention
 from .cast_observers import observed, observers
 from .cast_state import CastState
 from .handlers import unseen_where_modes_are
@@ -63,7 +59,7 @@ def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
         (
             "torch.backends.mha",
             "get_fastpath_enabled",
-            lambda original: _fast_path(original, state),
+            lambda original: fused_attention.fast_path(original, state),
         ),
         ("torch.utils.checkpoint", "checkpoint", lambda original: _checkpoint(original, state)),
     ]
@@ -88,45 +84,6 @@ def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
     if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input
-
-
-def _fast_path(original: Callable, state: CastState) -> Callable:
-    """The fused inference kernels of MultiheadAttention and TransformerEncoder run in FP32.
-
-    They stay with modules the policy does not cover, and with nested tensors, which
-    those modules take on no other path.  Only the asking module's frame says whose
-    call it is.  Code being compiled has no frames, and may not call the original.
-    """
-
-    def get_fastpath_enabled() -> bool:
-        policy = state.table_policy()
-        if is_dynamo_compiling():
-            return policy is None and attention.is_fast_path_enabled()
-        if policy is None or not original():
-            return original()
-        with unseen_where_modes_are(state):
-            return _left_alone(sys._getframe(1), policy)
-
-    return get_fastpath_enabled
-
-
-def _left_alone(asking: FrameType, policy: Policy) -> bool:
-    """Whether the policy casts nothing of the module whose method runs in the frame `asking`."""
-    found = asking.f_locals
-    module, inputs = found.get("self"), []
-    if not isinstance(module, nn.Module):
-        return False
-    for value in found.values():
-        if value is not None and type(value) is not bool and isinstance(value, Tensor):
-            if value.is_nested:
-                return True
-            inputs.append(value)
-    if policy.gate is not None:
-        return not policy.gate((*inputs, *module.parameters()), {})
-    for tensor in inputs:  # one of them nearly always answers: parameters take long to find
-        if castable(tensor, policy):
-            return False
-    return not any(castable(parameter, policy) for parameter in module.parameters())
 
 
 def _checkpoint(original: Callable, state: CastState) -> Callable:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -183,6 +183,34 @@ class WeightCache:
                 return half
         return self._make(forward, copies, weight, dtype)
 
+    def cast_outside_graphs(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """The FP32 `weights` of one call in `dtype`, in a forward that records no graph of them.
+
+        All are copies made earlier in this forward, or all are made now, in one batch.
+        """
+        forward = self._thread.forward
+        if forward is None or forward.in_inference is not torch.is_inference_mode_enabled():
+            return self._make_outside_graphs(weights, dtype)
+        halves: list[Tensor] = []
+        for weight in weights:
+            found = forward.plain.get(id(weight))
+            if found is None or found[1] != weight._version or found[0].dtype is not dtype:
+                break
+            halves.append(found[0])
+        else:
+            self.hits += len(halves)
+            return halves
+        made = self._make_outside_graphs(weights, dtype)
+        if forward.touched.isdisjoint(map(id, weights)) and not any(map(_is_inference, weights)):
+            versions = map(_version_of, weights)
+            forward.plain.update(zip(map(id, weights), zip(made, versions)))
+            forward.kept.append(weights)
+        return made
+
+    def _make_outside_graphs(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        self.misses += len(weights)
+        return cast_together(weights, dtype, in_graph=False)
+
     def _make(
         self, forward: _Forward, copies: _Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
@@ -219,6 +247,7 @@ def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _version_of = operator.attrgetter("_version")
+_is_inference = operator.methodcaller("is_inference")
 
 
 def _together(

@@ -66,6 +66,20 @@ def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
     return None if before is None or after is None else (before, after)
 
 
+GLOBAL_FORWARD_TABLES: list[dict] = [
+    table
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks")
+    if (table := getattr(torch.nn.modules.module, name, None)) is not None
+]
+"""Forward hooks of all modules."""
+
+
+def parts_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Its direct submodules by name."""
+    found = getattr(module, "_modules", None)
+    return dict(module.named_children()) if found is None else found
+
+
 _BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
 
 GLOBAL_BACKWARD_TABLES: list[dict] = [

@@ -19,10 +19,14 @@ MATRIX_KERNELS = (
     "_transformer_encoder_layer_fwd",
     "_native_multi_head_attention",
 )
+MASKS = {"_transformer_encoder_layer_fwd": 18, "_native_multi_head_attention": 9}
+"""Positions of masks."""
+FUSED = MASKS.keys()
+"""The kernels of torch's modules for attention in evaluation."""
 
 
 class Kernels(TorchDispatchMode):
-    """The dtypes that kernels multiplying matrices are given, by kernel."""
+    """The dtypes of the matrices that kernels multiplying matrices are given, by kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,9 +35,13 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._overloadpacket.__name__
         if name in MATRIX_KERNELS:
-            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            matrices = [
+                arg
+                for place, arg in enumerate(args)
+                if isinstance(arg, Tensor) and arg.dim() > 1 and place != MASKS.get(name)
+            ]
             self.seen.setdefault(name, set()).update(
-                tensor.dtype for tensor in tensors if tensor.is_floating_point()
+                matrix.dtype for matrix in matrices if matrix.is_floating_point()
             )
         return function(*args, **(kwargs or {}))
 
