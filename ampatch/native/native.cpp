@@ -293,16 +293,32 @@ class Caster {
   static bool is_usual(PyObject* value) {
     if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
     if (is_scalar(value)) return true;
-    if (!PyTuple_CheckExact(value)) return false;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
-      if (!is_scalar(PyTuple_GET_ITEM(value, i))) return false;
+    if (!is_sequence(value)) return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+      if (!is_usual(PySequence_Fast_GET_ITEM(value, i))) return false;
     }
     return true;
   }
 
   // A new reference to what the call gets for a usual `value`; nullptr: an error is set.
   PyObject* cast(PyObject* value) {
-    if (!is_plain_tensor(value)) return Py_NewRef(value);
+    if (is_plain_tensor(value)) return cast_tensor(value);
+    if (is_sequence(value)) return cast_inside(value);
+    return Py_NewRef(value);
+  }
+
+ private:
+  // A Tensor or a Parameter, and no subclass of these.
+  static bool is_plain_tensor(PyObject* value) {
+    const auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+    return type == THPVariableClass || type == ParameterClass;
+  }
+
+  static bool is_sequence(PyObject* value) {
+    return PyTuple_CheckExact(value) || PyList_CheckExact(value);
+  }
+
+  PyObject* cast_tensor(PyObject* value) {
     const Tensor& tensor = THPVariable_Unpack(value);
     const ScalarType from = tensor.scalar_type();
     if (from == to_ || (from != at::kFloat && from != at::kHalf && from != at::kBFloat16) ||
@@ -320,11 +336,23 @@ class Caster {
     return THPVariable_Wrap(std::move(made));
   }
 
- private:
-  // A Tensor or a Parameter, and no subclass of these.
-  static bool is_plain_tensor(PyObject* value) {
-    const auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
-    return type == THPVariableClass || type == ParameterClass;
+  // The same object where nothing inside changes; the caller's is left as it is.
+  PyObject* cast_inside(PyObject* sequence) {
+    const THPObjectPtr items(PySequence_Tuple(sequence));  // a list may change meanwhile
+    if (!items) return nullptr;
+    const Py_ssize_t size = PyTuple_GET_SIZE(items.get());
+    const bool is_list = PyList_CheckExact(sequence);
+    THPObjectPtr made(is_list ? PyList_New(size) : PyTuple_New(size));
+    if (!made) return nullptr;
+    bool has_changed = false;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* item = PyTuple_GET_ITEM(items.get(), i);
+      PyObject* value = cast(item);
+      if (value == nullptr) return nullptr;
+      has_changed = has_changed || value != item;
+      is_list ? PyList_SET_ITEM(made.get(), i, value) : PyTuple_SET_ITEM(made.get(), i, value);
+    }
+    return has_changed ? made.release() : Py_NewRef(sequence);
   }
 
   bool is_covered(const Tensor& tensor) const {
