@@ -212,8 +212,20 @@ class Plan:
         self.bucket_of = bucket_of
 
 
+def _are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
+    """Whether the weights of `bucket` may be cast in one node with `weight`, which is in it."""
+    wanting = map(_wants_grad, bucket)
+    return (
+        may_be_planned(weight)
+        and all(wanting if weight.requires_grad else map(operator.not_, wanting))
+        and not any(map(backward_hooks_of, bucket))
+        and not any(map(late_hooks_of, bucket))
+    )
+
+
 if native.part is not None:
     _in_graph, _outside_graph = native.part.cast_together, native.part.copies
+    _are_alike = native.part.are_alike
     native.part.on_missing(note_unreached)
 
 
@@ -222,16 +234,11 @@ def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
 
     A weight that has another dtype or device by now is not left out: its copy is not used.
     """
+    if _are_alike(weight, bucket):
+        return bucket
     if not may_be_planned(weight):
         return []
     wanted = weight.requires_grad
-    wanting = map(_wants_grad, bucket)
-    if (
-        all(wanting if wanted else map(operator.not_, wanting))
-        and not any(map(backward_hooks_of, bucket))
-        and not any(map(late_hooks_of, bucket))
-    ):
-        return bucket
     return [one for one in bucket if one.requires_grad is wanted and may_be_planned(one)]
 
 

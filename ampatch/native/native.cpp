@@ -260,6 +260,40 @@ PyObject* copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+bool has_hooks(PyObject* tensor) {
+  const auto* variable = reinterpret_cast<THPVariable*>(tensor);
+  const auto holds = [](PyObject* hooks) {
+    const int answer = hooks == nullptr ? 0 : PyObject_IsTrue(hooks);
+    if (answer < 0) throw python_error();
+    return answer == 1;
+  };
+  return holds(variable->backward_hooks) || holds(variable->post_accumulate_grad_hooks);
+}
+
+// are_alike(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
+PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 2 && THPVariable_Check(args[0]) && PyList_Check(args[1]),
+      "are_alike(weight: Tensor, bucket: list)");
+  const Tensor& weight = THPVariable_Unpack(args[0]);
+  const bool wanted = weight.requires_grad();
+  if (reinterpret_cast<PyObject*>(Py_TYPE(args[0])) != ParameterClass ||
+      weight.scalar_type() != at::kFloat || !weight.is_leaf() ||
+      weight.layout() != at::kStrided || has_hooks(args[0])) {
+    Py_RETURN_FALSE;
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); ++i) {
+    PyObject* one = PyList_GET_ITEM(args[1], i);
+    if (!THPVariable_Check(one) || THPVariable_Unpack(one).requires_grad() != wanted ||
+        has_hooks(one)) {
+      Py_RETURN_FALSE;
+    }
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
 // on_missing(function): have `function(plan, ids)` called for weights that a pass did not reach.
 PyObject* on_missing(PyObject*, PyObject* function) {
   Py_INCREF(function);
@@ -788,6 +822,7 @@ PyCFunction fast(F function) {
 PyMethodDef methods[] = {
     {"any_half", any_half, METH_O, nullptr},
     {"any_raw_grad", any_raw_grad, METH_O, nullptr},
+    {"are_alike", fast(are_alike), METH_FASTCALL, nullptr},
     {"are_rounded", fast(are_rounded), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
     {"cast_together", fast(cast_together), METH_FASTCALL, nullptr},

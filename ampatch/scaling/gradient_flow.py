@@ -22,7 +22,7 @@ from .other_blocks import OtherBlocks, entering
 from .process_group import share_flag, world_size
 from .scale_value import Flag, is_set
 from .shared_parameters import NOTHING_SHARED, Sharing
-from .tensor_lists import add_to, drop_grads, grads_of, with_grads
+from .tensor_lists import add_to, drop_grads, grads_of, put_back, with_grads
 
 _grad_of = operator.attrgetter("grad")
 
@@ -175,8 +175,7 @@ class GradientFlow:
         pending.join(self)
 
     def _add_aside(self) -> None:
-        for param, grad in self.state.aside:
-            param.grad = grad if param.grad is None else grad.add_(param.grad)
+        put_back(self.state.aside)
         self.state.aside = []
 
     def abandon_backward(self, sharing: Sharing) -> None:

@@ -127,10 +127,33 @@ def _parts(tensors: list[Tensor]) -> list[tuple[int, int]]:
     return parts
 
 
-def add_to(tensors: list[Tensor], grads: list[Tensor]) -> None:
+def add_to(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Add gradients to those that tensors have."""
+    held: list[Tensor] = []
+    more: list[Tensor] = []
     for tensor, grad in zip(tensors, grads, strict=True):
-        tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
+        found = tensor.grad
+        if found is None:
+            tensor.grad = grad
+        else:
+            held.append(found)
+            more.append(grad)
+    if held:
+        foreach.add_(held, more)
+
+
+def put_back(aside: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors the gradients that were set aside, with those added that they have now."""
+    held: list[Tensor] = []
+    more: list[Tensor] = []
+    for tensor, grad in aside:
+        new = tensor.grad
+        if new is not None:
+            held.append(grad)
+            more.append(new)
+        tensor.grad = grad
+    if held:
+        foreach.add_(held, more)
 
 
 def round_down(halves: list[Tensor], masters: list[Tensor]) -> None:

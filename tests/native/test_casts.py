@@ -255,3 +255,50 @@ def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype
         """
     )
     assert all(half.dtype != grad.dtype for half, grad in zip(found["down"], found["up"]))
+
+
+def test_weights_that_may_be_cast_in_one_node_are_told_alike(same_bits_with_native):
+    found = same_bits_with_native(
+        """
+        from torch import nn
+        from ampatch.casting import batched_casts
+
+        def weights():
+            return [nn.Parameter(torch.ones(2)) for _ in range(3)]
+
+        def hooked(which, how, drop=False):
+            made = weights()
+            handle = getattr(made[which], how)(lambda tensor: None)
+            if drop:
+                handle.remove()
+            return made
+
+        def changed(which, change):
+            made = weights()
+            made[which] = change(made[which])
+            return made
+
+        frozen = lambda one: one.requires_grad_(False)
+        early, late = "register_hook", "register_post_accumulate_grad_hook"
+        buckets = {
+            "plain": weights(), "early": hooked(1, early), "late": hooked(2, late),
+            "own early": hooked(0, early), "own late": hooked(0, late),
+            "early gone": hooked(1, early, True), "late gone": hooked(0, late, True),
+            "frozen": changed(1, frozen), "own frozen": changed(0, frozen),
+            "own half": changed(0, lambda one: nn.Parameter(one.detach().half())),
+            "half": changed(1, lambda one: nn.Parameter(one.detach().half())),
+            "own computed": changed(0, lambda one: one * 1),
+            "own tensor": changed(0, lambda one: one.detach().requires_grad_()),
+            "own buffer": changed(0, nn.Buffer if hasattr(nn, "Buffer") else nn.Parameter),
+        }
+        every = {}
+        for name, bucket in buckets.items():
+            alike = batched_casts.alike(bucket[0], bucket)
+            every[name] = [any(one is other for other in alike) for one in bucket]
+        torch.save(every, sys.argv[1])
+        """
+    )
+    whole = ["plain", "early gone", "late gone", "half"]
+    assert [name for name, kept in found.items() if all(kept)] == whole
+    assert found["early"] == found["frozen"] == [True, False, True]
+    assert found["own late"] == found["own computed"] == [False] * 3
