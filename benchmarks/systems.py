@@ -7,7 +7,7 @@ is O1 in a process that may use ampatch's native part (`environment`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from models import Task
@@ -119,6 +119,51 @@ def _ampatch_step(task: Task, optimizers: list, passes: list[bool]) -> Callable[
                 with amp.scale_loss(loss, one, delay_unscale=more) as scaled_loss:
                     scaled_loss.backward()
             one.step()
+
+    return step
+
+
+def make_parts(task: Task, system: str, dtype: torch.dtype) -> Callable[[], Iterator[None]]:
+    """A training step that stops after each of its six parts; `task` has one optimizer.
+
+    zero_grad; forward; what scales the loss; backward; what unscales; the optimizer's step.
+    """
+    [model], [loss_of] = task.modules, task.losses
+    model.train()
+    level = system.partition(" ")[0]
+    if level == HALF.partition(" ")[0]:
+        _to_half(task, dtype)
+    optimizer = OPTIMIZERS["ordinary"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    is_ours, is_scaled = level in ("O1", "O2"), level == AUTOCAST
+    if is_ours:
+        amp.initialize(
+            model, optimizer, opt_level=level, dtype=dtype, loss_scale="dynamic", verbosity=0
+        )
+
+    def step() -> Iterator[None]:
+        optimizer.zero_grad()
+        yield
+        with torch.autocast("cpu", dtype=dtype) if is_scaled else contextlib.nullcontext():
+            loss = loss_of(task.modules)
+        yield
+        if is_ours:
+            block = amp.scale_loss(loss, optimizer)
+            loss = block.__enter__()
+        elif is_scaled:
+            loss = scaler.scale(loss)
+        yield
+        loss.backward()
+        yield
+        if is_ours:
+            block.__exit__(None, None, None)
+        yield
+        if is_scaled:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        yield
 
     return step
 
