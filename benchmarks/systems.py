@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 from models import Task
-from situations import MICRO_BATCHES, SITUATIONS
 from torch import nn
+from ways_to_train import MICRO_BATCHES, SITUATIONS
 
 import ampatch as amp
 
@@ -48,7 +48,7 @@ def make_step(
     """The function that does one training step: every loss of the task, each with its optimizer.
 
     Loss scaling is dynamic wherever a system has it, in bfloat16 too, so that
-    the same work is compared.  `situation` is a key of `situations.SITUATIONS`.
+    the same work is compared.  `situation` is a key of `ways_to_train.SITUATIONS`.
     """
     for module in task.modules:
         module.train()

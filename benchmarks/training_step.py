@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 from models import COMPUTE_BOUND, DISPATCH_BOUND
-from situations import COMPILER, MICRO_BATCHES, RANKS, ranks
 from systems import (
     AGAIN,
     AUTOCAST,
@@ -34,6 +33,7 @@ from systems import (
     make_step,
     with_native,
 )
+from ways_to_train import COMPILER, MICRO_BATCHES, RANKS, ranks
 from workers import machine, measure, ratios
 
 EVALUATION = "evaluation"
@@ -47,7 +47,7 @@ class Table(NamedTuple):
     title: str
     systems: list[str] = SYSTEMS
     optimizer: str = "ordinary"
-    situation: str = "plain"  # a key of `situations.SITUATIONS`, or EVALUATION
+    situation: str = "plain"  # a key of `ways_to_train.SITUATIONS`, or EVALUATION
     models: Iterable[str] = tuple(DISPATCH_BOUND)
     clock: Callable[[], float] = time.process_time
 

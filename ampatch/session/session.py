@@ -18,7 +18,13 @@ from ..models import float_copies, float_values, module_overrides
 from ..models.float_values import FloatValues
 from ..models.managed_model import ManagedModel
 from ..models.plain_parameters import PlainParameters
-from ..scaling import gradient_flow, gradient_state, master_weights, other_blocks
+from ..scaling import (
+    gradient_flow,
+    gradient_state,
+    master_weights,
+    other_blocks,
+    tensor_lists,
+)
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
@@ -384,5 +390,5 @@ dynamo_skip.run_eagerly(
     *(sys.modules[__name__], members, masters, half_weights, policies),
     *(float_values, ddp, float_copies, half_grads),
     *(gradient_flow, gradient_state, other_blocks, master_weights, half_gradients),
-    *(handed_out, writers, writes, comparison),
+    *(handed_out, writers, writes, comparison, tensor_lists),
 )

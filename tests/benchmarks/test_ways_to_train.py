@@ -11,16 +11,16 @@ from bench_modules import load
 
 import ampatch
 
-systems, situations, models = load("systems"), load("situations"), load("models")
+systems, ways_to_train, models = load("systems"), load("ways_to_train"), load("models")
 levers = load("levers")
 
 MODELS = ("MLP, 8 layers", "transformer, d=16", "GAN")
-EAGER = [name for name in situations.SITUATIONS if name != "compile"]
+EAGER = [name for name in ways_to_train.SITUATIONS if name != "compile"]
 
 
 @pytest.fixture(autouse=True)
 def a_group_of_one(monkeypatch):
-    for name, value in {**situations.ranks()[0], "WORLD_SIZE": "1"}.items():
+    for name, value in {**ways_to_train.ranks()[0], "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -51,7 +51,7 @@ def test_o1_does_the_work_of_autocast_and_that_of_fp32(name, situation):
 
 def test_micro_batches_add_up():
     once, added = (moved(MODELS[0], systems.FP32, which) for which in ("plain", "accumulation"))
-    assert (added - situations.MICRO_BATCHES * once).norm() < 0.01 * added.norm()
+    assert (added - ways_to_train.MICRO_BATCHES * once).norm() < 0.01 * added.norm()
 
 
 def test_a_checkpointed_layer_runs_twice():
@@ -59,7 +59,7 @@ def test_a_checkpointed_layer_runs_twice():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     forward = model[0].forward
     model[0].forward = lambda x: calls.append(x) or forward(x)
-    situations.checkpointed([model])
+    ways_to_train.checkpointed([model])
     model(torch.randn(2, 4)).sum().backward()
     assert len(calls) == 2
 
