@@ -323,13 +323,14 @@ class Caster {
   Caster(ScalarType to, PyObject* to_object, PyObject* cache, PyObject* devices)
       : to_(to), to_object_(to_object), cache_(cache), devices_(devices) {}
 
-  // Whether `cast` knows this kind of argument.
-  static bool is_usual(PyObject* value) {
+  // Whether `cast` knows this kind of argument.  A list in lists in lists, `deepest` of them, is
+  // none: it may hold itself.
+  static bool is_usual(PyObject* value, int deepest = 8) {
     if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
     if (is_scalar(value)) return true;
-    if (!is_sequence(value)) return false;
+    if (!is_sequence(value) || deepest == 0) return false;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
-      if (!is_usual(PySequence_Fast_GET_ITEM(value, i))) return false;
+      if (!is_usual(PySequence_Fast_GET_ITEM(value, i), deepest - 1)) return false;
     }
     return true;
   }

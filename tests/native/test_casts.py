@@ -302,3 +302,35 @@ def test_weights_that_may_be_cast_in_one_node_are_told_alike(same_bits_with_nati
     assert [name for name, kept in found.items() if all(kept)] == whole
     assert found["early"] == found["frozen"] == [True, False, True]
     assert found["own late"] == found["own computed"] == [False] * 3
+
+
+def test_lists_in_lists_end_as_in_python(same_bits_with_native):
+    """A list that holds itself is an error, and no crash; ten lists in lists are cast inside."""
+    found = same_bits_with_native(
+        """
+        import ampatch
+        import torch.nn.functional as F
+        from torch import nn
+
+        model = ampatch.initialize(nn.Linear(2, 2), opt_level="O1", dtype=torch.bfloat16,
+                                   verbosity=0)
+        endless = [torch.ones(2)]
+        endless.append(endless)
+        nested = ones = torch.ones(2, 2)
+        for _ in range(10):
+            nested = [nested]
+        found = {}
+        for name, weight in (("endless", endless), ("nested", nested)):
+            try:
+                F.linear(ones, weight)
+            except (RecursionError, TypeError) as error:
+                found[name] = type(error).__name__
+        given = []
+        given.append(ampatch.half_function(lambda value: value)(nested))
+        while type(given[-1]) is list:
+            given.append(given[-1][0])
+        found["inside"] = str(given[-1].dtype)
+        torch.save(found, sys.argv[1])
+        """
+    )
+    assert found == {"endless": "RecursionError", "nested": "TypeError", "inside": "torch.bfloat16"}
