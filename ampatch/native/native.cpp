@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -57,7 +58,10 @@ void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
   }
 }
 
+// The import may be within modes and transforms, which would make a tensor without numbers.
 void learn_nan() {
+  const c10::impl::ForceDispatchKeyGuard plain(
+      c10::default_included_set, c10::default_excluded_set);
   const Tensor nan = at::full({16}, NAN, at::TensorOptions(at::kFloat)).to(at::kBFloat16);
   bfloat16_nan = *static_cast<const uint16_t*>(nan.const_data_ptr());
 }

@@ -206,6 +206,34 @@ def test_import_loads_nothing_that_only_a_build_needs(native_cache):
     assert done.stdout == "set() True\n"
 
 
+@pytest.mark.parametrize(
+    "imported_within",
+    [
+        "with FakeTensorMode(): import ampatch",
+        "torch.func.functionalize(load)(torch.ones(2))",
+        "torch.func.vmap(load)(torch.ones(2))",
+    ],
+)
+def test_import_within_modes_and_transforms(native_cache, imported_within):
+    """What the native part asks torch about NaN when it is loaded has numbers there too."""
+    program = f"""
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        def load(x):
+            import ampatch
+            return x
+
+        {imported_within}
+        import ampatch
+        nan = torch.full((5,), float("nan"))
+        made = ampatch.native.part.copies([nan], torch.bfloat16)[0].view(torch.int16)
+        print(torch.equal(made, nan.bfloat16().view(torch.int16)))
+    """
+    done = run_native(program, native="1", cache=native_cache)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
 @pytest.mark.skipif(os.environ.get("AMPATCH_NATIVE") != "1", reason="AMPATCH_NATIVE is not 1")
 def test_a_run_of_the_tests_that_asks_for_it_has_it():
     assert native.status().in_force, native.status()
