@@ -40,9 +40,15 @@ constexpr c10::DispatchKeySet kPlainCpu({
 // On the CPU a call of an operator costs as much as converting some thousand numbers.
 constexpr int64_t kFewNumbers = 4096;
 
+// Whether its numbers are in host memory.  Memory that was freed (`storage.resize_(0)`) is for ATen
+// to refuse.
+bool is_in_memory(const Tensor& tensor) {
+  return tensor.key_set() == kPlainCpu && tensor.unsafeGetTensorImpl()->storage_initialized();
+}
+
 // Whether the numbers of a tensor may be read and written here, in the order of its memory.
 bool is_small(const Tensor& tensor) {
-  return tensor.key_set() == kPlainCpu && tensor.numel() <= kFewNumbers &&
+  return is_in_memory(tensor) && tensor.numel() <= kFewNumbers &&
       tensor.is_non_overlapping_and_dense();
 }
 
@@ -772,7 +778,7 @@ PyObject* are_rounded(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (halves.size() != wide.size()) Py_RETURN_FALSE;
   for (Py_ssize_t i = 0; i < halves.size(); ++i) {
     const Tensor &half = halves.tensor(i), &master = wide.tensor(i);
-    if (half.key_set() != kPlainCpu || master.key_set() != kPlainCpu ||
+    if (!is_in_memory(half) || !is_in_memory(master) ||
         half.scalar_type() != at::kBFloat16 || master.scalar_type() != at::kFloat ||
         half.numel() != master.numel() || !half.is_contiguous() || !master.is_contiguous() ||
         !is_rounded(

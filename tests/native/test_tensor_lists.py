@@ -332,3 +332,19 @@ def test_what_cannot_be_told_is_no_agreement() -> None:
     ):
         assert not native.part.are_rounded([one], [other])
     assert not native.part.are_rounded([half], [])
+
+
+def test_memory_that_was_freed_is_an_error_as_in_torch() -> None:
+    half, wide = torch.ones(4).bfloat16(), torch.ones(4)
+    half.grad = torch.ones(4).bfloat16()
+    for tensor in (half, wide, half.grad):
+        tensor.untyped_storage().resize_(0)
+    assert not native.part.are_rounded([half], [torch.ones(4)])
+    for call in (
+        lambda: native.part.copies([wide], torch.bfloat16),
+        lambda: native.part.take_up([half], [torch.ones(4)]),
+        lambda: native.part.round_down([half], [torch.ones(4)]),
+        lambda: native.part.round_down([torch.ones(4).bfloat16()], [wide]),
+    ):
+        with pytest.raises(RuntimeError, match="not allocated"):
+            call()
