@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, is_grad_enabled
 
+from .. import native
 from ..torch_private.probes import is_recording
 from .batched_casts import Plan, alike, cast_together, may_be_planned
 from .cast_observers import note_copies, observers
@@ -245,6 +246,9 @@ def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
         note_copies((half,))
     return half
 
+
+if native.part is not None:  # it casts weights that go alone, where nobody looks at casts
+    native.part.watch(observers)
 
 _version_of = operator.attrgetter("_version")
 _is_inference = operator.methodcaller("is_inference")

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -311,14 +312,38 @@ PyObject* on_missing(PyObject*, PyObject* function) {
   Py_RETURN_NONE;
 }
 
+PyObject* observers = nullptr;
+
+// watch(list): the list of those that look at casts.
+PyObject* watch(PyObject*, PyObject* list) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyList_CheckExact(list), "watch(observers: list)");
+  Py_INCREF(list);
+  Py_XSETREF(observers, list);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // ---- A patched call ---------------------------------------------------------------------------
 
 PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
 
 struct Names {
-  PyObject *thread, *forward, *graphed, *plain, *in_inference, *used, *hits, *cast;
+  PyObject *thread, *forward, *graphed, *plain, *in_inference, *used, *hits, *misses, *cast, *plan,
+      *bucket_of, *touched, *alone, *kept, *is_compiling;
 };
 Names names;
+
+PyObject* compiler = nullptr;  // the module torch.compiler
+
+// As `probes.is_recording`; also if that cannot be told.
+bool is_recording() {
+  constexpr auto transform = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
+  if (is_traced() || c10::impl::tls_is_dispatch_key_included(transform)) return true;
+  THPObjectPtr flag(PyObject_GetAttr(compiler, names.is_compiling));
+  if (!flag) PyErr_Clear();
+  return flag.get() != Py_False;
+}
 
 // The types that a call's arguments may have beside tensors, and tuples of these.
 bool is_scalar(PyObject* value) {
@@ -383,7 +408,7 @@ class Caster {
 
   // The same object where nothing inside changes; the caller's is left as it is.
   PyObject* cast_inside(PyObject* sequence) {
-    const THPObjectPtr items(PySequence_Tuple(sequence));  // a list may change meanwhile
+    THPObjectPtr items(PySequence_Tuple(sequence));  // a list may change meanwhile
     if (!items) return nullptr;
     const Py_ssize_t size = PyTuple_GET_SIZE(items.get());
     const bool is_list = PyList_CheckExact(sequence);
@@ -411,46 +436,99 @@ class Caster {
 
   // As `WeightCache.cast`: the copy made earlier in this forward, if it still serves.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
-    PyObject* half = known_copy(weight, tensor);
-    if (half != nullptr || PyErr_Occurred()) return half;
+    if (!forward_) {
+      THPObjectPtr thread(got(cache_, names.thread));
+      forward_ = got(thread, names.forward);
+    }
+    PyObject* half = nullptr;
+    if (forward_.get() != Py_None && !tensor.is_inference()) half = in_forward(weight, tensor);
+    if (half != nullptr) return half;
     return PyObject_CallMethodObjArgs(cache_, names.cast, weight, to_object_, nullptr);
   }
 
-  PyObject* known_copy(PyObject* weight, const Tensor& tensor) {
-    if (tensor.is_inference()) return nullptr;
-    if (!forward_) {
-      THPObjectPtr thread(PyObject_GetAttr(cache_, names.thread));
-      if (!thread) return nullptr;
-      forward_ = PyObject_GetAttr(thread, names.forward);
-      if (!forward_) return nullptr;
-    }
-    if (forward_.get() == Py_None) return nullptr;
+  // nullptr, with no error set: `WeightCache.cast` must decide.
+  PyObject* in_forward(PyObject* weight, const Tensor& tensor) {
     const bool in_graph = tensor.requires_grad() && at::GradMode::is_enabled();
-    THPObjectPtr copies(PyObject_GetAttr(forward_, in_graph ? names.graphed : names.plain));
-    THPObjectPtr id(PyLong_FromVoidPtr(weight));
-    if (!copies || !id) return nullptr;
+    THPObjectPtr copies(got(forward_, in_graph ? names.graphed : names.plain));
+    THPObjectPtr id(checked(PyLong_FromVoidPtr(weight)));
     PyObject* entry = PyDict_GetItemWithError(copies, id);
-    if (entry == nullptr) return nullptr;
+    if (entry == nullptr) {
+      if (PyErr_Occurred()) throw python_error();
+      return is_cast_alone(weight, id) ? cast_alone(weight, tensor, copies, id) : nullptr;
+    }
     PyObject* half = PyTuple_GET_ITEM(entry, 0);
     const auto version = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 1));
     if (version != static_cast<long long>(tensor._version()) ||
         THPVariable_Unpack(half).scalar_type() != to_) {
       return nullptr;
     }
-    if (!c10::InferenceMode::is_enabled()) {
-      THPObjectPtr in_inference(PyObject_GetAttr(forward_, names.in_inference));
-      if (!in_inference || in_inference.get() == Py_True) return nullptr;
-    }
-    THPObjectPtr used(PyObject_GetAttr(forward_, names.used));
-    if (!used || PySet_Add(used, id) != 0 || !count_hit()) return nullptr;
-    return Py_NewRef(half);
+    if (!c10::InferenceMode::is_enabled() && is_true(names.in_inference)) return nullptr;
+    THPObjectPtr result(Py_NewRef(half));
+    note(names.used, id);
+    count(names.hits);
+    return Py_NewRef(result.get());
   }
 
-  bool count_hit() {
-    THPObjectPtr hits(PyObject_GetAttr(cache_, names.hits));
-    if (!hits) return false;
-    THPObjectPtr more(PyLong_FromLongLong(PyLong_AsLongLong(hits) + 1));
-    return more && PyObject_SetAttr(cache_, names.hits, more) == 0;
+  // Whether it is known here that no other weight is cast with this one, as
+  // `weight_cache._together` says, and that its copy is kept.
+  bool is_cast_alone(PyObject* weight, PyObject* id) {
+    if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
+        is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {
+      return false;
+    }
+    THPObjectPtr touched(got(forward_, names.touched));
+    if (PySet_Contains(touched, id) != 0) return false;
+    THPObjectPtr plan(got(forward_, names.plan));
+    if (plan.get() == Py_None) return true;
+    THPObjectPtr bucket_of(got(plan, names.bucket_of));
+    if (PyDict_GetItemWithError(bucket_of, id) != nullptr) return has_hooks(weight);
+    THPObjectPtr alone(got(forward_, names.alone));
+    if (PyErr_Occurred() || PyDict_SetDefault(alone, id, weight) == nullptr) throw python_error();
+    return true;
+  }
+
+  // As `WeightCache._make` for one weight.
+  PyObject* cast_alone(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
+    THPObjectPtr version(checked(PyLong_FromLongLong(tensor._version())));
+    Tensor made;
+    {
+      pybind11::gil_scoped_release no_gil;
+      made = tensor.to(to_);
+    }
+    THPObjectPtr half(checked(THPVariable_Wrap(std::move(made))));
+    THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));
+    THPObjectPtr kept(got(forward_, names.kept));
+    if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept, weight) != 0) {
+      throw python_error();
+    }
+    note(names.used, id);
+    count(names.misses);
+    return Py_NewRef(half.get());
+  }
+
+  static PyObject* checked(PyObject* made) {
+    if (made == nullptr) throw python_error();
+    return made;
+  }
+
+  static PyObject* got(PyObject* object, PyObject* name) {
+    return checked(PyObject_GetAttr(object, name));
+  }
+
+  bool is_true(PyObject* name) {
+    THPObjectPtr flag(got(forward_, name));
+    return flag.get() == Py_True;
+  }
+
+  void note(PyObject* name, PyObject* id) {
+    THPObjectPtr ids(got(forward_, name));
+    if (PySet_Add(ids, id) != 0) throw python_error();
+  }
+
+  void count(PyObject* name) {
+    THPObjectPtr number(got(cache_, name));
+    THPObjectPtr more(checked(PyLong_FromLongLong(PyLong_AsLongLong(number) + 1)));
+    if (PyObject_SetAttr(cache_, name, more) != 0) throw python_error();
   }
 
   const ScalarType to_;
@@ -847,6 +925,7 @@ PyMethodDef methods[] = {
     {"take_up", fast(take_up), METH_FASTCALL, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},
     {"versions", versions, METH_O, nullptr},
+    {"watch", watch, METH_O, nullptr},
     {"with_grads", with_grads, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -855,22 +934,34 @@ PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_ampatch_native", nullptr, -1, methods, nullptr, nullptr, nullptr,
     nullptr};
 
-bool intern(PyObject** place, const char* name) {
-  *place = PyUnicode_InternFromString(name);
-  return *place != nullptr;
-}
-
 }  // namespace
 
 PyMODINIT_FUNC PyInit__ampatch_native() {
   HANDLE_TH_ERRORS
-  if (!intern(&grad_name, "grad") || !intern(&names.thread, "_thread") ||
-      !intern(&names.forward, "forward") ||
-      !intern(&names.graphed, "graphed") || !intern(&names.plain, "plain") ||
-      !intern(&names.in_inference, "in_inference") || !intern(&names.used, "used") ||
-      !intern(&names.hits, "hits") || !intern(&names.cast, "cast")) {
-    return nullptr;
+  const std::pair<PyObject**, const char*> interned[] = {
+      {&grad_name, "grad"},
+      {&names.thread, "_thread"},
+      {&names.forward, "forward"},
+      {&names.graphed, "graphed"},
+      {&names.plain, "plain"},
+      {&names.in_inference, "in_inference"},
+      {&names.used, "used"},
+      {&names.hits, "hits"},
+      {&names.misses, "misses"},
+      {&names.cast, "cast"},
+      {&names.plan, "plan"},
+      {&names.bucket_of, "bucket_of"},
+      {&names.touched, "touched"},
+      {&names.alone, "alone"},
+      {&names.kept, "kept"},
+      {&names.is_compiling, "_is_compiling_flag"},
+  };
+  for (const auto& [place, name] : interned) {
+    *place = PyUnicode_InternFromString(name);
+    if (*place == nullptr) return nullptr;
   }
+  compiler = PyImport_ImportModule("torch.compiler");
+  if (compiler == nullptr) return nullptr;
   learn_nan();
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
