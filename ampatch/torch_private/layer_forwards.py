@@ -32,7 +32,7 @@ def _convolution(self: Any, input: Tensor) -> Tensor:
     return self._conv_forward(input, self.weight, self.bias)
 
 
-def _linear_of_table(kind: type[Any], original: Forward) -> Forward:
+def _of_table(kind: type[Any], original: Forward, is_linear: bool) -> Forward:
     of_kind, is_traced = vars(kind), is_dynamo_compiling
     module, look_up = nn.Module, nn.Module.__getattr__
 
@@ -48,49 +48,26 @@ def _linear_of_table(kind: type[Any], original: Forward) -> Forward:
                 and "weight" not in of_kind
                 and "bias" not in of_kind
             ):
-                return F.linear(input, table["weight"], table["bias"])
+                call = F.linear if is_linear else self._conv_forward
+                return call(input, table["weight"], table["bias"])
         return original(self, input)
 
     return forward
 
 
-def _convolution_of_table(kind: type[Any], original: Forward) -> Forward:
-    of_kind, is_traced = vars(kind), is_dynamo_compiling
-    module, look_up = nn.Module, nn.Module.__getattr__
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        if type(self) is kind and module.__getattr__ is look_up and not is_traced():
-            own = self.__dict__
-            table = own["_parameters"]
-            if (
-                "weight" in table
-                and "bias" in table
-                and "weight" not in own
-                and "bias" not in own
-                and "weight" not in of_kind
-                and "bias" not in of_kind
-            ):
-                return self._conv_forward(input, table["weight"], table["bias"])
-        return original(self, input)
-
-    return forward
-
-
-_Make = Callable[[type[Any], Forward], Forward]
-
-_KINDS: list[tuple[type[Any], Forward, _Make]] = [
-    (nn.Linear, _linear, _linear_of_table),
-    (nn.Conv1d, _convolution, _convolution_of_table),
-    (nn.Conv2d, _convolution, _convolution_of_table),
-    (nn.Conv3d, _convolution, _convolution_of_table),
-]
+_KINDS: dict[type[Any], Forward] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
+    nn.Conv3d: _convolution,
+}
 
 
 def replacements() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """What to replace: `(class, name, make)`."""
     return [
-        (kind, "forward", functools.partial(_in_torchs_module, kind, make))
-        for kind, known, make in _KINDS
+        (kind, "forward", functools.partial(_in_torchs_module, kind, known is _linear))
+        for kind, known in _KINDS.items()
         if _does_what(vars(kind).get("forward"), known, sys.modules[kind.__module__])
     ]
 
@@ -107,12 +84,12 @@ def _does_what(found: Any, known: Any, home: Any) -> bool:
     )
 
 
-def _in_torchs_module(kind: type[Any], make: _Make, original: Any) -> Any:
-    """`make(kind, original)` as a function of the module that the original is in.
+def _in_torchs_module(kind: type[Any], is_linear: bool, original: Any) -> Any:
+    """The replacement of `original` as a function of the module that the original is in.
 
     It finds `F` there, as the original does.  So do TorchScript, which compiles the original's
     source, and the explanation of errors, which looks for frames of torch.
     """
-    made: Any = make(kind, original)
+    made: Any = _of_table(kind, original, is_linear)
     forward = FunctionType(made.__code__, original.__globals__, None, None, made.__closure__)
     return functools.update_wrapper(forward, original)
