@@ -48,8 +48,9 @@ def _of_table(kind: type[Any], original: Forward, is_linear: bool) -> Forward:
                 and "weight" not in of_kind
                 and "bias" not in of_kind
             ):
-                call = F.linear if is_linear else self._conv_forward
-                return call(input, table["weight"], table["bias"])
+                if is_linear:  # written out: explanations of errors quote the line
+                    return F.linear(input, table["weight"], table["bias"])
+                return self._conv_forward(input, table["weight"], table["bias"])
         return original(self, input)
 
     return forward

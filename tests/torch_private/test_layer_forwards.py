@@ -322,10 +322,10 @@ def test_fx_records_parameters_where_layers_are_no_leaves(session):
     assert {"0.weight", "0.bias"} <= set(targets)
 
 
-@pytest.mark.parametrize("make_forward", ["_linear_of_table", "_convolution_of_table"])
-def test_dynamo_traces_torch_s_forward(make_forward, monkeypatch):
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_dynamo_traces_torch_s_forward(is_linear, monkeypatch):
     monkeypatch.setattr(layer_forwards, "is_dynamo_compiling", lambda: True)
-    forward = getattr(layer_forwards, make_forward)(nn.Linear, lambda self, input: "torch's")
+    forward = layer_forwards._of_table(nn.Linear, lambda self, input: "torch's", is_linear)
     assert forward(make(nn.Linear), INPUTS[nn.Linear]) == "torch's"
 
 
