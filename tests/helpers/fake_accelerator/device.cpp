@@ -68,15 +68,26 @@ void wait_for_device(const std::string& why) {
 uint64_t launches() { return launched; }
 
 c10::DataPtr pointer_to(const c10::Storage& host) {
-  auto* block = new Block{host, host.nbytes()};
+  auto* block = new Block{host, host.nbytes(), {}};
   note_memory(static_cast<int64_t>(block->bytes));
   return {host.mutable_data(), block, &free_block, c10::Device(DEVICE, 0)};
 }
 
+// torch makes tensors of the device from bare pointers, when it writes old files.
+const c10::Storage& adopted(const c10::Storage& storage) {
+  c10::DataPtr bare(storage.mutable_data(), c10::Device(c10::DeviceType::CPU));
+  c10::Storage host(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bare),
+      c10::GetAllocator(c10::DeviceType::CPU), false);
+  auto fresh = pointer_to(host);
+  auto* block = static_cast<Block*>(fresh.get_context());
+  block->owner = storage.set_data_ptr(std::move(fresh));
+  return block->host;
+}
+
 const c10::Storage& host_memory(const c10::Storage& storage) {
   auto* block = storage.data_ptr().cast_context<Block>(&free_block);
-  TORCH_CHECK(block != nullptr, "this memory was not allocated by the fake accelerator");
-  return block->host;
+  return block == nullptr ? adopted(storage) : block->host;
 }
 
 c10::Storage new_host_memory(size_t bytes) {

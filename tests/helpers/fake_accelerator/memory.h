@@ -11,6 +11,7 @@ constexpr auto DEVICE = c10::DeviceType::PrivateUse1;
 struct Block {
   c10::Storage host;
   size_t bytes;
+  c10::DataPtr owner;  // of memory that came from elsewhere, else empty
 };
 
 // A pointer to memory of the device that is `host`.

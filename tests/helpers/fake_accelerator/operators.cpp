@@ -37,12 +37,18 @@ bool is_ours(const Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == DEVICE;
 }
 
+// What a tensor still owes: to be negated, say.
+c10::DispatchKeySet lazy_keys(const Tensor& tensor) {
+  return tensor.key_set() &
+      c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                           c10::DispatchKey::ZeroTensor});
+}
+
 // A tensor of the CPU with the same memory.
 Tensor seen_by_host(const Tensor& tensor) {
   auto found = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(host_memory(tensor.storage())),
-      c10::DispatchKeySet(c10::DispatchKey::CPU),
-      tensor.dtype());
+      c10::DispatchKeySet(c10::DispatchKey::CPU) | lazy_keys(tensor), tensor.dtype());
   found.unsafeGetTensorImpl()->set_sizes_and_strides(
       tensor.sizes(), tensor.strides(), tensor.storage_offset());
   return found;
@@ -167,9 +173,6 @@ class Call {
   // The storage of the device with the memory of a tensor of the host.
   c10::Storage storage_of(const Tensor& host) {
     auto* memory = host.storage().unsafeGetStorageImpl();
-    for (const auto& [device, ours] : pairs_) {
-      if (host_memory(device.storage()).unsafeGetStorageImpl() == memory) return device.storage();
-    }
     for (const auto& [known, storage] : made_) {
       if (known == memory) return storage;
     }
@@ -189,13 +192,25 @@ class Call {
       }
     }
     TORCH_CHECK(host.layout() == at::kStrided, name_, ": the fake accelerator is dense");
-    const auto before = made_.size();
-    auto found = at::detail::make_tensor<c10::TensorImpl>(
-        storage_of(host), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), host.dtype());
+    const auto* memory = host.storage().unsafeGetStorageImpl();
+    Tensor found;
+    for (const auto& [device, ours] : pairs_) {
+      if (host_memory(device.storage()).unsafeGetStorageImpl() == memory) {
+        makes_views_ = true;
+        found = at::detail::make_tensor<c10::TensorImpl>(
+            c10::TensorImpl::VIEW, c10::Storage(device.storage()), device.key_set(),
+            host.dtype());
+        break;
+      }
+    }
+    if (!found.defined()) {
+      makes_new_ = true;
+      found = at::detail::make_tensor<c10::TensorImpl>(
+          storage_of(host),
+          c10::DispatchKeySet(c10::DispatchKey::PrivateUse1) | lazy_keys(host), host.dtype());
+    }
     found.unsafeGetTensorImpl()->set_sizes_and_strides(
         host.sizes(), host.strides(), host.storage_offset());
-    makes_new_ |= made_.size() != before;
-    makes_views_ |= made_.size() == before;
     return found;
   }
 
