@@ -121,8 +121,8 @@ class Call {
       c10::List<std::optional<Tensor>> found;
       for (const auto& one : value.toOptionalTensorVector()) {
         found.push_back(one ? std::optional(to_host(*one, argument)) : one);
-        if (one && (one->scalar_type() == at::kBool || one->scalar_type() == at::kByte)) {
-          waits_ = true;  // how many elements a mask chooses is not known before
+        if (one && one->scalar_type() == at::kBool && name_.find("index_put") != std::string::npos) {
+          waits_ = true;  // how many elements the mask chooses is not known before
         }
       }
       return found;
