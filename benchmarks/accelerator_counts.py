@@ -31,8 +31,8 @@ from workers import machine
 import ampatch as amp
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
-import fake_accelerator  # noqa: E402
-from fake_accelerator import NAME, Counts, counted  # noqa: E402
+import fake_accelerator
+from fake_accelerator import NAME, Counts, counted
 
 SYSTEMS = [FP32, AUTOCAST, "O1", "O2", "O3"]
 OPTIMIZERS = {"fused": {"fused": True}, "ordinary": {}}
@@ -114,7 +114,7 @@ def make_step(
 def count(
     name: str, system: str, optimizer: str, dtype: torch.dtype, size: Size = NARROW
 ) -> tuple[Counts, int]:
-    """What one step asks of the device, after some to warm up; and how many parameters there are."""
+    """What one step asks of the device, after some to warm up; and the number of parameters."""
     torch.manual_seed(0)
     model, loss_of = MODELS[name](size)
     model.to(NAME).train()

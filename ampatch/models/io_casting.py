@@ -21,7 +21,6 @@ from ..torch_private.devices import has_values, is_captured, is_read_by_host
 from ..torch_private.probes import is_recording
 from .conversion import CASTABLE, caster, half_cannot_hold, map_tensors
 
-
 _Given = tuple[list[tuple[Tensor, Tensor]], list[tuple[Any, Any, Any]]]
 """What one forward was given.
 

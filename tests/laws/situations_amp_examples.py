@@ -217,7 +217,7 @@ def clip_after_an_overflow(amp):
 
 
 def products(device):
-    """`MyMM` of the page, and its `MyFloat32Func`: inputs come in FP32, and it runs without casts."""
+    """`MyMM` of the page, and `MyFloat32Func`: its inputs come in FP32, it runs without casts."""
 
     class Product(torch.autograd.Function):
         @staticmethod

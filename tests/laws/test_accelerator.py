@@ -255,7 +255,7 @@ def test_what_is_written_into_half_weights_reaches_their_masters(width):
     model = linears(1, width).to(NAME)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
     ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    for x, y in batches(2):
+    for x, _ in batches(2):
         with ampatch.scale_loss(model(x.to(NAME)).sum(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()

@@ -40,9 +40,7 @@ class Counts(collections.Counter):
     """How often each thing happened: `"launch aten::add.Tensor"`, `"wait number read"`."""
 
     def _sum(self, kind: str, names: str = "") -> int:
-        return sum(
-            times for what, times in self.items() if what.startswith(f"{kind} {names}")
-        )
+        return sum(times for what, times in self.items() if what.startswith(f"{kind} {names}"))
 
     @property
     def launches(self) -> int:

@@ -21,7 +21,8 @@ def main(target: str) -> None:
         subprocess.Popen([compiler, *flags, *includes, "-c", str(source), "-o", made])
         for source, made in zip(sources, objects, strict=True)
     ]
-    if any([one.wait() for one in compiling]):
+    failed = [one.wait() for one in compiling]
+    if any(failed):
         raise SystemExit(1)
     places = [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries = ["-ltorch_cpu", "-lc10"]
