@@ -39,6 +39,17 @@ except ImportError:
         return ["cuda"]
 
 
+try:
+    from torch.utils._foreach_utils import (
+        _get_foreach_kernels_supported_devices as _types_with_list_kernels,
+    )
+except ImportError:
+
+    def _types_with_list_kernels() -> list[str]:
+        """Where every torch has them."""
+        return ["cuda"]
+
+
 FUSED_ATTENTION = frozenset(("cpu", "cuda"))
 """The types of devices where torch's fused attention and encoder layers take half."""
 
@@ -176,6 +187,11 @@ def _new_event(device: torch.device) -> Any:
 
 
 # Kernels
+
+
+def copies_lists_at_once(device: torch.device) -> bool:
+    """Whether a copy of a list of tensors is one kernel there, not one for each tensor."""
+    return device.type in _types_with_list_kernels()
 
 
 def have_fused_optimizers(tensors: Iterable[Any]) -> bool:

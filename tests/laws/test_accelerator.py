@@ -245,6 +245,11 @@ def test_weights_are_cast_and_compared_in_lists(level, most):
     assert launches(40, 8, level) <= most
 
 
+def test_weights_of_a_few_megabytes_share_a_bucket():
+    """Six of 4.8 MB: a list is one kernel here, so buckets are larger than on the CPU."""
+    assert launches(6, 1100, "O1") <= 6 + 2 * 2
+
+
 def test_large_weights_are_compared_in_few_kernels():
     """Of 1.2 million elements each: not in parts that are made for the cache of a CPU."""
     assert launches(4, 1100, "O2") - launches(2, 1100, "O2") <= 2 * 8
