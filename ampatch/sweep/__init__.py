@@ -15,14 +15,15 @@ that the script itself sets come too late; set them in the shell.
 
 What is where:
 
-* `plan.py`, `trial.py`: what is run.
+* `plan.py`, `trial.py`: what is run, and why in whole and in short runs.
 * `execution/`: the sweep and its directory (`sweep.py`, `directory.py`), the parent's
   part of a trial (`runner.py`), the child's part (`child.py`, `autocast_baseline.py`,
-  `script_without_amp.py`), and the progress display.
-* `measure/`: what is measured in the child (`recorder.py`, `probes.py`), what is read
-  from the script's output, and the record of a trial (`record.py`).
-* `report/`: figures and verdicts made of the records, the format of the results
-  (`results.py`), and how they are shown: table, CSV, pictures, HTML page, TensorBoard.
+  `script_without_amp.py`), how long short runs are (`short_runs.py`), and the progress display.
+* `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`), what
+  is read from the script's output, the machine, and the record of a trial (`record.py`).
+* `report/`: figures and verdicts (`judge.py`, `pace.py`) made of the records, the format of
+  the results (`results.py`), and how they are shown: table, CSV, pictures, HTML page,
+  TensorBoard.
 """
 
 from __future__ import annotations
