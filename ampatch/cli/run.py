@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ampatch.cli.debugging import run_debugged
 from ampatch.errors import AmpatchError
 
-_WITH_VALUE = ("--opt-level", "--dtype", "--loss-scale")
+_WITH_VALUE = ("--opt-level", "--dtype", "--loss-scale", "--stop-at")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -64,7 +65,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--debug",
         action="store_true",
-        help="say where the first inf or NaN comes from: operator, module, parameter (slow)",
+        help="say where the first inf or NaN comes from: operator, module, line; the script ends "
+        "there (slow)",
+    )
+    parser.add_argument(
+        "--stop-at",
+        choices=("unabsorbed", "any"),
+        help="what --debug stops at: what the dynamic loss scale does not absorb, or any inf or "
+        "NaN (default: unabsorbed)",
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     parser.add_argument("script", nargs="?", metavar="SCRIPT")
@@ -90,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the script or module; returns its exit code."""
     if options.module is None and options.script is None:
         options.parser.error("the following arguments are required: SCRIPT")
+    if options.stop_at is not None and not options.debug:
+        options.parser.error("--stop-at goes with --debug")
     from ampatch.launch import children
     from ampatch.launch.script import check_script
 
@@ -106,7 +116,9 @@ def run(options: argparse.Namespace) -> int:
     except (AmpatchError, OSError, ValueError) as error:
         options.parser.error(str(error))
     children.start(options.auto)
-    return run_debugged(lambda: _execute(options)) if options.debug else _execute(options)
+    if options.debug:
+        return run_debugged(lambda: _execute(options), options.stop_at or "unabsorbed")
+    return _execute(options)
 
 
 def _execute(options: argparse.Namespace) -> int:
@@ -119,18 +131,3 @@ def _execute(options: argparse.Namespace) -> int:
     except ModuleMissing as error:
         parser: argparse.ArgumentParser = options.parser
         parser.error(str(error))
-
-
-def run_debugged(execute: Callable[[], int]) -> int:
-    """`execute()` with every model watched; the finding goes to the standard error at the end.
-
-    `execute` runs the script and returns its exit code.
-    """
-    from ampatch.diagnose.nonfinite import debug
-
-    with debug() as debugger:
-        code = execute()
-    found = debugger.report
-    steps = f"{debugger.step} optimizer steps"
-    print(f"ampatch: {found or f'no inf or NaN in {steps}.'}", file=sys.stderr)
-    return code

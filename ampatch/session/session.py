@@ -270,9 +270,12 @@ class Session:
             managed = with_sharers(managed, everyone)
             if not self.scales_by_itself:
                 others = [other for other in everyone if other not in managed]
+        done = self.policies.cache.close
         if registry.observers.are_there:
             registry.observers.notify("on_loss", loss, loss_id)
             registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
+            registry.observers.notify("on_block", self.scalers[loss_id])
+            done = self._end_observed_block
         return ScaledBackward(
             loss,
             managed,
@@ -280,9 +283,13 @@ class Session:
             delay_unscale,
             delay_overflow_check,
             others,
-            self.policies.cache.close,
+            done,
             together=self.policies.tables.apex_tables,
         )
+
+    def _end_observed_block(self) -> None:
+        self.policies.cache.close()
+        registry.observers.notify("on_block", None)
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""

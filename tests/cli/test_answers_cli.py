@@ -56,6 +56,23 @@ OVERFLOWING = """
     optimizer.step()
 """
 
+ABSORBED = """
+    import torch
+    import ampatch as amp
+
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for step in range(12):
+        print(step)
+        x = torch.full((40, 4), 1.0)
+        loss = model(x).float().sum()  # its gradient is 40: too large for float16 from 2048 on
+        with amp.scale_loss((-loss.abs()).log() if step == 8 else loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 
 @pytest.fixture
 def script(tmp_path):
@@ -150,7 +167,7 @@ def test_a_script_without_ampatch(tmp_path, in_this_process, capsys):
 def test_run_under_debug(tmp_path):
     (tmp_path / "net.py").write_text(textwrap.dedent(OVERFLOWING))
     done = run("run", "--debug", "net.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert "made by aten._to_copy in torch.float16, in Net.fc (Linear)" in last
     assert "return torch.exp(self.fc(x)).sum()" in last and "net.py:" in last
@@ -158,8 +175,25 @@ def test_run_under_debug(tmp_path):
 
 
 def test_debug_of_a_healthy_run(capsys):
-    assert run_module.run_debugged(lambda: 3) == 3
+    assert run_module.run_debugged(lambda: 3, "unabsorbed") == 3
     assert capsys.readouterr().err == "ampatch: no inf or NaN in 0 optimizer steps.\n"
+
+
+@pytest.mark.parametrize(
+    "stop_at, steps, found",
+    [("unabsorbed", 9, "step 8, in forward: made by aten.log"), ("any", 1, "step 0, in backward")],
+)
+def test_debug_passes_over_what_the_scale_absorbs_and_ends_the_script(
+    stop_at, steps, found, tmp_path
+):
+    (tmp_path / "net.py").write_text(textwrap.dedent(ABSORBED))
+    done = run("run", "--debug", "--stop-at", stop_at, "net.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout.split()) == (1, [str(step) for step in range(steps)])
+    *listed, last = done.stderr.splitlines()
+    assert found in last and "net.py:" in last
+    passed = [line.split(":")[0] for line in listed if line.startswith("  step")]
+    scales = (f"  step {n}, loss scale {2.0 ** (16 - n):g}" for n in range(steps - 1))
+    assert passed == list(scales)[:6]
 
 
 @pytest.mark.parametrize(
