@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ampatch.cli.debugging import run_debugged
 from ampatch.errors import AmpatchError
 
-_WITH_VALUE = ("--opt-level", "--dtype", "--loss-scale", "--stop-at")
+_VARIABLE = {
+    "--opt-level": "AMPATCH_OPT_LEVEL",
+    "--dtype": "AMPATCH_DTYPE",
+    "--loss-scale": "AMPATCH_LOSS_SCALE",
+}
+_WITH_VALUE = (*_VARIABLE, "--stop-at")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -104,21 +108,34 @@ def run(options: argparse.Namespace) -> int:
     from ampatch.launch.script import check_script
 
     given = {
-        "AMPATCH_OPT_LEVEL": options.opt_level,
-        "AMPATCH_DTYPE": options.dtype,
-        "AMPATCH_LOSS_SCALE": options.loss_scale,
+        "--opt-level": options.opt_level,
+        "--dtype": options.dtype,
+        "--loss-scale": options.loss_scale,
     }
-    os.environ.update({name: value for name, value in given.items() if value is not None})
+    os.environ.update({_VARIABLE[name]: text for name, text in given.items() if text is not None})
     try:
         children.check(options.auto)
         if options.script is not None:
             check_script(options.script)
     except (AmpatchError, OSError, ValueError) as error:
         options.parser.error(str(error))
-    children.start(options.auto)
+    from ampatch.cli.run_notes import RunNotes
+
+    notes = RunNotes(options.script or f"-m {options.module}", given)
+    children.start(options.auto, notes.child_started)
+
+    def execute() -> int:
+        try:
+            code = _execute(options)
+        finally:
+            notes.close()
+        if code == 0 and not options.auto:
+            notes.say_unused()
+        return code
+
     if options.debug:
-        return run_debugged(lambda: _execute(options), options.stop_at or "unabsorbed")
-    return _execute(options)
+        return run_debugged(execute, options.stop_at or "unabsorbed")
+    return execute()
 
 
 def _execute(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -270,7 +271,7 @@ class Session:
             managed = with_sharers(managed, everyone)
             if not self.scales_by_itself:
                 others = [other for other in everyone if other not in managed]
-        done = self.policies.cache.close
+        done: Callable[[], None] = self.policies.cache.close
         if registry.observers.are_there:
             registry.observers.notify("on_loss", loss, loss_id)
             registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
