@@ -21,8 +21,12 @@ class LossScale:
         self._scaler: Any = None
 
     def enter(self, scaler: Any) -> None:
-        """A block begins; it has ended with None."""
+        """A block begins."""
         self._scaler = scaler
+
+    def leave(self) -> None:
+        """It has ended."""
+        self._scaler = None
 
     @property
     def value(self) -> float | None:

@@ -132,8 +132,12 @@ class Debugger:
         self._check("loss", tensors_in(loss), Place(None, None, 0), [])
 
     def on_block(self, scaler: Any) -> None:
-        """A `scale_loss` block begins, with its scaler, or ends, with None."""
+        """A `scale_loss` block begins, with its scaler."""
         self._loss_scale.enter(scaler)
+
+    def on_backward(self, loss_id: int = 0) -> None:
+        """Its backward pass has ended."""
+        self._loss_scale.leave()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         """Counts a skipped step of a managed optimizer; torch's hook counts the others."""
