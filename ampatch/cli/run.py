@@ -1,8 +1,4 @@
-"""The command `ampatch run`: its options, and what is set up before the script starts.
-
-Exit codes: the script's own; 1 if an exception ends it; 130 after Ctrl-C; 2 for a wrong
-command line.
-"""
+"""The command `ampatch run`: its options, and what is set up before the script starts."""
 
 from __future__ import annotations
 
@@ -41,8 +37,7 @@ def add_parser(commands: Any) -> None:
         description="Runs SCRIPT as Python would. These options replace the arguments of its "
         "initialize; with --auto a script without AMP code runs in mixed precision. `from apex "
         "import amp` finds ampatch, unless an apex is installed. Options come before SCRIPT.",
-        epilog="Exit status: the script's own; 1 if an exception ends it; 130 after Ctrl-C; 2 for "
-        "a wrong command line. Under torchrun: torchrun --nproc-per-node 2 -m ampatch run SCRIPT",
+        epilog="Under torchrun: torchrun --nproc-per-node 2 -m ampatch run SCRIPT.",
         allow_abbrev=False,
     )
     parser.add_argument(

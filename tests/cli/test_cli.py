@@ -157,7 +157,7 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
         (("run", "gone.py"), "gone.py: there is no such script"),
         (("tables", "--rule", "quarter"), "unknown rule 'quarter'; expected one of half"),
         (("doctor", "--fast"), "unrecognized arguments: --fast"),
-        (("polish",), "invalid choice: 'polish'"),
+        (("polish",), "there is no command 'polish'"),
     ],
 )
 def test_a_wrong_command_line_is_refused(arguments, message, script, tmp_path, monkeypatch, capsys):

@@ -285,13 +285,16 @@ def test_options_override_what_the_script_gives(options, expected, tmp_path):
 @pytest.mark.parametrize(
     ("options", "replaced"),
     [
-        (["--opt-level", "O1", "--dtype", "bfloat16"], "opt_level O2 -> O1, dtype float16 -> bfloat16"),
+        (
+            ["--opt-level", "O1", "--dtype", "bfloat16"],
+            "opt_level O2 -> O1, dtype float16 -> bfloat16",
+        ),
         (["--opt-level", "O2", "--dtype", "float16", "--loss-scale", "8"], None),
         (["--opt-level", "O0", "--dtype", "bfloat16"], "opt_level O2 -> O0"),
         (["--loss-scale", "dynamic"], "loss_scale 8.0 -> dynamic"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)  # fmt: skip
+)
 def test_what_an_option_replaces_is_said_in_one_line(options, replaced, tmp_path):
     write(tmp_path / "train.py", LEGACY.replace("8.0)", "8.0, verbosity=0)") + "\n    print('end')")
     done = ampatch_run(tmp_path, *options, "train.py")
