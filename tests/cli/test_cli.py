@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_speed import measure_quickly
 from warm_python import on_a_terminal, python
 
 from ampatch._version import __version__
 from ampatch.casting import tables
 from ampatch.cli import main
-from ampatch.diagnose import doctor
 
 TRAINING = """
     import sys
@@ -163,7 +163,7 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
         (("run", "gone.py"), "gone.py: there is no such script"),
         (("tables", "--rule", "quarter"), "unknown rule 'quarter'; expected one of half"),
         (("doctor", "--fast"), "unrecognized arguments: --fast"),
-        (("polish",), "invalid choice: 'polish'"),
+        (("polish",), "there is no command 'polish'"),
     ],
 )
 def test_a_wrong_command_line_is_refused(arguments, message, script, tmp_path, monkeypatch, capsys):
@@ -260,7 +260,7 @@ def test_tables_of_one_rule(capsys):
 
 
 def test_doctor_measures_and_reports(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "MEASURE_FOR", 0.01)
+    measure_quickly(monkeypatch)
     monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
     assert main.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -270,4 +270,4 @@ def test_doctor_measures_and_reports(monkeypatch, capsys):
     assert facts["AMPATCH_OPT_LEVEL"] == "not set"
     speeds = [line.split() for line in lines if "matmul" in line]
     assert [line[:2] for line in speeds[:2]] == [["cpu", "float16"], ["cpu", "bfloat16"]]
-    assert all(float(line[3].rstrip("x")) > 0 for line in speeds)
+    assert all(line[-1] in ("faster", "slower", "tie") for line in speeds[:2])
