@@ -84,7 +84,7 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     assert first.split()[3] == "1.00x" and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
     of_o0, of_o1, recommended, written = verdicts.splitlines()
     assert of_o0 == "O0 float32: the baseline"
-    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (n=1 and 1)")
+    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (one seed)")
     assert recommended.startswith("Recommendation: ")
     assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
     progress = done.stderr.splitlines()

@@ -18,7 +18,10 @@ _PLAIN = (
     "step_ms", "speed", "samples_per_second", "memory_bytes", "memory_kind", "first_loss",
     "last_loss", "steps", "skipped", "non_finite", "loss_scale", "seconds",
 )  # fmt: skip
-_JUDGED = ("name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p")
+_JUDGED = (
+    "name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p", "corrected_p",
+    "smallest",
+)  # fmt: skip
 
 
 def write_files(directory: Path, results: Results) -> None:

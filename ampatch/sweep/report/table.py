@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.judge import difference_text
 from ampatch.sweep.report.results import Results, Row
 
 MISSING = "-"
@@ -45,6 +46,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("first loss", lambda row: _number(row.first_loss, "{:.4f}")),
         Column("last loss", lambda row: _number(row.last_loss, "{:.4f}")),
         *(Column(name.replace("_", " "), _metric(name)) for name in names),
+        *_difference(rows),
         Column("skips", lambda row: f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING),
         Column("scale", lambda row: _number(row.loss_scale, "{:.6g}")),
         Column("status", lambda row: row.status, right=False),
@@ -127,6 +129,19 @@ def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
         style = "green" if row.status == OK else "red"
         table.add_row(*map(Text, cells), Text(status, style=style))
     return table
+
+
+def _difference(rows: Sequence[Row]) -> list[Column]:
+    """The column of differences to O0, in the quantity of the verdicts, if any was tested."""
+    judged = [row.comparisons[0] for row in rows if row.comparisons]
+    name = next((one.name for one in judged if one.p is not None), None)
+    if name is None:
+        return []
+
+    def text(row: Row) -> str:
+        return (difference_text(row.comparisons[0]) if row.comparisons else "") or MISSING
+
+    return [Column(f"{name.replace('_', ' ')} - O0", text)]
 
 
 def _metric(name: str) -> Callable[[Row], str]:
