@@ -17,7 +17,7 @@ from typing import Any
 
 from ampatch.sweep.trial import Case, Trial
 
-FORMAT = 2  # increased when a reader of the files has to change
+FORMAT = 3  # increased when a reader of the files has to change
 
 
 @dataclass
@@ -35,6 +35,16 @@ class Series:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Series:
         return cls(data["steps"], [float(value) for value in data["values"]], data["seconds"])
+
+
+@dataclass(frozen=True)
+class SeedCall:
+    """A seed that the script set itself: `torch.manual_seed(0)` at `train.py:12`."""
+
+    function: str
+    seed: str  # as Python writes it
+    place: str  # the line of the script's own files that led to the call
+    is_generator: bool  # of one generator, and not of what is global
 
 
 @dataclass
@@ -57,6 +67,8 @@ class Measured:
     matmul_precision: str = "highest"  # of FP32; "high" is TF32
     stopped_at: int | None = None  # the number of --steps, if that ended the script
     error: str = ""  # of the exception that ended the script
+    seed_calls: list[SeedCall] = field(default_factory=list)
+    seed_read: bool = False  # the script read AMPATCH_SEED
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:
@@ -66,6 +78,7 @@ class Measured:
             setattr(measured, name, {key: Series.from_json(one) for key, one in table.items()})
         measured.samples = Series.from_json(data["samples"])
         measured.output_marks = [(step, size) for step, size in data["output_marks"]]
+        measured.seed_calls = [SeedCall(**call) for call in data.get("seed_calls", [])]
         if measured.loss_scale is not None:
             measured.loss_scale = float(measured.loss_scale)
         return measured
