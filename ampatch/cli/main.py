@@ -1,4 +1,4 @@
-"""The command `ampatch`: sweep, report, run, tables, gradients, explain, doctor, build.
+"""The command `ampatch`: sweep, report, compare, run, tables, gradients, explain, doctor, build.
 
 Each subcommand has a file of its own, with `add_parser`.  It imports what it needs
 when it runs, so that a wrong option is refused at once.  Exit codes: 0, or 1 when no
@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 
 from ampatch._version import __version__
-from ampatch.cli import build, doctor, explain, gradients, report, run, sweep, tables
+from ampatch.cli import build, compare, doctor, explain, gradients, report, run, sweep, tables
 
 # in the order of --help
-SUBCOMMANDS = (sweep, report, run, tables, gradients, explain, doctor, build)
+SUBCOMMANDS = (sweep, report, compare, run, tables, gradients, explain, doctor, build)
 WITH_SEPARATOR = ("sweep", "gradients", "explain")
 """Subcommands with `--` between their own arguments and those of the script."""
 

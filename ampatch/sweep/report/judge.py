@@ -21,20 +21,25 @@ from ampatch.sweep.report.results import Comparison, Row
 LOSS = "last loss"
 NOTHING_YET = "nothing to compare yet"
 WORTHWHILE = 1.05  # a speed-up below this is none
-METHOD = (
-    "Accuracy: one value per seed; the row's and O0's with the same seed are a pair. Paired "
-    "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over the "
-    f"rows by Holm's method (Scand. J. Statist. 6, 1979), at {LEVEL:.0%} for all rows together. In "
-    "brackets the 95 % confidence interval of the mean difference, of each row by itself. "
-    '"Within seed noise" means that the test found no difference. The difference that would have '
-    f"been seen is the one that the test finds with probability {POWER:.0%}: ncp * s / sqrt(n), "
-    "by the noncentral t distribution (Cohen, Statistical Power Analysis, 1988). Where the "
-    "difference is one number with each seed, the samples are compared as unpaired."
-)
 Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
 
 _LOWER = {"loss", "error", "err", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bpc", "bpb"}
 _LOWER |= {"wer", "cer", "fid", "bits", "seconds", "time"}
+
+
+def method(base: str) -> str:
+    """How accuracy is compared with `base`, for readers of the figures."""
+    return (
+        f"Accuracy: one value per seed; a row's and {base}'s with the same seed are a pair. Paired "
+        "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
+        f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {LEVEL:.0%} for all rows "
+        "together. In brackets the 95 % confidence interval of the mean difference, of each row by "
+        'itself. "Within seed noise" means that the test found no difference. The difference that '
+        f"would have been seen is the one that the test finds with probability {POWER:.0%}: "
+        "ncp * s / sqrt(n), by the noncentral t distribution (Cohen, Statistical Power Analysis, "
+        "1988). Where the difference is one number with each seed, the samples are compared as "
+        "unpaired."
+    )
 
 
 def compare(
@@ -44,7 +49,7 @@ def compare(
     better: Mapping[str, str],
     seeds_matter: bool = True,
 ) -> list[Comparison]:
-    """Comparisons of each quantity that both have with a seed, the judged one first.
+    """Comparisons of each quantity that both have with some seed, the judged one first.
 
     They have no outcome until `corrected` has seen those of all rows.
     """
@@ -176,17 +181,21 @@ def _quality(row: Row) -> str:
         return row.status + (f" ({bad} of {row.runs} runs)" if row.runs > 1 else "")
     if not row.comparisons:
         return "accuracy not compared"
-    one = row.comparisons[0]
+    return quality_text(row.comparisons[0], "O0")
+
+
+def quality_text(one: Comparison, base: str) -> str:
+    """How a quantity compares with that of `base`, in words."""
     against = f"{one.name} {one.mean:.4g} against {one.base_mean:.4g}"
     if one.p is None:
         return f"{against}, not tested ({one.untested})"
     if not one.difference and not one.scatter:
-        return f"equal to O0 with each of {one.n} seeds: {one.name} {one.mean:.4g}"
+        return f"equal to {base} with each of {one.n} seeds: {one.name} {one.mean:.4g}"
     detail = f"{difference_text(one)}, p={one.corrected_p:.2g}, {one.n} seeds"
     if one.outcome != "within":
-        return f"{one.outcome} than O0: {against}, difference {detail}"
+        return f"{one.outcome} than {base}: {against}, difference {detail}"
     seen = f"; a difference of {one.smallest:.2g} would have been seen" if one.smallest else ""
-    return f"within seed noise of O0: {against}, difference {detail}{seen}"
+    return f"within seed noise of {base}: {against}, difference {detail}{seen}"
 
 
 def difference_text(one: Comparison) -> str:

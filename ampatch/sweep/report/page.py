@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import status, step_ms
-from ampatch.sweep.report.judge import METHOD, anything_compared, mean_and_sd
+from ampatch.sweep.report.judge import anything_compared, mean_and_sd, method
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.results import Comparison, Results, Row
 from ampatch.sweep.report.table import MISSING, columns, notes
@@ -123,13 +123,14 @@ def _comparisons(rows: Sequence[Row]) -> str:
         return "<p>Nothing to compare: no row beside O0 has ended well.</p>"
     heads = ("row", "quantity", "mean ± sd", "O0", "seeds", "difference", "95 % interval", "p")
     heads += ("p, Holm", "would be seen", "")
+    how = method("O0")
     return (
         _table(
             "Each quantity of each row beside O0's",
             [(head, 2 <= index < 10) for index, head in enumerate(heads)],
             ([row.name, *_comparison(one)] for row, one in compared),
         )
-        + f'<p class="quiet">{escape(METHOD)}</p>'
+        + f'<p class="quiet">{escape(method("O0"))}</p>'
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import write_json, write_whole
-from ampatch.sweep.report.judge import METHOD
+from ampatch.sweep.report.judge import method
 from ampatch.sweep.report.results import SUMMARY, Results, Row
 from ampatch.sweep.report.table import columns, notes
 
@@ -70,7 +70,7 @@ def as_markdown(results: Results) -> str:
         f"Recommendation: {_escaped(results.recommendation)}",
         "",
         *(f"{note}\n" for note in results.notes),
-        *(f"{note}\n" for note in [*notes(rows), METHOD]),
+        *(f"{note}\n" for note in [*notes(rows), method("O0")]),
         ", ".join(f"{name} {version}" for name, version in results.versions.items()) + ".",
     ]
     return "\n".join(lines) + "\n"

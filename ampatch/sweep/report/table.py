@@ -81,18 +81,23 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def plain_table(rows: Sequence[Row]) -> str:
     """The table as aligned text, one line per row."""
     shown = columns(rows)
-    cells = [[column.title for column in shown]]
-    cells += [[column.text(row) for column in shown] for row in rows]
+    heads = [(column.title, column.right) for column in shown]
+    return aligned(heads, [[column.text(row) for column in shown] for row in rows])
+
+
+def aligned(heads: Sequence[tuple[str, bool]], lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells under `heads`: titles, and whether a column is aligned to the right."""
+    cells = [[title for title, _ in heads], *lines]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
+    text = []
     for line in cells:
-        aligned = (
-            text.rjust(width) if column.right else text.ljust(width)
-            for column, text, width in zip(shown, line, widths)
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for (_, right), cell, width in zip(heads, line, widths)
         )
-        lines.append("  ".join(aligned).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines) + "\n"
+        text.append("  ".join(padded).rstrip())
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text) + "\n"
 
 
 def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
