@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import status
-from ampatch.sweep.trial import Case
+from ampatch.sweep.trial import BASE
 
 LAST_LINES = 8  # of the output, shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
@@ -35,7 +35,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
         return (
             _resumed(script, earlier, run) or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
         )
-    if run.case == Case("O0") and not any(map(steps_of, earlier)) and not _lacks_memory(said):
+    if run.case == BASE and not any(map(steps_of, earlier)) and not _lacks_memory(said):
         return f"{script}: {said}, before its first step in {run.trial.label}.\n{_last_lines(log)}"
     return ""
 

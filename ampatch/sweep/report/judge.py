@@ -15,12 +15,12 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
+from ampatch.sweep.report import pace
 from ampatch.sweep.report.paired import LEVEL, POWER, available, holm, paired, smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
 LOSS = "last loss"
 NOTHING_YET = "nothing to compare yet"
-WORTHWHILE = 1.05  # a speed-up below this is none
 Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
 
 _LOWER = {"loss", "error", "err", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bpc", "bpb"}
@@ -91,7 +91,9 @@ def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
     """The row with its comparisons, its outcome, and its verdict in words."""
     outcome = compared[0].outcome if compared and row.outcome == "untested" else row.outcome
     row = dataclasses.replace(row, comparisons=list(compared), outcome=outcome)
-    return dataclasses.replace(row, verdict="; ".join(filter(None, (_pace(row), _quality(row)))))
+    said = (pace.in_words(row), _quality(row))
+    ordered = said[::-1] if row.outcome == "baseline" else said
+    return dataclasses.replace(row, verdict="; ".join(filter(None, ordered)))
 
 
 def anything_compared(rows: Sequence[Row]) -> bool:
@@ -104,14 +106,11 @@ def recommendation(rows: Sequence[Row]) -> str:
     """One line: what to train with, and why."""
     if not anything_compared(rows):
         return f"{NOTHING_YET}: {_what_lacks(rows)}."
-    fit = [row for row in rows if row.outcome in ("within", "better", "untested") and row.speeds]
-    faster = [row for row in fit if row.speeds.low > 1 and row.speeds.median >= WORTHWHILE]
+    fit = [row for row in rows if row.outcome in ("within", "better", "untested")]
+    faster = pace.worthwhile(fit)
     base = next(row for row in rows if row.outcome == "baseline")
     if not faster:
-        return (
-            f"Stay with O0: no row with its accuracy is at least {WORTHWHILE:g}x as fast, and "
-            f"faster in each round.{_smaller(fit, base)}"
-        )
+        return pace.none_recommended(fit, base) + _smaller(fit, base)
     best = max(faster, key=lambda row: row.speeds.median)
     return f"{_name(best)}: {best.verdict}.{_memory(best, base)}{_caveats(best)}"
 
@@ -161,18 +160,6 @@ def _what_lacks(rows: Sequence[Row]) -> str:
     return "there is no O0 that went well"
 
 
-def _pace(row: Row) -> str:
-    if row.speeds is None or row.outcome in ("baseline", "failed"):
-        return ""
-    speeds = row.speeds
-    text = f"{speeds.median:.2f}x the speed of O0"
-    return (
-        text
-        if speeds.n < 2
-        else f"{text} ({speeds.low:.2f} to {speeds.high:.2f} in {speeds.n} rounds)"
-    )
-
-
 def _quality(row: Row) -> str:
     if row.outcome == "baseline":
         return "the baseline"
@@ -219,14 +206,15 @@ def _caveats(row: Row) -> str:
     if row.outcome == "untested":
         few.append("accuracy is untested: use --seeds 3 or more, and have them reach the script")
     if row.speeds.n < 3:
-        few.append("the speed-up rests on few rounds: use --repeats")
+        few.append("the speed-up rests on two rounds: use --rounds 3 or more")
     return f" But {', and '.join(few)}." if few else ""
 
 
 def _memory(row: Row, base: Row) -> str:
     if not (row.memory_bytes and base.memory_bytes):
         return ""
-    return f" Memory: {row.memory_bytes / base.memory_bytes:.2f} of O0's."
+    much = _less(row, base)
+    return f" It takes {much} {'as' if much.startswith('as') else 'than'} O0."
 
 
 def _smaller(fit: Sequence[Row], base: Row) -> str:
@@ -235,7 +223,15 @@ def _smaller(fit: Sequence[Row], base: Row) -> str:
     least = min(sizes, key=lambda row: row.memory_bytes, default=None)
     if least is None or least.memory_bytes > 0.95 * base.memory_bytes:
         return ""
-    return f" {_name(least)} takes {least.memory_bytes / base.memory_bytes:.2f} of its memory."
+    return f" {_name(least)} takes {_less(least, base)} than O0."
+
+
+def _less(row: Row, base: Row) -> str:
+    """How much less memory the row takes: `38 % less memory`."""
+    percent = round(100 * (1 - row.memory_bytes / base.memory_bytes))
+    if not percent:
+        return "as much memory"
+    return f"{abs(percent)} % {'less' if percent > 0 else 'more'} memory"
 
 
 def _name(row: Row) -> str:

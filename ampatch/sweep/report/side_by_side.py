@@ -33,6 +33,7 @@ class Stored:
         return {
             **self.results.settings,
             **self.results.versions,
+            **self.results.machine,
             "device": ", ".join(filter(None, devices)) or "unknown",
             "runs": f"{self.results.done} of {self.results.planned}",
         }

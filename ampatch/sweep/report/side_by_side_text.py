@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from ampatch.sweep.report.judge import difference_text, mean_and_sd, method
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.side_by_side import RowPair, SideBySide
-from ampatch.sweep.report.table import MISSING, aligned
+from ampatch.sweep.report.table import MISSING, aligned_cells
 
 _HEADS = (
     ("level", False),
@@ -46,14 +46,14 @@ def _differences(both: SideBySide) -> str:
         [name.replace("_", " "), _short(ours), _short(theirs)]
         for name, (ours, theirs) in both.differences.items()
     ]
-    return aligned([("differs", False), ("A", False), ("B", False)], lines)
+    return aligned_cells([("differs", False), ("A", False), ("B", False)], lines)
 
 
 def _table(both: SideBySide) -> str:
     judged = [pair.comparisons[0].name for pair in both.pairs if pair.comparisons]
     title = judged[0].replace("_", " ") if judged else "accuracy"
     heads = [*_HEADS, (f"A {title}", True), (f"B {title}", True), ("B - A", True), ("p", True)]
-    return aligned(heads, [_cells(pair) for pair in both.pairs])
+    return aligned_cells(heads, [_cells(pair) for pair in both.pairs])
 
 
 def _cells(pair: RowPair) -> list[str]:
