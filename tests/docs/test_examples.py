@@ -21,9 +21,10 @@ def run_everywhere(example, arguments, out):
 
 
 def test_digits_learns_everywhere(tmp_path):
-    rows = run_everywhere("digits.py", ["--epochs", "2", "--device", "cpu"], tmp_path)
+    arguments = ["--epochs", "4", "--device", "cpu", "--width", "128", "--batch-size", "64"]
+    rows = run_everywhere("digits.py", arguments, tmp_path)
     assert [row.status for row in rows] == ["ok"] * 7
-    assert [row.steps for row in rows] == [46] * 7
+    assert [row.steps for row in rows] == [92] * 7
     assert all(row.last_loss < 0.5 < 2 < row.first_loss for row in rows)
     assert all(row.metrics["test_accuracy"] > 0.85 for row in rows)
 
