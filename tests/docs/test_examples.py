@@ -8,7 +8,7 @@ import pytest
 import torch
 from repository import EXAMPLES
 
-from ampatch.sweep import DTYPES, sweep
+from ampatch.sweep import DTYPES, Sweep, sweep
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -60,6 +60,25 @@ def test_digits_reaches_its_accuracy(tmp_path):
     script = str(EXAMPLES / "digits.py")
     [row] = sweep(script, ["--device", "cpu"], levels=["O0"], out=tmp_path)
     assert row.metrics["test_accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize(
+    "example, arguments",
+    [("digits.py", ["--width", "32"]), ("char_lm.py", ["--batch-size", "2", "--length", "16"])],
+)
+def test_the_seeds_of_a_sweep_reach_an_example(example, arguments, tmp_path):
+    """Without `{seed}` in its arguments."""
+    pytest.importorskip("sklearn")
+    ran = Sweep(
+        str(EXAMPLES / example),
+        [*arguments, "--device", "cpu"],
+        levels=["O0"],
+        seeds=2,
+        steps=2,
+        out=tmp_path,
+    ).run()
+    first_losses = {run.measured.losses["0"].values[0] for run in ran.runs}
+    assert len(first_losses) == 2
 
 
 @pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])
