@@ -17,10 +17,10 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 COMMANDS = [
-    shlex.split(command)
+    words
     for block in re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    for line in block.splitlines()
-    for command in line.split("&&")
+    for command in re.split(r"&&|\n", block)
+    if (words := shlex.split(command))
 ]
 
 
