@@ -265,6 +265,43 @@ def test_two_optimizers_share_the_steps_of_either(hands):
     assert parts.of_steps(7)["optimizer"] == [None, 4.0]
 
 
+class Event:
+    """A CUDA event whose stream is at `now` milliseconds; notes which ones are waited for."""
+
+    now, made, waited = 0.0, 0, []
+
+    def __init__(self, enable_timing):
+        Event.made += 1
+        self.number = Event.made
+
+    def record(self, stream):
+        self.at = Event.now
+
+    def synchronize(self):
+        Event.waited.append(Event.made - self.number)
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+def test_on_cuda_the_host_waits_for_no_recent_work(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    parts, cuda = StepParts(), torch.device("cuda", 0)
+    for _ in range(700):
+        for milliseconds, notice in ((1, "forward"), (2, "loss"), (4, "backward")):
+            Event.now += milliseconds
+            getattr(parts, notice)()
+        Event.now += 8
+        parts.step_ends(1, cuda)
+    assert len(Event.waited) > 2 and min(Event.waited) >= probes.BATCH
+    found = parts.of_steps(1)
+    assert found == {
+        name: [None, *[seconds] * 699]
+        for name, seconds in zip(found, (0.001, 0.002, 0.004, 0.008), strict=True)
+    }
+
+
 def trained(level, steps=6, **settings):
     """What a recorder measures of a small model, and the notices in their order."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
