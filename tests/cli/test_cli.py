@@ -90,7 +90,7 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     of_o0, of_o1, threads, load, scaling, recommended, written = verdicts.splitlines()
     assert threads.startswith("Threads: ") and "over a minute" in load and scaling.endswith(".")
     assert of_o0 == "O0 float32: the baseline"
-    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (n=1 and 1)")
+    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (one seed)")
     assert recommended.startswith("Recommendation: No speed is recommended: that takes two rounds")
     assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
     progress = done.stderr.splitlines()
