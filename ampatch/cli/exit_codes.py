@@ -10,8 +10,8 @@ OWN = {
     "sweep": "0; 1 where no run went well or the sweep could not go on",
     "report": "0; 1 where something cannot be written",
     "run": "the script's own; 1 if an exception or --debug ends it",
-    "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for a "
-    "MODULE that cannot be imported",
+    "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for "
+    "a MODULE that cannot be imported",
     "gradients": OF_SCRIPTS,
     "explain": OF_SCRIPTS,
     "doctor": "0",
