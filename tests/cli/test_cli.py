@@ -55,17 +55,21 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
         "--dtypes",
         "bfloat16",
         "--no-autocast",
+        "--rounds",
+        "1",
         cwd=tmp_path,
     )
 
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
-    table, _, verdicts = done.stdout.partition("\n\n")
+    table, parts, verdicts = done.stdout.split("\n\n")
     head, _line, first, second, *notes = table.splitlines()
     assert head.split() == [
         "level",
         "dtype",
         "step",
+        "ms",
+        "CPU",
         "ms",
         "speed",
         "memory",
@@ -81,11 +85,13 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     ]
     assert "resident set" in notes[-1]
     assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
-    assert first.split()[3] == "1.00x" and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
-    of_o0, of_o1, recommended, written = verdicts.splitlines()
+    assert second.split()[6].endswith("x") and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
+    assert parts.split()[2:6] == ["data", "forward", "backward", "optimizer"]
+    of_o0, of_o1, threads, load, scaling, recommended, written = verdicts.splitlines()
+    assert threads.startswith("Threads: ") and "over a minute" in load and scaling.endswith(".")
     assert of_o0 == "O0 float32: the baseline"
-    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (n=1 and 1)")
-    assert recommended.startswith("Recommendation: ")
+    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (one seed)")
+    assert recommended.startswith("Recommendation: No speed is recommended: that takes two rounds")
     assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
     progress = done.stderr.splitlines()
     assert progress[0] == "[1/2] O0 seed 0: started"
