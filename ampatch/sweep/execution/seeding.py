@@ -178,7 +178,7 @@ class OwnSeeds:
 
 
 def _called_by_a_library() -> bool:
-    """Whether the call that is to be noted stands in a library, not in a file of the script's own."""
+    """Whether the call that is to be noted stands in a library, not in the script's own files."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
