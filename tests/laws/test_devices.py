@@ -1,4 +1,4 @@
-"""One module knows kinds of devices: no other of the engine asks for CUDA, or for a sibling of it."""
+"""One module knows kinds of devices: no other of the engine asks for CUDA, or for its siblings."""
 
 from __future__ import annotations
 
