@@ -1,7 +1,4 @@
-"""The command `ampatch compare`: two stored sweeps side by side, without a run.
-
-Exit codes: 0; 1 when the two have no row in common; 2 for a wrong command line.
-"""
+"""The command `ampatch compare`: two stored sweeps side by side, without a run."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ def add_parser(commands: Any) -> None:
         description="Prints what differs in how the sweeps in A and B were run, then their rows "
         "side by side: step time, memory and accuracy, B with A. Accuracy is tested as within a "
         "sweep, over the seeds that both have. Nothing is run.",
-        epilog="Exit codes: 0; 1 when the sweeps have no row in common; 2 for a wrong command "
-        "line, or a directory without a sweep.",
     )
     parser.add_argument("first", metavar="A", help="what ampatch sweep wrote to")
     parser.add_argument("second", metavar="B", help="the same of another sweep")

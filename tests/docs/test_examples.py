@@ -16,7 +16,13 @@ pytestmark = pytest.mark.usefixtures("warm_trials")
 def run_everywhere(example, arguments, out):
     pytest.importorskip("sklearn")
     return sweep(
-        str(EXAMPLES / example), arguments, dtypes=DTYPES, autocast=False, out=out, timeout=120
+        str(EXAMPLES / example),
+        arguments,
+        dtypes=DTYPES,
+        autocast=False,
+        rounds=1,
+        out=out,
+        timeout=120,
     )
 
 

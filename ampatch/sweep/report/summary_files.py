@@ -37,7 +37,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     ends = ("low", "high")
     head = [*_PLAIN, *(f"step_ms_{end}" for end in ends), *(f"speed_{end}" for end in ends)]
-    head += [f"{part}_ms" for part in PARTS]
+    head += [f"part_ms:{part}" for part in PARTS]
     head += [f"metric:{name}" for name in metrics] + [f"judged_{name}" for name in _JUDGED]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
