@@ -120,7 +120,7 @@ def test_overridden_seeds_are_the_trials(tmp_path):
         assert base == row  # both rows draw the same
         first, second, again = base["epochs"]
         assert first == again != second and seed not in (first, second)
-        assert len(set(base["workers"])) == 2  # they seed themselves, each otherwise
+        assert base["workers"][1] == base["workers"][0] + 1  # as a DataLoader seeds them
     (zero, _), (one, _) = by_seed.values()
     assert zero["kept"] == one["kept"]
     assert not set(zero["epochs"]) & set(one["epochs"])
