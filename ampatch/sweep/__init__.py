@@ -20,13 +20,13 @@ What is where:
 * `plan.py`, `trial.py`: what is run, and why in whole and in short runs.
 * `execution/`: the sweep and its directory (`sweep.py`, `directory.py`), the parent's
   part of a trial (`runner.py`), the child's part (`child.py`, `autocast_baseline.py`,
-  `script_without_amp.py`, `seeding.py`), how long short runs are (`short_runs.py`), reasons
-  to end early (`early_stops.py`), and the progress display.
+  `script_without_amp.py`, `seeding.py`), reasons to end early (`early_stops.py`), how long
+  short runs are (`short_runs.py`), and the progress display.
 * `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`), what
   is read from the script's output, the machine, and the record of a trial (`record.py`).
-* `report/`: figures and verdicts (`judge.py`, `paired.py`, `pace.py`) made of the records, the
-  format of the results (`results.py`), and how they are shown: table, CSV, pictures, HTML page,
-  TensorBoard.  `side_by_side.py` compares two sweeps.
+* `report/`: figures and verdicts (`judge.py`, `pace.py`) made of the records, the format of
+  the results (`results.py`), and how they are shown: table, CSV, pictures, HTML page,
+  TensorBoard.  `paired.py` has the tests of accuracy, `side_by_side.py` compares two sweeps.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ script that led to it, and on request replaces their seeds by ones of the trial:
   the script (an epoch's, a rank's) still differ.
 
 Generators (`torch.Generator`, `numpy.random.default_rng`) keep their seeds: fixed splits and
-made-up data come from them, and must not move to other examples.
+made-up data come from them, and must not move to other examples.  Those that a library makes for
+itself, as scipy does when it is imported and a DataLoader for its order, are not noted.
 
 Only this process is watched.  Workers of a DataLoader seed themselves from it.
 """
