@@ -171,7 +171,7 @@ def test_with_nothing_to_compare_nothing_is_recommended():
     for runs, lacking in (
         ([], "there is no O0 that went well"),
         ([run_of("O1", 0, 0.9)], "there is no O0 that went well"),
-        ([base], "no row beside O0 has gone well"),
+        ([base], "O0 alone has run"),
         ([base, row], "no row beside O0 has gone well"),
     ):
         assert recommendation(summarize(runs)) == f"nothing to compare yet: {lacking}."

@@ -9,7 +9,7 @@ from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import status
 from ampatch.sweep.trial import BASE
 
-LAST_LINES = 8  # of the output, shown with a crash
+LAST_LINES = 12  # of the output, shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
 _RESUMES = (
     "{script} took no step in {label}, though it took {steps} in {before}: it seems to go on from "

@@ -17,6 +17,7 @@ Only this process is watched.  Workers of a DataLoader seed themselves from it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -45,6 +46,7 @@ _GLOBAL = {
     "numpy.random.seed": ("numpy.random",),
 }
 """The functions that seed what is global, and the modules that have them."""
+_OF_GENERATOR = "torch.Generator().manual_seed"
 _LIBRARIES = tuple(
     os.path.join(os.path.realpath(path), "")
     for path in (
@@ -68,12 +70,15 @@ def seed_everything(seed: int) -> None:
 class OwnSeeds:
     """What the script does about seeds, from `watch` to the end of the process.
 
-    `calls` are the seeds that it set; `seed_read` says whether it has read `AMPATCH_SEED`.
+    `seed_read` says whether it has read `AMPATCH_SEED`.
     """
 
     def __init__(self, seed: int, override: bool) -> None:
-        self.calls: list[SeedCall] = []
         self.seed_read = False
+        self._noted_calls: list[SeedCall] = []
+        self._generators: list[tuple[Any, str]] = []  # torch's, and the lines that made them
+        self._unseeded = torch.Generator().initial_seed()  # what one has that was given no seed
+        self._names_to_copy: collections.deque[str] = collections.deque()  # all, in their order
         self._seed = seed
         self._override = override
         self._first: int | None = None  # the first seed that the script gave
@@ -91,6 +96,17 @@ class OwnSeeds:
         if numpy_random is not None:
             numpy_random.default_rng = self._default_rng(numpy_random.default_rng)
         os.environ.__class__ = self._environment_class(type(os.environ))
+
+    @property
+    def calls(self) -> list[SeedCall]:
+        """The seeds that the script has set: what is global, then its generators' last ones."""
+        seeds = [(generator.initial_seed(), place) for generator, place in self._generators]
+        of_generators = dict.fromkeys(
+            SeedCall(_OF_GENERATOR, str(seed), place, is_generator=True)
+            for seed, place in seeds
+            if seed != self._unseeded
+        )
+        return [*self._noted_calls, *of_generators]
 
     def _seeding(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -118,7 +134,8 @@ class OwnSeeds:
         if not given or given[0] is None:  # a seed of the operating system's choice
             return args, kwargs
         if not name.startswith("torch.cuda"):  # torch.manual_seed stands beside it
-            self._note(name, given[0], is_generator=False)
+            place = _own_line(sys._getframe(1)) or "a library"
+            self._note(SeedCall(name, _text(given[0]), place, is_generator=False))
         if not self._override:
             return args, kwargs
         seed = self._of_trial(given[0])
@@ -133,64 +150,77 @@ class OwnSeeds:
         digest = hashlib.sha256(f"{self._seed} {given!r}".encode()).digest()
         return int.from_bytes(digest[:4], "big")  # numpy takes no more than 32 bits
 
-    def _note(self, name: str, seed: Any, is_generator: bool) -> None:
-        if is_generator and _called_by_a_library():
-            return
-        call = SeedCall(name, repr(seed)[:40], _place(), is_generator)
-        if call not in self.calls and len(self.calls) < MOST_CALLS:
-            self.calls.append(call)
+    def _note(self, call: SeedCall) -> None:
+        if call not in self._noted_calls and len(self._noted_calls) < MOST_CALLS:
+            self._noted_calls.append(call)
 
     def _default_rng(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def default_rng(seed: Any = None) -> Any:
-            if isinstance(seed, int) and os.getpid() == self._process:
-                self._note("numpy.random.default_rng", seed, is_generator=True)
+            place = _own_line(sys._getframe(1), nearest=True)
+            if isinstance(seed, int) and place and os.getpid() == self._process:
+                call = SeedCall("numpy.random.default_rng", _text(seed), place, is_generator=True)
+                self._note(call)
             return original(seed)
 
         return default_rng
 
     def _generator_class(self, plain: Any) -> Any:
-        note = functools.partial(self._note, "torch.Generator().manual_seed", is_generator=True)
+        """What makes generators of the class `plain` and keeps those that the script makes.
+
+        They are asked for their seeds at the end.  A class of our own, with a `manual_seed` that
+        notes, would not do: torch.compile takes generators of exactly this class.
+        """
+        made, process = self._generators, self._process
 
         class Kind(type(plain)):
-            """torch's own generators are instances too."""
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                generator = plain(*args, **kwargs)
+                place = _own_line(sys._getframe(1), nearest=True)
+                if place and os.getpid() == process and len(made) < MOST_CALLS:
+                    made.append((generator, place))
+                return generator
 
             def __instancecheck__(cls, instance: Any) -> bool:
                 return isinstance(instance, plain)
 
-        class Generator(plain, metaclass=Kind):
-            def manual_seed(self, seed: int) -> Any:
-                note(seed)
-                return super().manual_seed(seed)
-
-        return Generator
+        # pickle looks for it under this name, which in a worker is torch's own class.
+        names = {"__module__": "torch", "__qualname__": "Generator", "__doc__": plain.__doc__}
+        return Kind("Generator", (plain,), names)
 
     def _environment_class(self, plain: Any) -> Any:
-        own_seeds = self
+        """A class for `os.environ` that notes who asks for the seed, but not a copy of it all."""
+        own_seeds, copied = self, self._names_to_copy
 
         class Environment(plain):
+            def __iter__(self) -> Iterator[str]:
+                copied.clear()
+                copied.extend(super().__iter__())
+                return iter(list(copied))
+
             def __getitem__(self, name: str) -> str:
-                if name == SEED_VARIABLE:
-                    own_seeds.seed_read = True
+                if copied and copied[0] == name:
+                    copied.popleft()
+                else:
+                    copied.clear()
+                    own_seeds.seed_read |= name == SEED_VARIABLE
                 return super().__getitem__(name)
 
         return Environment
 
 
-def _called_by_a_library() -> bool:
-    """Whether the call that is to be noted stands in a library, not in the script's own files."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is None or os.path.realpath(frame.f_code.co_filename).startswith(_LIBRARIES)
+def _text(seed: Any) -> str:
+    return repr(seed)[:40]
 
 
-def _place() -> str:
-    """`train.py:12`: the innermost line of the script's own files that is running."""
-    frame: FrameType | None = sys._getframe(1)
+def _own_line(frame: FrameType | None, nearest: bool = False) -> str:
+    """`train.py:12`: the line of the script's own files at `frame`, or at the next caller's.
+
+    "" where there is none, and with `nearest` where `frame` itself is another file's.
+    """
     while frame is not None:
         file = os.path.realpath(frame.f_code.co_filename)
         if not file.startswith(_LIBRARIES) and os.path.exists(file):
             return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a library"
+        frame = None if nearest else frame.f_back
+    return ""

@@ -155,9 +155,9 @@ def _judged(one: Comparison, p: float, rows: int) -> Comparison:
 
 
 def _what_lacks(rows: Sequence[Row]) -> str:
-    if any(row.outcome == "baseline" for row in rows):
-        return "no row beside O0 has gone well"
-    return "there is no O0 that went well"
+    if all(row.outcome != "baseline" for row in rows):
+        return "there is no O0 that went well"
+    return "O0 alone has run" if len(rows) == 1 else "no row beside O0 has gone well"
 
 
 def _quality(row: Row) -> str:
