@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the table and write the files; returns the exit code."""
     from ampatch.sweep.report.results import read_results
-    from ampatch.sweep.report.table import write_results
+    from ampatch.sweep.report.terminal import write_results
 
     check_tensorboard(options)
     directory = Path(options.directory)

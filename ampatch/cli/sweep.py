@@ -190,7 +190,7 @@ def _sweep(options: argparse.Namespace) -> Sweep:
 
 def _report(sweep: Sweep, stopped: str, tensorboard: bool) -> int:
     """Print and write the results so far; returns 1 if no run went well."""
-    from ampatch.sweep.report.table import write_results
+    from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
     write_results(results, sys.stdout)

@@ -17,6 +17,7 @@ from ampatch.launch.script import check_script
 from ampatch.sweep.execution.directory import Directory, choose
 from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import (
@@ -119,6 +120,11 @@ class Sweep:
         earlier = self._held.earlier
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._started = now if earlier is None else earlier.started
+        self._provenance = (
+            provenance.begun(self.script)
+            if earlier is None
+            else provenance.resumed(self.script, earlier.provenance)
+        )
         self._write()
 
     @property
@@ -136,6 +142,7 @@ class Sweep:
             done=len(self.runs),
             recommendation=recommendation(rows),
             notes=self._notes(),
+            provenance=self._provenance,
         )
 
     @property
@@ -184,6 +191,7 @@ class Sweep:
         except ValueError as error:  # a pattern matched something that is not a number
             raise SweepError(str(error)) from None
         self.runs.append(run)
+        self._provenance = {**self._provenance, **provenance.ended(self.runs)}
         self._write()
         shown.ended(run)
         self._check_training(run)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import status, step_ms
 from ampatch.sweep.report.judge import METHOD
-from ampatch.sweep.report.plots import Picture
+from ampatch.sweep.report.numbers import MISSING, plus_minus
+from ampatch.sweep.report.plots import Gallery, Picture
+from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.results import Comparison, Results, Row
-from ampatch.sweep.report.table import MISSING, columns, notes
+from ampatch.sweep.report.table import columns, notes
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1e; --page: #fff; --quiet: #5a5a60;
@@ -37,46 +39,61 @@ th, td { padding: .4rem .6rem; text-align: left; white-space: nowrap;
 tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--box); }
 .right { text-align: right; }
-td:first-child { white-space: normal; min-width: 6rem; max-width: 12rem; }
-td:last-child { white-space: normal; min-width: 9.5rem; }
+td:first-child, th:first-child { position: sticky; left: 0; background: var(--page); }
+thead th:first-child { background: var(--box); }
+td:first-child { white-space: normal; min-width: 5rem; max-width: 12rem; }
+td:last-child { white-space: normal; min-width: 4rem; }
 ul { padding-left: 1.1rem; }
 .failed, .worse { color: var(--bad); }
 .better { color: var(--good); }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
   gap: 1rem; }
 figure { margin: 0; }
+figcaption { font-size: .85rem; padding: .4rem 0 0; }
 figure img { display: block; width: 100%; height: auto; background: #fff; border-radius: 4px;
   border: 1px solid var(--line); padding: .25rem; }
 dl { display: grid; grid-template-columns: minmax(5rem, max-content) 1fr; gap: .25rem 1rem; }
 dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
-summary { cursor: pointer; padding: .5rem 0; }
+summary { cursor: pointer; padding: .6rem 0; font-weight: 600; }
+@page { margin: 1.5cm; }
+@media print {
+  :root { color-scheme: light; --text: #000; --page: #fff; --quiet: #444; --line: #bbb;
+    --box: #f3f3f5; --good: #00693e; --bad: #a63300; }
+  html { font-size: 9pt; }
+  body { max-width: none; padding: 0; }
+  .scroll { overflow: visible; border: 0; }
+  table { font-size: 7pt; }
+  th, td { padding: 2pt 3pt; }
+  details::details-content { content-visibility: visible; }
+  figure, tr, .box { break-inside: avoid; }
+  h2, summary { break-after: avoid; }
+  .pictures { grid-template-columns: 1fr 1fr; }
+}
 """
 _NOTHING_ELSE = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def as_html(
-    results: Results, runs: Sequence[Run], pictures: Sequence[Picture], lacking: str = ""
-) -> str:
+def as_html(results: Results, runs: Sequence[Run], drawn: Gallery, lacking: str = "") -> str:
     """The page; `lacking` says why there are no pictures, if there are none."""
     title = f"{Path(results.script).name} at several opt levels"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="quiet"><code>{escape(shlex.join([results.script, *results.arguments]))}</code>'
+        f'<p class="quiet"><code>{escape(called(results))}</code>'
         f"<br>{results.done} of {results.planned} runs, begun {escape(results.started)}.</p>",
         f'<p class="box"><strong>Recommendation.</strong> {escape(results.recommendation)}</p>',
         *(f"<p><strong>Note.</strong> {escape(note)}</p>" for note in results.notes),
-        "<h2>Verdicts</h2>",
-        _verdicts(results.rows),
-        "<h2>Figures</h2>",
+        "<h2>Table</h2>",
         _figures(results.rows),
-        "<h2>Pictures</h2>",
-        f'<div class="pictures">{"".join(map(_picture, pictures))}</div>',
+        _folded(f"Verdicts, row by row ({len(results.rows)})", _verdicts(results.rows)),
+        _folded("Accuracy beside O0", _comparisons(results.rows)),
+        "<h2>Pictures</h2>" if drawn.pictures or drawn.left_out or lacking else "",
+        f'<div class="pictures">{"".join(map(_picture, drawn.pictures))}</div>',
+        *(f'<p class="quiet">{escape(said)}</p>' for said in drawn.left_out),
         f"<p>{escape(lacking)}</p>" if lacking else "",
-        "<h2>Accuracy beside O0</h2>",
-        _comparisons(results.rows),
-        "<h2>Settings, versions, machine</h2>",
-        _facts(results, runs),
-        f"<details><summary>All {len(runs)} runs</summary>{_runs(runs)}</details>",
+        "<h2>Where the figures come from</h2>",
+        _facts(facts(results)),
+        _folded("Settings", _facts(results.settings)),
+        _folded(f"All runs ({len(runs)})", _runs(runs)),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -89,6 +106,10 @@ def as_html(
     )
 
 
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
 def _verdicts(rows: Sequence[Row]) -> str:
     items = (
         f'<li class="{escape(row.outcome)}"><strong>{escape(row.name)}</strong>: '
@@ -99,12 +120,13 @@ def _verdicts(rows: Sequence[Row]) -> str:
 
 
 def _figures(rows: Sequence[Row]) -> str:
-    shown = columns(rows)
+    """The table; its first column names the row, and stays in sight when the others scroll."""
+    shown = list(itertools.dropwhile(lambda column: not column.right, columns(rows)))
     return (
         _table(
             "Figures per row",
-            [(column.title, column.right) for column in shown],
-            ([column.text(row) for column in shown] for row in rows),
+            [("row", False), *((column.title, column.right) for column in shown)],
+            ([row.name, *(column.text(row) for column in shown)] for row in rows),
         )
         + f'<p class="quiet">{escape(" ".join(notes(rows)))}</p>'
     )
@@ -129,8 +151,8 @@ def _comparison(one: Comparison) -> list[str]:
     tested = one.p is not None
     return [
         one.name,
-        _mean(one.mean, one.sd),
-        _mean(one.base_mean, one.base_sd),
+        plus_minus(one.mean, one.sd),
+        plus_minus(one.base_mean, one.base_sd),
         f"{one.n}, {one.base_n}",
         f"{one.difference:+.3g}",
         f"{one.low:+.2g} to {one.high:+.2g}" if tested else MISSING,
@@ -155,25 +177,19 @@ def _runs(runs: Iterable[Run]) -> str:
     return _table("All runs", [(head, head in heads[2:5]) for head in heads], cells)
 
 
-def _facts(results: Results, runs: Sequence[Run]) -> str:
-    devices = dict.fromkeys(run.measured.device for run in runs if run.measured)
-    facts = {
-        **results.settings,
-        **results.versions,
-        "ran on": ", ".join(filter(None, devices)) or "unknown",
-    }
+def _facts(named: Mapping[str, object]) -> str:
     items = (
         f"<dt>{escape(name.replace('_', ' '))}</dt><dd><code>{escape(_plain(value))}</code></dd>"
-        for name, value in facts.items()
+        for name, value in named.items()
     )
     return f"<dl>{''.join(items)}</dl>"
 
 
 def _picture(picture: Picture) -> str:
-    data = base64.b64encode(picture.png).decode()
+    data = base64.b64encode(picture.files["svg"]).decode()
     return (
-        f'<figure><figcaption>{escape(picture.title)}</figcaption><img alt="{escape(picture.alt)}" '
-        f'src="data:image/png;base64,{data}"></figure>'
+        f'<figure><img alt="{escape(picture.alt)}" src="data:image/svg+xml;base64,{data}">'
+        f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
     )
 
 
@@ -192,10 +208,6 @@ def _table(caption: str, heads: Sequence[tuple[str, bool]], lines: Iterable[Sequ
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
     )
-
-
-def _mean(mean: float, sd: float | None) -> str:
-    return f"{mean:.4g}" if sd is None else f"{mean:.4g} ± {sd:.2g}"
 
 
 def _plain(value: object) -> str:

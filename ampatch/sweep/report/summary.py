@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -105,6 +106,7 @@ def _row(
         first_loss=_mean(firsts),
         last_loss=_mean(lasts),
         metrics=_metrics(measured),
+        sds=_sds(runs),
         steps=int(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
@@ -129,6 +131,17 @@ def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
     return {
         name: statistics.fmean(m.metrics[name].values[-1] for m in measured if name in m.metrics)
         for name in names
+    }
+
+
+def _sds(runs: Sequence[Run]) -> dict[str, float]:
+    """Standard deviations over the seeds, where they differ; none of a row with failed runs."""
+    if any(status(run) != OK for run in runs):
+        return {}
+    return {
+        name: statistics.stdev(values)
+        for name, values in samples_of(runs).items()
+        if len(set(values)) > 1 and all(map(math.isfinite, values))
     }
 
 
