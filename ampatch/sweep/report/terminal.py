@@ -98,8 +98,9 @@ def _longest_word(column: Column, rows: Sequence[Row]) -> int:
 def _write_rich(rows: Sequence[Row], stream: TextIO) -> None:
     from rich.console import Console
 
-    console = Console(file=stream, highlight=False, width=_width())
-    for number, part in enumerate(_parts(rows, console.width)):
+    # Both sizes: with one alone rich takes 80 columns for a terminal that it does not know.
+    console = Console(file=stream, highlight=False, width=_width(), height=25)
+    for number, part in enumerate(_parts(rows, _width())):
         if number:
             console.print()
         console.print(_rich_table(rows, part))
