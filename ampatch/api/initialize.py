@@ -265,7 +265,11 @@ def observe(observer: Any) -> Callable[[], None]:
         on_loss(loss, loss_id): the unscaled loss of each `scale_loss`.
         on_scale(scale, loss_id): the scale that this loss is multiplied by, a float, or a
             0-dim tensor whose value changes later.
-        on_step(optimizer, skipped): `skipped` is a bool, or a 0-dim tensor to be read later.
+        on_backward(loss_id): the backward pass of a `scale_loss` block has ended.
+        on_unscaled(loss_id): the block has ended; its gradients are unscaled.
+        on_step_begin(optimizer)
+        on_step(optimizer, skipped): a step has ended; `skipped` is a bool, or a 0-dim tensor to
+            be read later.
         on_metrics(values): the numbers of a `log_metrics`, as a dict.
         on_close(session)
         on_deactivate()

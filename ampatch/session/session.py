@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from ..torch_private import half_grads
 from . import half_weights, masters, members, policies
 from .masters import Masters, ModelWeights
 from .members import Members
+from .observers import ObservedBlock
 from .optimizer_copies import OptimizerCopies
 from .policies import Policies
 from .registry import registry
@@ -216,6 +218,7 @@ class Session:
         managed = ManagedOptimizer(
             optimizer,
             casts=StepCasts(registry.state),
+            before_step=self._before_step,
             after_step=self._after_step,
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
@@ -258,7 +261,7 @@ class Session:
         loss_id: int,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> ScaledBackward:
+    ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`."""
         registry.state.drop_interrupted()
         for optimizer in managed:
@@ -273,7 +276,7 @@ class Session:
         if registry.observers.are_there:
             registry.observers.notify("on_loss", loss, loss_id)
             registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
-        return ScaledBackward(
+        block = ScaledBackward(
             loss,
             managed,
             self.scalers[loss_id],
@@ -283,6 +286,9 @@ class Session:
             self.policies.cache.close,
             together=self.policies.tables.apex_tables,
         )
+        if registry.observers.are_there:
+            return ObservedBlock(block, registry.observers, loss_id)
+        return block
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
@@ -291,6 +297,10 @@ class Session:
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
                 managed.gradients.in_halves.before_forward(reduces, unscaled)
+
+    def _before_step(self, managed: ManagedOptimizer) -> None:
+        if registry.observers.are_there:
+            registry.observers.notify("on_step_begin", managed.optimizer)
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self.policies.cache.close()

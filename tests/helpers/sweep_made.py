@@ -65,10 +65,9 @@ def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
         provenance={
             "command": "ampatch sweep",
             "git": "0123abc, dirty: 1 changed file",
-            "threads": "2",
-            "load when begun": "0.50",
             "device": "cpu",
         },
+        machine={"threads": "2 on 2 cores", "load average": "0.50 over a minute"},
     )
     write_files(directory, results)
     return results

@@ -28,8 +28,11 @@ class Progress(Protocol):
     def __exit__(self, *exception: object) -> None:
         """The sweep has ended or was interrupted."""
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
-        """A trial starts, the one with this `number` (from 1) of `count`."""
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
+        """A trial starts, the one with this `number` (from 1) of `count`.
+
+        Of the trials after it `short_later` are short.
+        """
 
     def reached(self, steps: int, loss: float | None) -> None:
         """The running trial has taken so many steps; `loss` is its latest, if known."""
@@ -50,9 +53,9 @@ class Lines(Progress):
         self._name = ""
         self._left = TimeLeft()
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
         self._name = f"[{number}/{count}] {trial.label}"
-        self._left.started(number, count)
+        self._left.started(number, count, trial.short, short_later)
         self._say(", about ".join(filter(None, ("started", self._left.text()))))
 
     def ended(self, run: Run) -> None:
@@ -91,7 +94,8 @@ class Live(Progress):
         self._left = TimeLeft()
         self._task: Any = None
         self._name = ""
-        self._total = steps
+        self._total = steps  # of a whole run
+        self._expected = steps  # of the present one
 
     def __enter__(self) -> Live:
         self._bar.start()
@@ -100,11 +104,12 @@ class Live(Progress):
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
         self._name = f"({number}/{count}) {trial.label}"
-        self._left.started(number, count)
+        self._left.started(number, count, trial.short, short_later)
+        self._expected = None if trial.short else self._total
         shown = shortened(self._name, self._bar.console.width - OTHER_COLUMNS)
-        self._task = self._bar.add_task(shown, total=self._total, **self._fields(0, None))
+        self._task = self._bar.add_task(shown, total=self._expected, **self._fields(0, None))
 
     def reached(self, steps: int, loss: float | None) -> None:
         self._bar.update(self._task, completed=steps, **self._fields(steps, loss))
@@ -117,9 +122,9 @@ class Live(Progress):
             self._total = len(run.measured.skipped) or None
 
     def _fields(self, steps: int, loss: float | None) -> dict[str, str]:
-        share = steps / self._total if self._total else None
+        share = steps / self._expected if self._expected else None
         return {
-            "steps": f"step {steps}" + (f"/{self._total}" if self._total else ""),
+            "steps": f"step {steps}" + (f"/{self._expected}" if self._expected else ""),
             "loss": "" if loss is None else f"loss {loss:.4g}",
             "left": self._left.text(share),
         }

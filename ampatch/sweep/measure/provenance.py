@@ -1,7 +1,7 @@
-"""Where figures come from: command line, the script's repository, threads, load, device.
+"""Where figures come from: the command line, the script's repository, the devices.
 
-All of it is known when the sweep begins, but for the devices, which the runs name.
-`report/provenance.py` puts it into the files.
+`machine.py` has the rest: versions, threads, load.  `report/provenance.py` puts it into
+the files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
-
 from ampatch.sweep.measure.record import Run
 
 _SECONDS = 20  # for one call of git
@@ -23,12 +21,7 @@ _OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")  # of ano
 
 def begun(script: str) -> dict[str, str]:
     """What is known of a sweep of `script` before its first run."""
-    return {
-        "command": command_line(sys.orig_argv),
-        "git": repository(Path(script)),
-        "threads": _threads(),
-        "load when begun": _load(),
-    }
+    return {"command": command_line(sys.orig_argv), "git": repository(Path(script))}
 
 
 def resumed(script: str, earlier: dict[str, str]) -> dict[str, str]:
@@ -37,11 +30,11 @@ def resumed(script: str, earlier: dict[str, str]) -> dict[str, str]:
     return {**earlier, **{f"{name}, resumed": value for name, value in now.items()}}
 
 
-def ended(runs: Iterable[Run]) -> dict[str, str]:
-    """What is known after the last of `runs`."""
-    devices = dict.fromkeys(run.measured.device for run in runs if run.measured)
-    named = ", ".join(filter(None, devices))
-    return {"device": named, "load after the last run": _load()} if named else {}
+def devices(runs: Iterable[Run]) -> dict[str, str]:
+    """What the runs ran on; empty before the first."""
+    names = dict.fromkeys(run.measured.device for run in runs if run.measured)
+    named = ", ".join(filter(None, names))
+    return {"device": named} if named else {}
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -81,16 +74,3 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _threads() -> str:
-    said = os.environ.get("OMP_NUM_THREADS")
-    return f"{torch.get_num_threads()}" + (f" (OMP_NUM_THREADS={said})" if said else "")
-
-
-def _load() -> str:
-    """The load averages; the number of cores tells whether that is much."""
-    if not hasattr(os, "getloadavg"):  # Windows
-        return "unknown"
-    averages = ", ".join(f"{value:.2f}" for value in os.getloadavg())
-    return f"{averages} (of 1, 5, 15 minutes; {os.cpu_count()} cores)"

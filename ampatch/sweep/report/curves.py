@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import BASE
+from ampatch.sweep.trial import BASE
 
 POINTS = 40
 NEAR = 0.02  # of the height of a picture: lines that are closer lie on each other
@@ -137,7 +137,8 @@ def _mean_of(lines: Sequence[Series]) -> Series:
 
 def _first_repeats(label: str, runs: Iterable[Run]) -> dict[int, Measured]:
     """What the first run of each seed measured, in the order of the seeds."""
-    firsts = [run for run in runs if run.case.label == label and run.trial.repeat == 0]
+    whole = [run for run in runs if run.case.label == label and not run.trial.short]
+    firsts = [run for run in whole if run.trial.repeat == 0]
     firsts.sort(key=lambda run: run.trial.seed)
     return {run.trial.seed: run.measured for run in firsts if run.measured is not None}
 

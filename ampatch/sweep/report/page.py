@@ -16,7 +16,7 @@ from ampatch.sweep.report.numbers import MISSING, plus_minus
 from ampatch.sweep.report.plots import Gallery, Picture
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.results import Comparison, Results, Row
-from ampatch.sweep.report.table import columns, notes
+from ampatch.sweep.report.table import PARTS_NOTE, columns, notes, part_columns
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1e; --page: #fff; --quiet: #5a5a60;
@@ -86,6 +86,7 @@ def as_html(results: Results, runs: Sequence[Run], drawn: Gallery, lacking: str 
         _figures(results.rows),
         _folded(f"Verdicts, row by row ({len(results.rows)})", _verdicts(results.rows)),
         _folded("Accuracy beside O0", _comparisons(results.rows)),
+        _parts(results.rows),
         "<h2>Pictures</h2>" if drawn.pictures or drawn.left_out or lacking else "",
         f'<div class="pictures">{"".join(map(_picture, drawn.pictures))}</div>',
         *(f'<p class="quiet">{escape(said)}</p>' for said in drawn.left_out),
@@ -130,6 +131,16 @@ def _figures(rows: Sequence[Row]) -> str:
         )
         + f'<p class="quiet">{escape(" ".join(notes(rows)))}</p>'
     )
+
+
+def _parts(rows: Sequence[Row]) -> str:
+    shown = part_columns(rows)
+    if not shown:
+        return ""
+    heads = [(column.title, column.right) for column in shown]
+    cells = ([column.text(row) for column in shown] for row in rows)
+    table = _table("Parts of a step", heads, cells)
+    return f'<h2>Parts of a step</h2>{table}<p class="quiet">{escape(PARTS_NOTE)}</p>'
 
 
 def _comparisons(rows: Sequence[Row]) -> str:

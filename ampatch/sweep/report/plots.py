@@ -40,13 +40,12 @@ from ampatch.sweep.report.drawing import (
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.provenance import sentence, software
 from ampatch.sweep.report.results import Results, Row
-from ampatch.sweep.report.summary import BASE
+from ampatch.sweep.trial import BASE
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 GREY = "#8c8c8c"
 DASHES = {"bfloat16": (0, (4, 1.5))}
 STRIPES = {"bfloat16": "////"}
-SPEED_RANGE = "least to greatest ratio"  # what `low` and `high` of a row's speeds are
 SAME_MEMORY = {"device": 0.05, "resident": 0.1}  # a smaller share of the most says nothing
 MISSING = (
     "No plots: matplotlib is not installed. pip install matplotlib, or pip install "
@@ -290,9 +289,10 @@ def _speeds(plan: _Plan) -> Picture | None:
     )
     rounds = max(row.speeds.n for row in timed)
     said = [
-        "The median of the ratios to O0 in the same round; beside each bar it, and the median "
-        "time of a step.",
-        f"Whiskers: {SPEED_RANGE} over {counted(rounds, 'round')}." if rounds > 1 else "",
+        "Bars, and the numbers beside them: the median of the ratios to O0 in the same round, and "
+        "the median time of a step.",
+        f"Whiskers: quartiles of the ratios of {counted(rounds, 'round')}." if rounds > 1 else "",
+        "O0's own ratio is that of its second run in each round to its first.",
     ]
     sheet = Sheet(bars_height(drawn))
     return plan.picture("speed", "Speed relative to O0", said, f"{alt}.", sheet, draw)
@@ -332,7 +332,7 @@ def _memory_noise(runs: Sequence[Run]) -> float:
     """The largest difference between runs of the same row, in MiB."""
     of_row: dict[str, list[float]] = {}
     for run in runs:
-        if run.measured is not None and run.measured.memory_bytes:
+        if run.measured is not None and run.measured.memory_bytes and not run.trial.short:
             of_row.setdefault(run.case.label, []).append(run.measured.memory_bytes / 2**20)
     return max((max(values) - min(values) for values in of_row.values()), default=0.0)
 

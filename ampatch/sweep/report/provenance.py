@@ -23,6 +23,7 @@ def facts(results: Results) -> dict[str, str]:
         "git": of_sweep.pop("git", "unknown"),
         **results.versions,
         "device": of_sweep.pop("device", "unknown"),
+        **results.machine,
         **of_sweep,
     }
     return {name: " ".join(str(value).split()) for name, value in known.items()}

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import write_json, write_whole
+from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report import provenance
 from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.latex import as_table
 from ampatch.sweep.report.numbers import counted
-from ampatch.sweep.report.results import SUMMARY, TABLES, Results
-from ampatch.sweep.report.table import columns, notes
+from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
+from ampatch.sweep.report.table import PARTS_NOTE, Column, columns, notes, part_columns
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
-    "step_ms", "speed", "samples_per_second", "memory_bytes", "memory_kind", "first_loss",
-    "last_loss", "steps", "skipped", "non_finite", "loss_scale", "seconds",
+    "step_ms", "cpu_ms", "speed", "pace", "samples_per_second", "memory_bytes", "memory_kind",
+    "first_loss", "last_loss", "steps", "skipped", "non_finite", "loss_scale", "seconds",
 )  # fmt: skip
 _JUDGED = ("name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p")
 
@@ -48,6 +49,7 @@ def as_csv(results: Results) -> str:
     ends = ("low", "high")
     origin = provenance.columns(results)
     head = [*_PLAIN, *(f"step_ms_{end}" for end in ends), *(f"speed_{end}" for end in ends)]
+    head += [f"{part}_ms" for part in PARTS]
     head += [f"metric:{name}" for name in metrics] + [f"sd:{name}" for name in scatter]
     head += [f"judged_{name}" for name in _JUDGED]
     text = io.StringIO()
@@ -57,6 +59,7 @@ def as_csv(results: Results) -> str:
         cells: list[Any] = [getattr(row, name) for name in _PLAIN]
         cells += [getattr(row.step_times, end, None) for end in ends]
         cells += [getattr(row.speeds, end, None) for end in ends]
+        cells += [row.parts.get(part) for part in PARTS]
         cells += [row.metrics.get(name) for name in metrics]
         cells += [row.sds.get(name) for name in scatter]
         judged = row.comparisons[0] if row.comparisons else None
@@ -68,19 +71,15 @@ def as_csv(results: Results) -> str:
 def as_markdown(results: Results) -> str:
     """The recommendation, the table, the verdicts and the method, for a paper's appendix."""
     rows = results.rows
-    shown = columns(rows)
-    table = [
-        _line(column.title for column in shown),
-        "|" + "|".join("---:" if column.right else "---" for column in shown) + "|",
-        *(_line(column.text(row) for column in shown) for row in rows),
-    ]
+    parts = part_columns(rows)
     paragraphs = [
         f"# {_escaped(Path(results.script).name)} at several opt levels",
         _what_was_run(results),
         f"**Recommendation.** {_escaped(results.recommendation)}",
         *(f"**Note.** {_escaped(note)}" for note in results.notes),
-        "\n".join(table),
+        _table(rows, columns(rows)),
         _escaped(" ".join([*notes(rows), METHOD])),
+        *(["## Parts of a step", _table(rows, parts), _escaped(PARTS_NOTE)] if parts else []),
         "## Verdicts",
         "\n".join(f"- **{_escaped(row.name)}**: {_escaped(row.verdict)}" for row in rows),
         "## Where the figures come from",
@@ -106,6 +105,15 @@ def _what_was_run(results: Results) -> str:
         f"{results.started}.",
     ]
     return "".join(said)
+
+
+def _table(rows: Sequence[Row], shown: Sequence[Column]) -> str:
+    lines = [
+        _line(column.title for column in shown),
+        "|" + "|".join("---:" if column.right else "---" for column in shown) + "|",
+        *(_line(column.text(row) for column in shown) for row in rows),
+    ]
+    return "\n".join(lines)
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -8,13 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
 from ampatch.sweep.report.judge import LOSS
 from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity
-from ampatch.sweep.report.results import Row
+from ampatch.sweep.report.results import Row, Spread
 
 NOTES = (
-    "Step time is the median, without the first steps and evaluations.",
-    "First and last loss are means over the first and last twentieth of the losses.",
+    "Step time is the median, without the first steps and evaluations; in brackets are the "
+    "quartiles.",
+    "Speed is the median over the rounds of O0's step time over the row's, both of the same "
+    "round, with quartiles; above 1 is faster, and O0's is that of its second run in each round "
+    "over its first. Step times are over all rounds together, so where the machine changed its "
+    "speed between rounds they may seem to contradict the speed, which does not depend on that.",
+    "First and last loss are means over the first and last twentieth.",
+)
+CPU_NOTE = "CPU time is that of all threads, and other processes hardly change it."
+PARTS_NOTE = (
+    "Parts of a step in ms: data is from the end of a step to the next forward, loading, "
+    "transfer and zero_grad among it; forward is up to the loss; optimizer is unscaling, clipping "
+    "and the step. A part that cannot be told from others is missing (-) and counted as unsplit."
 )
 SCATTER_NOTE = "± is the standard deviation over seeds."
 MEMORY_NOTES = {
@@ -38,11 +50,13 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     sampled = any(row.samples_per_second for row in rows)
     samples = Column("samples/s", lambda row: number(row.samples_per_second, "{:.0f}"))
+    cpu = Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"))
     return [
         Column("level", lambda row: row.opt_level, right=False),
         Column("dtype", lambda row: row.dtype, right=False),
-        Column("step ms", lambda row: number(row.step_ms, "{:.2f}")),
-        Column("speed", lambda row: number(row.speed, "{:.2f}x")),
+        Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}")),
+        *([cpu] if any(row.cpu_ms is not None for row in rows) else []),
+        Column("speed", lambda row: _with_quartiles(row.speeds, "{:.2f}", "x")),
         *([samples] if sampled else []),
         Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
@@ -54,26 +68,44 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
+def part_columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns of a table of the parts of a step; none where no part is known."""
+    known = [name for name in PARTS if any(name in row.parts for row in rows)]
+    if not known:
+        return []
+    shown = [name for name in PARTS if name in known or name != UNSPLIT]
+    return [
+        Column("level", lambda row: row.opt_level, right=False),
+        Column("dtype", lambda row: row.dtype, right=False),
+        *(Column(name, _part(name)) for name in shown),
+    ]
+
+
 def notes(rows: Sequence[Row]) -> list[str]:
     """Explanations of the columns, each a sentence."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
+    cpu = [CPU_NOTE] if any(row.cpu_ms is not None for row in rows) else []
     scatter = [SCATTER_NOTE] if any(any(row.sds.values()) for row in rows) else []
-    return [*NOTES, *scatter, *(MEMORY_NOTES[kind] for kind in kinds)]
+    return [*NOTES, *cpu, *scatter, *(MEMORY_NOTES[kind] for kind in kinds)]
 
 
-def plain_table(rows: Sequence[Row], shown: Sequence[Column] | None = None) -> str:
-    """The table, or the columns `shown` of it, as aligned text, one line per row."""
-    shown = columns(rows) if shown is None else shown
+def plain_table(rows: Sequence[Row]) -> str:
+    """The table as aligned text, one line per row."""
+    return aligned(rows, columns(rows))
+
+
+def aligned(rows: Sequence[Row], shown: Sequence[Column]) -> str:
+    """These columns of the rows as text."""
     cells = [[column.title for column in shown]]
     cells += [[column.text(row) for column in shown] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = []
     for line in cells:
-        aligned = (
+        fitted = (
             text.rjust(width) if column.right else text.ljust(width)
             for column, text, width in zip(shown, line, widths)
         )
-        lines.append("  ".join(aligned).rstrip())
+        lines.append("  ".join(fitted).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines) + "\n"
 
@@ -92,6 +124,20 @@ def _scattered(
 
 def _skips(row: Row) -> str:
     return f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING
+
+
+def _part(name: str) -> Callable[[Row], str]:
+    return lambda row: number(row.parts.get(name), "{:.2f}")
+
+
+def _with_quartiles(spread: Spread | None, form: str, unit: str = "") -> str:
+    """`1.62x [1.58, 1.66]`, or without quartiles of a single value."""
+    if spread is None:
+        return MISSING
+    text = form.format(spread.median) + unit
+    if spread.n < 2:
+        return text
+    return f"{text} [{form.format(spread.low)}, {form.format(spread.high)}]"
 
 
 def _mebibytes(row: Row) -> str:

@@ -16,35 +16,48 @@ from typing import Any, TextIO
 
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.results import Results, Row
-from ampatch.sweep.report.table import Column, columns, notes, plain_table
+from ampatch.sweep.report.table import PARTS_NOTE, Column, aligned, columns, notes, part_columns
 
 GAP = 2  # spaces between columns
 _LEAST = 10  # the least width of a column of words
 
 
 def write_results(results: Results, stream: TextIO) -> None:
-    """Write the table, the verdicts, the notes, and the recommendation."""
+    """Write the tables, the verdicts, the notes, and the recommendation."""
     write_table(results.rows, stream)
+    parts = part_columns(results.rows)
+    if parts:
+        stream.write("\n")
+        _write_columns(results.rows, parts, stream)
+        _say(PARTS_NOTE, stream)
     stream.write("\n")
     for row in results.rows:
         _say(f"{row.name}: {row.verdict}", stream)
     for note in results.notes:
         _say(f"Note: {note}", stream)
+    for name, text in results.machine.items():
+        _say(f"{name.capitalize()}: {text}.", stream)
     _say(f"Recommendation: {results.recommendation}", stream)
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """Write the table to `stream`, in colour on a terminal if rich is installed."""
-    if not stream.isatty():
-        stream.write(plain_table(rows))
-    elif importlib.util.find_spec("rich"):
-        _write_rich(rows, stream)
-    else:
-        parts = [[sized.column for sized in part] for part in _parts(rows, _width())]
-        stream.write("\n".join(plain_table(rows, part) for part in parts))
+    """Write the table and what its columns are, in colour on a terminal if rich is installed."""
+    _write_columns(rows, columns(rows), stream)
     stream.write("\n")
     for note in notes(rows):
         _say(note, stream)
+
+
+def _write_columns(rows: Sequence[Row], shown: Sequence[Column], stream: TextIO) -> None:
+    if not stream.isatty():
+        stream.write(aligned(rows, shown))
+        return
+    parts = _parts(rows, shown, _width())
+    if importlib.util.find_spec("rich"):
+        _write_rich(rows, parts, stream)
+    else:
+        plain = (aligned(rows, [sized.column for sized in part]) for part in parts)
+        stream.write("\n".join(plain))
 
 
 @dataclass(frozen=True)
@@ -55,9 +68,8 @@ class _Sized:
     width: int
 
 
-def _parts(rows: Sequence[Row], width: int) -> list[list[_Sized]]:
+def _parts(rows: Sequence[Row], shown: Sequence[Column], width: int) -> list[list[_Sized]]:
     """The columns in parts that fit into `width`."""
-    shown = columns(rows)
     names = list(itertools.takewhile(lambda column: not column.right, shown))
     share = (width - GAP * len(names)) // (len(names) + 1)  # of a name, at most
     first = [_Sized(one, min(_widest(one, rows), max(share, _LEAST))) for one in names]
@@ -95,12 +107,12 @@ def _longest_word(column: Column, rows: Sequence[Row]) -> int:
     return max(map(len, words), default=1)
 
 
-def _write_rich(rows: Sequence[Row], stream: TextIO) -> None:
+def _write_rich(rows: Sequence[Row], parts: Sequence[Sequence[_Sized]], stream: TextIO) -> None:
     from rich.console import Console
 
     # Both sizes: with one alone rich takes 80 columns for a terminal that it does not know.
     console = Console(file=stream, highlight=False, width=_width(), height=25)
-    for number, part in enumerate(_parts(rows, _width())):
+    for number, part in enumerate(parts):
         if number:
             console.print()
         console.print(_rich_table(rows, part))
