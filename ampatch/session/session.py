@@ -42,6 +42,7 @@ from .policies import Policies
 from .registry import registry
 from .step_casts import StepCasts
 from .transfer import Transfer
+from .waiting_weights import WaitingWeights
 
 
 class Session:
@@ -68,6 +69,7 @@ class Session:
         self.masters = Masters(self.optimizers)
         self.weights = ModelWeights(self.models, has_apex_tables)
         self.values = FloatValues(self.masters)
+        self.waiting = WaitingWeights(self.weights, self.masters, self.values)
         self.plain_parameters = PlainParameters()
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.skips = SkipReports(properties.growth_interval)
@@ -86,6 +88,7 @@ class Session:
         if not models:
             self.policies.cast_everywhere()
         if not self.properties.enabled:
+            self._was_given = bool(optimizers)  # models alone wait for theirs
             self.optimizers.add_unmanaged(optimizers)
             self.is_open = True
             registry.add(self)
@@ -96,7 +99,7 @@ class Session:
             weights = self.weights.originals(), self.weights.halves()
             for optimizer in optimizers:
                 self.manage_optimizer(optimizer, weights)
-            self.weights.forget_originals()
+            self._forget_originals()
             for managed in self.optimizers.alive():
                 managed.found_states.forget()
             if optimizers:
@@ -125,6 +128,7 @@ class Session:
             undo.do(optimizer.found_states.restore)
         self.models.clear()
         self.optimizers.clear()
+        self.waiting.halves = []
         self.is_open = False
         undo.do(registry.remove, self)
         undo.end()
@@ -167,6 +171,12 @@ class Session:
                 self.mix(managed)
         managed.install()
         fx_jit.note_scripted_parts(model, managed.policy)
+
+    def _forget_originals(self) -> None:
+        """Masters hold the FP32 values that are still needed; without an optimizer they wait."""
+        if self.optimizers.is_empty():
+            self.waiting.wait()
+        self.weights.forget_originals()
 
     def mix(self, managed: ManagedModel) -> None:
         """FP32 meets half in a model's forward: what PyTorch refuses then follows the tables."""
@@ -232,6 +242,34 @@ class Session:
         managed.install(*(weights or (self.weights.originals(), self.weights.halves())))
         return managed
 
+    def add_optimizers(self, optimizers: list[Any]) -> None:
+        """Manage more optimizers; all of them or, on an exception, none."""
+        if not self.properties.enabled:
+            self._was_given = True
+            self.optimizers.add_unmanaged(optimizers)
+            return
+        halves = self._halves_to_step_on()
+        known = self.waiting.originals()
+        try:
+            added = [self.manage_optimizer(one, (known, halves)) for one in optimizers]
+        except BaseException:
+            self._give_back(optimizers)
+            raise
+        for managed in added:
+            managed.found_states.forget()
+        self.waiting.give_to(added)
+        registry.refresh()
+
+    def _give_back(self, optimizers: list[Any]) -> None:
+        undo = UndoAll("ampatch.add_optimizers(...) fails")
+        for optimizer in optimizers:
+            managed = self.optimizers.find(optimizer)
+            if managed is not None:
+                undo.do(managed.uninstall)
+                undo.do(managed.found_states.restore)
+            self.optimizers.remove(optimizer)
+        undo.end()
+
     def _halves_to_step_on(self) -> set[int]:
         """Ids of the half parameters that get masters; they are up to date, to be stepped on."""
         if self.values.widened.copies:
@@ -292,6 +330,8 @@ class Session:
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
+        if self.waiting.halves:
+            self.waiting.let_go()
         if self.optimizers.references:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
@@ -348,7 +388,7 @@ class Session:
             self._manage_model(model, properties)
             self._adopt_parameters({})
         self._fit_scalers(properties, others)
-        self.weights.forget_originals()
+        self._forget_originals()
         registry.refresh()
 
     def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
@@ -383,7 +423,7 @@ class Session:
             self.optimizers.add(optimizer)
             optimizer.reinstall()
         self._adopt_parameters(masters)
-        self.weights.forget_originals()
+        self._forget_originals()
         registry.refresh()
 
     def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:

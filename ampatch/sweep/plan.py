@@ -10,7 +10,7 @@ Where there are fewer, short rounds follow, whose runs are ended after a few sec
 (`execution/short_runs.py` says after how many steps).  The second O0 of a round is short in any
 case.  So by default, with one seed, each row runs once as a whole and twice for a few seconds;
 with three seeds only the second O0 of each round is added.  Where there is no O0, or nothing
-else, there is no speed to compare, and nothing is added.
+else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def trials(rows: Sequence[Case], seeds: int, repeats: int = 1, rounds: int = ROU
     Every second round runs backwards, so that a machine that gets slower slows the first
     row and the last row by the same amount.
     """
-    times_speed = BASE in rows and len(rows) > 1
+    times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(repeat, seed) for repeat in range(repeats) for seed in range(seeds)]
     short = [(repeats + more, 0) for more in range(rounds - len(whole) if times_speed else 0)]
     planned = []

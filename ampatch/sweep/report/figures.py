@@ -54,13 +54,17 @@ def parts_ms(measured: Measured | None) -> dict[str, float]:
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
-    """Median and quartiles; None of no values."""
+    """Median and quartiles, of three values the least and the greatest; None of no values.
+
+    The quartiles are those of what the values were drawn from, and not beyond any of them.
+    """
     if not values:
         return None
+    least, greatest = min(values), max(values)
     if len(values) == 1:
-        return Spread(values[0], values[0], values[0], 1)
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, low, high, len(values))
+        return Spread(least, least, least, 1)
+    low, median, high = statistics.quantiles(values, n=4, method="exclusive")
+    return Spread(median, max(low, least), min(high, greatest), len(values))
 
 
 def _timed(seconds: Sequence[float | None]) -> list[float]:

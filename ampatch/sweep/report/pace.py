@@ -6,7 +6,8 @@ without noise.
 
 Nothing is told apart where O0 differs from itself by more than `NOISE`, that is, where the
 median or a quartile of its own speed does.  Otherwise a row is faster, or slower, if both
-quartiles of its speed lie on the same side of 1.00.  One round tells nothing.
+quartiles of its speed lie on the same side of 1.00.  One round tells nothing.  Of three rounds
+the quartiles are the least and the greatest, so each of the three has to agree.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def in_words(row: Row) -> str:
         return ""
     speeds = row.speeds
     if row.outcome == "baseline":
-        return f"measured twice, its second speed is {_ratio(speeds)} of the first"
+        return f"measured twice, its second run had {_ratio(speeds, 'the speed of the first')}"
     if row.pace == ONE_ROUND:
         return f"{speeds.median:.2f}x the speed of O0 in one round, which tells nothing"
     if row.pace == UNKNOWN:
         return f"speed not told apart from O0's on this machine: {_ratio(speeds)}"
-    return f"{_ratio(speeds)} the speed of O0"
+    return _ratio(speeds, "the speed of O0")
 
 
 def worthwhile(rows: Sequence[Row]) -> list[Row]:
@@ -59,14 +60,17 @@ def none_recommended(rows: Sequence[Row], base: Row) -> str:
     """Why none of these rows is recommended for its speed, as a sentence."""
     if not any(row.pace for row in rows):
         return "Stay with O0: the speed of no row that is as accurate was measured."
-    if base.speeds is not None and base.speeds.n > 1 and is_noisy(base.speeds):
+    if any(row.pace == ONE_ROUND for row in rows) or base.speeds is None:
+        return (
+            "No speed is recommended: that takes two rounds or more, in which O0 is measured "
+            "twice. Use --rounds 3."
+        )
+    if is_noisy(base.speeds):
         return (
             "No speed is recommended: not told apart on this machine, where O0 against O0 is "
             f"{_ratio(base.speeds)}, off by more than {NOISE:.0%}. Measure on an idle machine, "
             "or add rounds: --resume --rounds N."
         )
-    if any(row.pace == ONE_ROUND for row in rows):
-        return "No speed is recommended: one round tells nothing. Use --rounds 3 or more."
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:
         return (
@@ -76,5 +80,8 @@ def none_recommended(rows: Sequence[Row], base: Row) -> str:
     return f"Stay with O0: no row with its accuracy is at least {WORTHWHILE:g}x as fast."
 
 
-def _ratio(speeds: Spread) -> str:
-    return f"{speeds.median:.2f}x ({speeds.low:.2f} to {speeds.high:.2f} in {speeds.n} rounds)"
+def _ratio(speeds: Spread, of: str = "") -> str:
+    words = f"{speeds.median:.2f}x {of}".rstrip()
+    if speeds.n < 2:
+        return f"{words} (one round)"
+    return f"{words} ({speeds.low:.2f} to {speeds.high:.2f} in {speeds.n} rounds)"
