@@ -253,22 +253,12 @@ class Session:
         try:
             added = [self.manage_optimizer(one, (known, halves)) for one in optimizers]
         except BaseException:
-            self._give_back(optimizers)
+            _give_back(optimizers, self.optimizers)
             raise
         for managed in added:
             managed.found_states.forget()
         self.waiting.give_to(added)
         registry.refresh()
-
-    def _give_back(self, optimizers: list[Any]) -> None:
-        undo = UndoAll("ampatch.add_optimizers(...) fails")
-        for optimizer in optimizers:
-            managed = self.optimizers.find(optimizer)
-            if managed is not None:
-                undo.do(managed.uninstall)
-                undo.do(managed.found_states.restore)
-            self.optimizers.remove(optimizer)
-        undo.end()
 
     def _halves_to_step_on(self) -> set[int]:
         """Ids of the half parameters that get masters; they are up to date, to be stepped on."""
@@ -430,6 +420,18 @@ class Session:
         originals, halves = self.weights.originals(), self.weights.halves()
         for managed in self.optimizers.alive():
             managed.adopt_parameters(originals, halves, masters)
+
+
+def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
+    """The optimizers that have just come are as they were, since one of them cannot be managed."""
+    undo = UndoAll("ampatch.add_optimizers(...) fails")
+    for optimizer in given:
+        managed = optimizers.find(optimizer)
+        if managed is not None:
+            undo.do(managed.uninstall)
+            undo.do(managed.found_states.restore)
+        optimizers.remove(optimizer)
+    undo.end()
 
 
 def _scaler(properties: Properties) -> Any:
