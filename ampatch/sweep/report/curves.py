@@ -94,21 +94,42 @@ def near_base(
     curves: Sequence[Curve], differences: Sequence[Curve], logarithmic: bool
 ) -> list[Curve]:
     """Those of `differences`, O0's not among them, that `curves` show as one line with O0's."""
-    base = next((curve for curve in curves if curve.row.label == BASE.label), None)
+    base = _base(curves)
     if base is None:
         return []
     values = [value for curve in curves for value in curve.y if math.isfinite(value)]
     height = math.log(max(values) / min(values)) if logarithmic else max(values) - min(values)
     near = []
-    for curve in differences:
-        apart = [
-            abs(y) / (at if logarithmic else 1)
-            for y, at in zip(curve.y, base.y)
-            if math.isfinite(y) and math.isfinite(at)
-        ]
+    for curve in in_percent(differences, curves) if logarithmic else differences:
+        unit = 0.01 if logarithmic else 1.0
+        apart = [abs(y) * unit for y in curve.y if math.isfinite(y)]
         if curve.row.label != BASE.label and apart and statistics.median(apart) <= NEAR * height:
             near.append(curve)
     return near
+
+
+def in_percent(differences: Sequence[Curve], curves: Sequence[Curve]) -> list[Curve]:
+    """`differences` in percent of O0's line at the same place."""
+    base = _base(curves)
+    if base is None:
+        return []
+
+    def shares(curve: Curve, values: Sequence[float]) -> list[float]:
+        return [100 * value / _at(base, x) for x, value in zip(curve.x, values)]
+
+    return [
+        Curve(c.row, c.x, shares(c, c.y), shares(c, c.low), shares(c, c.high)) for c in differences
+    ]
+
+
+def _base(curves: Iterable[Curve]) -> Curve | None:
+    """O0's curve."""
+    return next((curve for curve in curves if curve.row.label == BASE.label), None)
+
+
+def _at(curve: Curve, x: float) -> float:
+    """The curve at its point that is nearest to `x`."""
+    return min(zip(curve.x, curve.y), key=lambda point: abs(point[0] - x))[1]
 
 
 def _losses(label: str, runs: Iterable[Run]) -> dict[int, Series]:

@@ -122,7 +122,7 @@ def powers_of_two(axes: Any) -> None:
 
 @dataclass(frozen=True)
 class Bar:
-    """A horizontal bar with a text at its end; `low` and `high` are the ends of its whisker."""
+    """A horizontal bar with a text beside it; `low` and `high` are the ends of its whisker."""
 
     name: str
     value: float
@@ -133,30 +133,22 @@ class Bar:
 
 
 def bars(axes: Any, drawn: Sequence[Bar]) -> None:
-    """The bars, the first on top."""
+    """The bars, the first on top, with their texts in a column on the right."""
     for place, bar in enumerate(drawn):
         axes.barh(place, bar.value, height=0.6, **bar.look)
-        end = bar.value
         if bar.low is not None and bar.high is not None:
             reach = [[bar.value - bar.low], [bar.high - bar.value]]
-            axes.errorbar(
-                bar.value,
-                place,
-                xerr=reach,
-                fmt="none",
-                ecolor="#666666",
-                elinewidth=1,
-                capsize=2.5,
-            )
-            end = max(end, bar.high)
-        axes.annotate(
-            plain(bar.text), (end, place), (5, 0), textcoords="offset points", va="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-        )  # fmt: skip
-    axes.set_yticks(range(len(drawn)), [plain(bar.name) for bar in drawn])
+            style = {"ecolor": "#666666", "elinewidth": 1, "capsize": 2.5}
+            axes.errorbar(bar.value, place, xerr=reach, fmt="none", **style)
+    places = range(len(drawn))
+    axes.set_yticks(places, [plain(bar.name) for bar in drawn])
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.45 * max(max(bar.value, bar.high or 0) for bar in drawn))
+    axes.set_xlim(0, 1.06 * max(max(bar.value, bar.high or 0) for bar in drawn))
+    texts = axes.secondary_yaxis("right")
+    texts.set_yticks(places, [plain(bar.text) for bar in drawn])
+    texts.tick_params(length=0)
+    texts.spines["right"].set_visible(False)
 
 
 def bars_height(drawn: Sequence[Bar]) -> float:

@@ -128,7 +128,7 @@ def _notes(results: Results) -> list[str]:
         for row in results.rows
         if row.skipped
     ]
-    return [*said, *notes(results.rows), METHOD, *results.notes]
+    return [*said, *notes(results.rows, main=True), METHOD, *results.notes]
 
 
 def _head(column: Column, rows: Sequence[Row]) -> str:
@@ -138,7 +138,7 @@ def _head(column: Column, rows: Sequence[Row]) -> str:
         return escaped(title)
     side = "r" if column.right else "l"
     broken = r"\\".join(map(escaped, title.split(" ")))
-    return rf"\shortstack[{side}]{{{broken}}}"
+    return rf"\shortstack[{side}]{{\strut {broken}}}"
 
 
 def _cell(column: Column, row: Row) -> str:

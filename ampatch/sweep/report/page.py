@@ -5,24 +5,26 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.figures import status, step_ms
+from ampatch.sweep.report.figures import OK, status, step_ms
 from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.numbers import MISSING, plus_minus
 from ampatch.sweep.report.plots import Gallery, Picture
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.results import Comparison, Results, Row
-from ampatch.sweep.report.table import PARTS_NOTE, columns, notes, part_columns
+from ampatch.sweep.report.table import PARTS_NOTE, Column, columns, notes, part_columns
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1e; --page: #fff; --quiet: #5a5a60;
-  --line: #d5d5da; --box: #f3f3f5; --good: #00693e; --bad: #a63300; }
+  --line: #d5d5da; --box: #f3f3f5; --good: #00693e; --bad: #a63300; --accent: #0072b2; }
 @media (prefers-color-scheme: dark) { :root { --text: #e8e8ea; --page: #17171a;
-  --quiet: #a8a8b0; --line: #3a3a40; --box: #222226; --good: #4fd09a; --bad: #ff9a66; } }
+  --quiet: #a8a8b0; --line: #3a3a40; --box: #222226; --good: #4fd09a; --bad: #ff9a66;
+  --accent: #56b4e9; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 76rem; padding: 1rem; color: var(--text);
   background: var(--page); font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
@@ -30,11 +32,11 @@ h1 { font-size: 1.5rem; line-height: 1.2; margin: .5rem 0; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
 .quiet, figcaption, dt { color: var(--quiet); }
-.box { background: var(--box); border-left: 4px solid var(--good); padding: .75rem 1rem; }
+.box { background: var(--box); border-left: 4px solid var(--accent); padding: .75rem 1rem; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 4px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
-  font-size: .9rem; }
-th, td { padding: .4rem .6rem; text-align: left; white-space: nowrap;
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .9rem;
+  font-variant-numeric: tabular-nums; }
+th, td { padding: .4rem .5rem; text-align: left; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
 tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--box); }
@@ -58,12 +60,13 @@ summary { cursor: pointer; padding: .6rem 0; font-weight: 600; }
 @page { margin: 1.5cm; }
 @media print {
   :root { color-scheme: light; --text: #000; --page: #fff; --quiet: #444; --line: #bbb;
-    --box: #f3f3f5; --good: #00693e; --bad: #a63300; }
+    --box: #f3f3f5; --good: #00693e; --bad: #a63300; --accent: #0072b2; }
   html { font-size: 9pt; }
   body { max-width: none; padding: 0; }
   .scroll { overflow: visible; border: 0; }
   table { font-size: 7pt; }
   th, td { padding: 2pt 3pt; }
+  td:first-child, th:first-child { position: static; }
   details::details-content { content-visibility: visible; }
   figure, tr, .box { break-inside: avoid; }
   h2, summary { break-after: avoid; }
@@ -121,14 +124,15 @@ def _verdicts(rows: Sequence[Row]) -> str:
 
 
 def _figures(rows: Sequence[Row]) -> str:
-    """The table; its first column names the row, and stays in sight when the others scroll."""
-    shown = list(itertools.dropwhile(lambda column: not column.right, columns(rows)))
+    """The table, what its columns are, and what is wrong with the rows that failed."""
+    failed = "".join(
+        f'<li class="failed"><strong>{escape(row.name)}</strong>: {escape(row.status)}</li>'
+        for row in rows
+        if row.status != OK
+    )
     return (
-        _table(
-            "Figures per row",
-            [("row", False), *((column.title, column.right) for column in shown)],
-            ([row.name, *(column.text(row) for column in shown)] for row in rows),
-        )
+        _by_row("Figures per row", rows, columns(rows))
+        + (f"<ul>{failed}</ul>" if failed else "")
         + f'<p class="quiet">{escape(" ".join(notes(rows)))}</p>'
     )
 
@@ -137,10 +141,22 @@ def _parts(rows: Sequence[Row]) -> str:
     shown = part_columns(rows)
     if not shown:
         return ""
-    heads = [(column.title, column.right) for column in shown]
-    cells = ([column.text(row) for column in shown] for row in rows)
-    table = _table("Parts of a step", heads, cells)
-    return f'<h2>Parts of a step</h2>{table}<p class="quiet">{escape(PARTS_NOTE)}</p>'
+    table = _by_row("Parts of a step", rows, shown)
+    return _folded("Parts of a step", f'{table}<p class="quiet">{escape(PARTS_NOTE)}</p>')
+
+
+def _by_row(caption: str, rows: Sequence[Row], shown: Sequence[Column]) -> str:
+    """A table whose first column names the row, and stays in sight when the others scroll."""
+    others = list(itertools.dropwhile(lambda column: not column.right, shown))
+    heads = [("row", False), *((column.title, column.right) for column in others)]
+    cells = ([row.name, *(_short(column, row) for column in others)] for row in rows)
+    return _table(caption, heads, cells)
+
+
+def _short(column: Column, row: Row) -> str:
+    """The text of a cell; of a status the reason without its details."""
+    text = column.text(row)
+    return re.split(":| at ", text)[0] if column.title == "status" else text
 
 
 def _comparisons(rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import textwrap
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.curves import (
     Curve,
     difference_curves,
+    in_percent,
     loss_curves,
     near_base,
     scale_curves,
@@ -44,6 +45,7 @@ from ampatch.sweep.trial import BASE
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 GREY = "#8c8c8c"
+NAME = 24  # letters in a line beside bars
 DASHES = {"bfloat16": (0, (4, 1.5))}
 STRIPES = {"bfloat16": "////"}
 SAME_MEMORY = {"device": 0.05, "resident": 0.1}  # a smaller share of the most says nothing
@@ -145,22 +147,25 @@ def _losses(plan: _Plan) -> Picture | None:
         return None
     wide = is_wide(_values(curves))
     differences = difference_curves(plan.rows, plan.runs)
-    near = near_base(curves, differences, wide)
+    near = near_base(curves, differences, wide)  # in percent on a logarithmic axis
+    own = [curve for curve in differences if curve.row.label == BASE.label]
+    own = in_percent(own, curves) if wide else own
 
     def draw(panels: list[Any]) -> None:
         _draw_losses(panels[0], curves, plan, wide)
         if near:
-            _draw_differences(panels[1], near, differences, plan)
+            _draw_differences(panels[1], near, own, plan)
+            panels[1].set_ylabel("difference from\nO0's (%)" if wide else "difference from\nO0's")
         panels[-1].set_xlabel("optimizer step")
 
     said = ["Lines are means over the seeds, and over blocks of steps.", *_bands(curves)]
     if near:
-        said.append(_of_differences(near, curves, differences))
+        said.append(_of_differences(near, curves, bool(own), wide))
     alt = (
         "Loss against step, a line per row, the mean over its seeds. "
         + "; ".join(f"{c.name}: {_from_to(c)} {c.x[-1]:.4g} steps" for c in curves)
         + ". "
-        + "; ".join(f"{c.name}: {_apart(c)} from O0" for c in near)
+        + "; ".join(f"{c.name}: {_apart(c)}{' %' if wide else ''} from O0" for c in near)
     )
     height = _height(curves)
     sheet = Sheet(height + 1.5, True, (2.0, 1.2)) if near else Sheet(height, True)
@@ -199,12 +204,10 @@ def _draw_losses(axes: Any, curves: Sequence[Curve], plan: _Plan, wide: bool) ->
     axes.set_ylabel("training loss")
 
 
-def _draw_differences(
-    axes: Any, near: Sequence[Curve], differences: Sequence[Curve], plan: _Plan
-) -> None:
-    for curve in differences:
-        if curve.row.label == BASE.label:
-            axes.fill_between(curve.x, curve.low, curve.high, color=GREY, alpha=0.35, lw=0)
+def _draw_differences(axes: Any, near: Sequence[Curve], own: Sequence[Curve], plan: _Plan) -> None:
+    """The lines of `near`, in front of the scatter of O0's `own` seeds."""
+    for curve in own:
+        axes.fill_between(curve.x, curve.low, curve.high, color=GREY, alpha=0.35, lw=0)
     axes.axhline(0, color="#000000", lw=0.8)
     values = _values(near)
     margin = 0.15 * (max(values) - min(values)) or 1.0
@@ -214,26 +217,22 @@ def _draw_differences(
         if curve.row.seeds > 1:
             colour = plan.colours[curve.row.opt_level]
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.12, lw=0)
-    axes.set_ylabel("loss less O0's")
 
 
 def _of_differences(
-    near: Sequence[Curve], curves: Sequence[Curve], differences: Sequence[Curve]
+    near: Sequence[Curve], curves: Sequence[Curve], own: bool, in_percents: bool
 ) -> str:
     """What the lower panel of the losses shows."""
-    near_labels = {curve.row.label for curve in near}
-    apart = [c.name for c in curves if c.row.label not in {*near_labels, BASE.label}]
-    band = " with the range over the seeds" if any(c.row.seeds > 1 for c in near) else ""
-    own = any(curve.row.label == BASE.label for curve in differences)
-    return (
-        f"Below: the difference from O0 at the same step and seed,{band or ' of one seed'}"
-        + (", of rows whose line lies on O0's above" if apart else "")
-        + (
-            "; grey, cut at the edges: the range of O0's own seeds around their mean."
-            if own
-            else "."
-        )
-    )
+    known = {BASE.label, *(curve.row.label for curve in near)}
+    band = "with the range over the seeds" if any(c.row.seeds > 1 for c in near) else "of one seed"
+    said = f"Below: the difference from O0 at the same step and seed, {band}"
+    if in_percents:
+        said += ", in percent of O0's line above"
+    if any(curve.row.label not in known for curve in curves):
+        said += ", for rows whose line lies on O0's"
+    if own:
+        said += "; grey, cut at the edges: the range of O0's own seeds around their mean"
+    return f"{said}."
 
 
 def _scales(plan: _Plan) -> Picture | str | None:
@@ -356,7 +355,13 @@ def _height(curves: Sequence[Curve]) -> float:
 
 
 def _wrapped(row: Row) -> str:
-    return textwrap.fill(row.name, 22, break_long_words=True)
+    """The name of a row in short lines, which end at a space or between settings."""
+    lines = [""]
+    for part in re.findall(r"[^-= ]*[-= ]?", row.name):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > NAME:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _from_to(curve: Curve) -> str:

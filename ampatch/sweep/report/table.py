@@ -50,7 +50,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     sampled = any(row.samples_per_second for row in rows)
     samples = Column("samples/s", lambda row: number(row.samples_per_second, "{:.0f}"))
-    cpu = Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"))
+    cpu = Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False)
     return [
         Column("level", lambda row: row.opt_level, right=False),
         Column("dtype", lambda row: row.dtype, right=False),
@@ -81,10 +81,10 @@ def part_columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Explanations of the columns, each a sentence."""
+def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
+    """Explanations of the columns, or of the `main` ones, each a sentence."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
-    cpu = [CPU_NOTE] if any(row.cpu_ms is not None for row in rows) else []
+    cpu = [CPU_NOTE] if any(row.cpu_ms is not None for row in rows) and not main else []
     scatter = [SCATTER_NOTE] if any(any(row.sds.values()) for row in rows) else []
     return [*NOTES, *cpu, *scatter, *(MEMORY_NOTES[kind] for kind in kinds)]
 
