@@ -22,7 +22,9 @@ What is where:
 * `measure/`: what is measured in the child (`recorder.py`, `probes.py`), what is read
   from the script's output, and the record of a trial (`record.py`).
 * `report/`: figures and verdicts made of the records, the format of the results
-  (`results.py`), and how they are shown: table, CSV, pictures, HTML page, TensorBoard.
+  (`results.py`), and how they are shown: `table.py` has the columns for `terminal.py`,
+  `page.py`, `summary_files.py` and `latex.py`; `plots.py` the pictures, made of `curves.py`
+  by `drawing.py`; `trackers.py` TensorBoard, Weights & Biases and MLflow.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import base64
 import csv
 import functools
+import html
 import html.parser
 import io
 import json
@@ -103,6 +104,16 @@ def test_the_page_holds_everything(made, page):
     assert not page.all("b")
 
 
+def test_recommendation_and_table_come_first_and_the_rest_is_folded(made, page):
+    source = (made[0] / "report.html").read_text(encoding="utf-8")
+    order = ["Recommendation.", 'aria-label="Figures per row"', "<details>", "Pictures</h2>"]
+    places = [source.index(text) for text in order]
+    assert places == sorted(places)
+    verdict = source.index(html.escape(made[1].rows[0].verdict))
+    assert source.rindex("<details>", 0, verdict) > source.rfind("</details>", 0, verdict)
+    assert not any("open" in attrs for attrs in page.all("details"))
+
+
 def test_the_page_needs_nothing_else(made, page):
     """No script, no other file, and a browser is told to load none."""
     source = (made[0] / "report.html").read_text(encoding="utf-8")
@@ -146,7 +157,8 @@ def test_a_failed_row_is_called_so(tmp_path):
     made_sweep(tmp_path, runs)
     write_report(tmp_path)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert [item.get("class") for item in page.all("li")] == ["baseline", "failed"]
+    classes = [item.get("class") for item in page.all("li")]
+    assert classes == ["failed", "baseline", "failed"]  # below the table, and among the verdicts
     assert "crashed: RuntimeError: <boom>" in page.text
 
 
