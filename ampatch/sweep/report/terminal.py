@@ -43,7 +43,8 @@ def write_results(results: Results, stream: TextIO) -> None:
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Write the table and what its columns are, in colour on a terminal if rich is installed."""
     _write_columns(rows, columns(rows), stream)
-    stream.write("\n")
+    if stream.isatty():
+        stream.write("\n")
     for note in notes(rows):
         _say(note, stream)
 
