@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ampatch.sweep.execution import trial_directory
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.json_files import read_json
 from ampatch.sweep.measure.record import Run
@@ -157,6 +158,8 @@ class Directory:
         for ending in ("json", "log", "progress", "record", "part"):
             for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
                 path.unlink()
+        for path in self.runs.glob("*.seed*.repeat*.dir"):
+            trial_directory.remove(path)
         plots = [f"{PLOTS}/*.{form}" for form in ("svg", "pdf", "png")]
         for shown in (*plots, f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
             for path in self.path.glob(shown):

@@ -40,6 +40,9 @@ class Progress(Protocol):
     def ended(self, run: Run) -> None:
         """The trial that started last has ended."""
 
+    def said(self, text: str) -> None:
+        """Something that the user should know before the sweep has ended."""
+
 
 class Silent(Progress):
     """Shows nothing."""
@@ -61,6 +64,9 @@ class Lines(Progress):
     def ended(self, run: Run) -> None:
         self._left.ended()
         self._say(outcome(run))
+
+    def said(self, text: str) -> None:
+        print(f"Note: {text}", file=self._stream, flush=True)
 
     def _say(self, text: str) -> None:
         print(f"{self._name}: {text}", file=self._stream, flush=True)
@@ -120,6 +126,9 @@ class Live(Progress):
         self._bar.console.print(f"{self._name}: {outcome(run)}", markup=False, highlight=False)
         if self._total is None and run.measured is not None:
             self._total = len(run.measured.skipped) or None
+
+    def said(self, text: str) -> None:
+        self._bar.console.print(f"Note: {text}", markup=False, highlight=False)
 
     def _fields(self, steps: int, loss: float | None) -> dict[str, str]:
         share = steps / self._expected if self._expected else None

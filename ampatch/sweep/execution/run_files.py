@@ -16,10 +16,11 @@ class RunFiles:
     record: Path  # written by the child, until the run has ended
     progress: Path
     log: Path
+    directory: Path  # the script's own files: see `trial_directory.py`
 
     @classmethod
     def of(cls, directory: Path, trial: Trial) -> RunFiles:
-        endings = ("json", "record", "progress", "log")
+        endings = ("json", "record", "progress", "log", "dir")
         return cls(*(directory / f"{trial.file_stem}.{ending}" for ending in endings))
 
     def remove(self) -> None:

@@ -15,13 +15,15 @@ from pathlib import Path
 
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.script import PACKAGE_ROOT
+from ampatch.sweep.execution import trial_directory
 from ampatch.sweep.execution.child_options import ChildOptions
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.trial_directory import empty_directory
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.plan import counts_its_steps, placeholders
+from ampatch.sweep.plan import SEED_VARIABLE, counts_its_steps, placeholders
 from ampatch.sweep.trial import Trial
 
 POLL = 0.1  # seconds between two looks at the child
@@ -44,6 +46,7 @@ class Runner:
     metrics: Mapping[str, str] | None = None
     timeout: float | None = None
     auto: bool = False  # a script without AMP code
+    override_seeds: bool = False  # the script's own seeds become those of the trial
 
     def run(self, trial: Trial, progress: Progress) -> Run:
         """Run the script in a fresh process, and write what it measured to a file.
@@ -54,7 +57,7 @@ class Runner:
         files = RunFiles.of(self.directory, trial)
         files.remove()
         started = time.monotonic()
-        with self._child(trial, files) as child:
+        with empty_directory(files.directory), self._child(trial, files) as child:
             in_time = _watch(child, files, started, self.timeout, progress)
             if not in_time:
                 _end(child)
@@ -94,7 +97,7 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(trial),
+                    env=_environment(trial, files),
                     start_new_session=True,
                     pass_fds=() if guard is None else (guard,),
                 )
@@ -112,6 +115,7 @@ class Runner:
         case = trial.case
         options = ChildOptions(
             seed=trial.seed,
+            override_seeds=self.override_seeds,
             steps=None if counts_its_steps(self.arguments) else self.steps,
             tf32=case.tf32,
             auto=self.auto,
@@ -120,7 +124,8 @@ class Runner:
             guard=guard,
         )
         module = [sys.executable, "-m", "ampatch.sweep.execution.child", str(files.record)]
-        arguments = placeholders(self.arguments, trial.seed, self.steps)
+        directory = str(files.directory.resolve())
+        arguments = placeholders(self.arguments, trial.seed, self.steps, directory)
         return [*module, options.to_text(), self.script, *arguments]
 
 
@@ -166,12 +171,13 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
         return  # the whole group has ended
 
 
-def _environment(trial: Trial) -> dict[str, str]:
+def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
     """This process's environment, with the variables of ampatch replaced by the trial's."""
     environment = {**os.environ, "AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1"}
     for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
-    environment["AMPATCH_SEED"] = str(trial.seed)
+    environment[SEED_VARIABLE] = str(trial.seed)
+    environment[trial_directory.VARIABLE] = str(files.directory.resolve())
     environment.setdefault("PYTHONHASHSEED", str(trial.seed))
     if PACKAGE_ROOT not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         # Not installed: found through the path of this process, which the child does not have.

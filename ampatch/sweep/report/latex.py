@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch.sweep.report.figures import OK
-from ampatch.sweep.report.judge import METHOD
+from ampatch.sweep.report.judge import method
 from ampatch.sweep.report.numbers import MISSING, counted
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.provenance import lines, software
@@ -128,7 +128,7 @@ def _notes(results: Results) -> list[str]:
         for row in results.rows
         if row.skipped
     ]
-    return [*said, *notes(results.rows, main=True), METHOD, *results.notes]
+    return [*said, *notes(results.rows, main=True), method("O0"), *results.notes]
 
 
 def _head(column: Column, rows: Sequence[Row]) -> str:

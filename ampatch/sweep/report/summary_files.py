@@ -11,7 +11,7 @@ from typing import Any
 from ampatch.sweep.json_files import write_json, write_whole
 from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.judge import METHOD
+from ampatch.sweep.report.judge import method
 from ampatch.sweep.report.latex import as_table
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
@@ -22,7 +22,10 @@ _PLAIN = (
     "step_ms", "cpu_ms", "speed", "pace", "samples_per_second", "memory_bytes", "memory_kind",
     "first_loss", "last_loss", "steps", "skipped", "non_finite", "loss_scale", "seconds",
 )  # fmt: skip
-_JUDGED = ("name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p")
+_JUDGED = (
+    "name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p", "corrected_p",
+    "smallest",
+)  # fmt: skip
 
 
 def write_files(directory: Path, results: Results) -> None:
@@ -49,7 +52,7 @@ def as_csv(results: Results) -> str:
     ends = ("low", "high")
     origin = provenance.columns(results)
     head = [*_PLAIN, *(f"step_ms_{end}" for end in ends), *(f"speed_{end}" for end in ends)]
-    head += [f"{part}_ms" for part in PARTS]
+    head += [f"part_ms:{part}" for part in PARTS]
     head += [f"metric:{name}" for name in metrics] + [f"sd:{name}" for name in scatter]
     head += [f"judged_{name}" for name in _JUDGED]
     text = io.StringIO()
@@ -78,7 +81,7 @@ def as_markdown(results: Results) -> str:
         f"**Recommendation.** {_escaped(results.recommendation)}",
         *(f"**Note.** {_escaped(note)}" for note in results.notes),
         _table(rows, columns(rows)),
-        _escaped(" ".join([*notes(rows), METHOD])),
+        _escaped(" ".join([*notes(rows), method("O0")])),
         *(["## Parts of a step", _table(rows, parts), _escaped(PARTS_NOTE)] if parts else []),
         "## Verdicts",
         "\n".join(f"- **{_escaped(row.name)}**: {_escaped(row.verdict)}" for row in rows),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
-from ampatch.sweep.report.judge import LOSS
+from ampatch.sweep.report.judge import LOSS, difference_text
 from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity
 from ampatch.sweep.report.results import Row, Spread
 
@@ -62,6 +62,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
         _scattered("last loss", LOSS, rows, lambda row: row.last_loss),
         *(_metric(name, rows) for name in names),
+        *_difference(rows),
         Column("skips", _skips, main=False),
         Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
         Column("status", lambda row: row.status, right=False, main=False),
@@ -96,18 +97,23 @@ def plain_table(rows: Sequence[Row]) -> str:
 
 def aligned(rows: Sequence[Row], shown: Sequence[Column]) -> str:
     """These columns of the rows as text."""
-    cells = [[column.title for column in shown]]
-    cells += [[column.text(row) for column in shown] for row in rows]
+    heads = [(column.title, column.right) for column in shown]
+    return aligned_cells(heads, [[column.text(row) for column in shown] for row in rows])
+
+
+def aligned_cells(heads: Sequence[tuple[str, bool]], lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells under `heads`: titles, and whether a column is aligned to the right."""
+    cells = [[title for title, _ in heads], *lines]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
+    text = []
     for line in cells:
-        fitted = (
-            text.rjust(width) if column.right else text.ljust(width)
-            for column, text, width in zip(shown, line, widths)
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for (_, right), cell, width in zip(heads, line, widths)
         )
-        lines.append("  ".join(fitted).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines) + "\n"
+        text.append("  ".join(padded).rstrip())
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text) + "\n"
 
 
 def _metric(name: str, rows: Sequence[Row]) -> Column:
@@ -124,6 +130,19 @@ def _scattered(
 
 def _skips(row: Row) -> str:
     return f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING
+
+
+def _difference(rows: Sequence[Row]) -> list[Column]:
+    """The column of differences to O0, in the quantity of the verdicts, if any was tested."""
+    judged = [row.comparisons[0] for row in rows if row.comparisons]
+    name = next((one.name for one in judged if one.p is not None), None)
+    if name is None:
+        return []
+
+    def text(row: Row) -> str:
+        return (difference_text(row.comparisons[0]) if row.comparisons else "") or MISSING
+
+    return [Column(f"{name.replace('_', ' ')} - O0", text)]
 
 
 def _part(name: str) -> Callable[[Row], str]:
