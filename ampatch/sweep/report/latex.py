@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.judge import method
-from ampatch.sweep.report.numbers import MISSING, counted
+from ampatch.sweep.report.numbers import MISSING, counted, split_interval
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.provenance import lines, software
 from ampatch.sweep.report.results import PLOTS, Results, Row
@@ -29,12 +29,17 @@ _PLAIN = {
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
     "\N{PLUS-MINUS SIGN}": r"$\pm$", "\N{MULTIPLICATION SIGN}": r"$\times$",
     "\N{EN DASH}": "--", "\N{EM DASH}": "---", "\N{MINUS SIGN}": "$-$",
+    "\N{NO-BREAK SPACE}": "~",
     "\N{HORIZONTAL ELLIPSIS}": r"\dots{}", "\N{MICRO SIGN}": r"$\mu$",
 }  # fmt: skip
 _LETTERS = "ßæÆœŒøØ"  # of pdflatex, besides ASCII and accents
 _QUOTED = re.compile(r'"([^"]*)"')
 _TIMES = re.compile(r"(?<=\d)x\b")  # of "1.25x"
 _NEGATIVE = re.compile(r"(?<![\w.)-])-(?=\d)")
+_STACKED = (
+    r"\providecommand{\ampatchcell}[2]"
+    r"{\begin{tabular}[t]{@{}r@{}}#1\\{\scriptsize #2}\end{tabular}}"
+)
 # As wide as it is, at most as wide as the line; the width is that of what is in the box.
 _SHRUNK = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
 
@@ -47,6 +52,7 @@ def as_table(results: Results) -> str:
     return "\n".join(
         [
             *comments(results),
+            _STACKED,
             r"\begin{table}[tbp]",
             r"  \centering",
             rf"  \caption{{{escaped(caption(results))}}}",
@@ -133,8 +139,9 @@ def _notes(results: Results) -> list[str]:
 
 def _head(column: Column, rows: Sequence[Row]) -> str:
     """The title, each word on its own line where it is longer than what stands below."""
-    title = _UNITS.get(column.title, column.title)
-    if len(title) <= max((len(column.text(row)) for row in rows), default=0) or " " not in title:
+    title = _UNITS.get(column.title, column.title).replace(" - ", " -\N{NO-BREAK SPACE}")
+    parts = (part for row in rows for part in split_interval(column.text(row)))
+    if len(title) <= max(map(len, parts), default=0) or " " not in title:
         return escaped(title)
     side = "r" if column.right else "l"
     broken = r"\\".join(map(escaped, title.split(" ")))
@@ -142,9 +149,15 @@ def _head(column: Column, rows: Sequence[Row]) -> str:
 
 
 def _cell(column: Column, row: Row) -> str:
+    """The text; an interval stands below its value."""
     text = column.text(row)
     if text == MISSING:
         return "--"
     if not column.right:
         return escaped(text)
+    value, interval = map(_number, split_interval(text))
+    return rf"\ampatchcell{{{value}}}{{{interval}}}" if interval else value
+
+
+def _number(text: str) -> str:
     return _NEGATIVE.sub("$-$", _TIMES.sub(r"$\\times$", escaped(text)))

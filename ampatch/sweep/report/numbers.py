@@ -47,6 +47,12 @@ def plus_minus(mean: float | None, sd: float | None, places: int | None = None) 
     return f"{mean:.{places}f} ± {sd:.{places}f}"
 
 
+def split_interval(text: str) -> tuple[str, str]:
+    """`1.62x [1.58, 1.66]` as value and interval, which is "" where there is none."""
+    value, bracket, interval = text.partition(" [")
+    return (value, f"[{interval}") if bracket and text.endswith("]") else (text, "")
+
+
 def counted(count: int, noun: str) -> str:
     """`1 seed`, `3 seeds`."""
     return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -13,7 +13,7 @@ from pathlib import Path
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import OK, status, step_ms
 from ampatch.sweep.report.judge import anything_compared, mean_and_sd, method
-from ampatch.sweep.report.numbers import MISSING
+from ampatch.sweep.report.numbers import MISSING, split_interval
 from ampatch.sweep.report.plots import Gallery, Picture
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.results import Comparison, Results, Row
@@ -42,6 +42,8 @@ th, td { padding: .4rem .5rem; text-align: left; white-space: nowrap;
 tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--box); }
 .right { text-align: right; }
+td small { color: var(--quiet); }
+td { vertical-align: top; line-height: 1.3; }
 td:first-child, th:first-child { position: sticky; left: 0; background: var(--page); }
 thead th:first-child { background: var(--box); }
 td:first-child { white-space: normal; min-width: 5rem; max-width: 12rem; }
@@ -236,7 +238,7 @@ def _table(caption: str, heads: Sequence[tuple[str, bool]], lines: Iterable[Sequ
         f'<th scope="col"{side}>{escape(text)}</th>' for side, (text, _) in zip(sides, heads)
     )
     body = "".join(
-        "<tr>" + "".join(f"<td{side}>{escape(cell)}</td>" for side, cell in zip(sides, cells))
+        "<tr>" + "".join(f"<td{side}>{_cell(cell)}</td>" for side, cell in zip(sides, cells))
         + "</tr>"
         for cells in lines
     )  # fmt: skip
@@ -244,6 +246,12 @@ def _table(caption: str, heads: Sequence[tuple[str, bool]], lines: Iterable[Sequ
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _cell(text: str) -> str:
+    """The text; an interval stands below its value, small."""
+    value, interval = map(escape, split_interval(text))
+    return f"{value}<br><small>{interval}</small>" if interval else value
 
 
 def _plain(value: object) -> str:
