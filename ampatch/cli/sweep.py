@@ -16,7 +16,7 @@ from ampatch.cli.option_types import (
     positive_count,
     positive_seconds,
 )
-from ampatch.cli.sweep_output import add_tensorboard, check_tensorboard, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 if TYPE_CHECKING:
     from ampatch.sweep import Sweep
@@ -149,7 +149,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end a run that takes longer, and go on with the next",
     )
-    add_tensorboard(how)
+    add_trackers(how)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
     from ampatch.sweep import SweepError
     from ampatch.sweep.execution.progress import progress_on
 
-    check_tensorboard(options)
+    trackers = check_trackers(options)
     sweep = _sweep(options)
     stopped, code = "", 0
     try:
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
         stopped, code = f"{error}. With that put right, --resume goes on.", 1
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
-    return _report(sweep, stopped, options.tensorboard) or code
+    return _report(sweep, stopped, trackers) or code
 
 
 def _sweep(options: argparse.Namespace) -> Sweep:
@@ -204,14 +204,14 @@ def _sweep(options: argparse.Namespace) -> Sweep:
         parser.error(str(error))
 
 
-def _report(sweep: Sweep, stopped: str, tensorboard: bool) -> int:
+def _report(sweep: Sweep, stopped: str, trackers: list[str]) -> int:
     """Print and write the results so far; returns 1 if no run went well."""
-    from ampatch.sweep.report.table import write_results
+    from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
     write_results(results, sys.stdout)
     try:
-        write_shown(sweep.directory, tensorboard)
+        write_shown(sweep.directory, trackers)
     except OSError as error:
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1

@@ -24,9 +24,11 @@ What is where:
   short runs are (`short_runs.py`), and the progress display.
 * `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`), what
   is read from the script's output, the machine, and the record of a trial (`record.py`).
-* `report/`: figures and verdicts (`judge.py`, `pace.py`) made of the records, the format of
-  the results (`results.py`), and how they are shown: table, CSV, pictures, HTML page,
-  TensorBoard.  `paired.py` has the tests of accuracy, `side_by_side.py` compares two sweeps.
+* `report/`: figures and verdicts (`judge.py`, `pace.py`) made of the records, and the format of
+  the results (`results.py`).  `paired.py` has the tests of accuracy, `side_by_side.py` compares
+  two sweeps.  How results are shown: `table.py` has the columns for `terminal.py`, `page.py`,
+  `summary_files.py` and `latex.py`; `plots.py` the pictures, made of `curves.py` by
+  `drawing.py`; `trackers.py` TensorBoard, Weights & Biases and MLflow.
 """
 
 from __future__ import annotations

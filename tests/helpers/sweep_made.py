@@ -69,6 +69,11 @@ def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
         done=len(runs),
         recommendation=recommendation(rows),
         notes=list(notes),
+        provenance={
+            "command": "ampatch sweep",
+            "git": "0123abc, dirty: 1 changed file",
+            "device": "cpu",
+        },
     )
     write_files(directory, results)
     return results

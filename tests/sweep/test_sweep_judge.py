@@ -252,13 +252,13 @@ def test_samples_per_second_are_samples_per_step_over_step_time():
 
 def test_csv_and_markdown_have_every_row_and_verdict():
     rows = rows_of([0.90, 0.91, 0.92], [0.80, 0.81, 0.821])
-    head, *lines = as_csv(rows).splitlines()
-    assert [line.split(",")[0] for line in lines] == ["O0", "O1-bfloat16"]
-    assert "metric:accuracy" in head and "worse than O0: " in lines[1]
     results = Results(
         "a|b.py", ["<x>"], "now", 6, {}, {"torch": "2"}, {"threads": "2 on 2 cores"},
         rows, 6, "Use O1.", ["Note."],
     )  # fmt: skip
+    head, *lines = as_csv(results).splitlines()
+    assert [line.split(",")[0] for line in lines] == ["O0", "O1-bfloat16"]
+    assert "metric:accuracy" in head and "worse than O0: " in lines[1]
     text = as_markdown(results)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 4 and len({line.count("|") for line in table}) == 1

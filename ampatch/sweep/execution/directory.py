@@ -21,13 +21,24 @@ from ampatch.sweep.execution import trial_directory
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.json_files import read_json
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.results import EVENTS, PLOTS, REPORT, RUNS, SUMMARY, Results, read_results
+from ampatch.sweep.report.results import (
+    CAPTIONS,
+    EVENTS,
+    FIGURES,
+    PLOTS,
+    REPORT,
+    RUNS,
+    SUMMARY,
+    TABLES,
+    Results,
+    read_results,
+)
 from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
 GROWING = ("rounds",)  # settings that a resumed sweep may change: its trials are added
 _LOCK = ".lock"
-_FILES = (SUMMARY, "summary.csv", "summary.md", REPORT)
+_FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
 
 
 def choose(out: str | Path | None, script: str, resume: bool, overwrite: bool) -> Path:
@@ -149,7 +160,8 @@ class Directory:
                 path.unlink()
         for path in self.runs.glob("*.seed*.repeat*.dir"):
             trial_directory.remove(path)
-        for shown in (f"{PLOTS}/*.png", f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
+        plots = [f"{PLOTS}/*.{form}" for form in ("svg", "pdf", "png")]
+        for shown in (*plots, f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
             for path in self.path.glob(shown):
                 path.unlink()
 

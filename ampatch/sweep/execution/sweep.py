@@ -22,6 +22,7 @@ from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import is_due, short_steps
+from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import (
@@ -143,6 +144,11 @@ class Sweep:
         earlier = self._held.earlier
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._started = now if earlier is None else earlier.started
+        self._provenance = (
+            provenance.begun(self.script)
+            if earlier is None
+            else provenance.resumed(self.script, earlier.provenance)
+        )
         self._write()
 
     @property
@@ -162,6 +168,7 @@ class Sweep:
             done=len(self.runs),
             recommendation=recommendation(rows),
             notes=self._notes(),
+            provenance={**self._provenance, **provenance.devices(self.runs)},
         )
 
     @property

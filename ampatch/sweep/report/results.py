@@ -2,8 +2,9 @@
 
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
     DIR/summary.csv        one line per row, the columns of `summary_files.py`
-    DIR/summary.md         the table, the verdicts, the recommendation, how it was tested
-    DIR/report.html        and DIR/plots/*.png: see `render.py`
+    DIR/summary.md         the recommendation, the table, the verdicts, how it was tested
+    DIR/summary.tex        the table for LaTeX: see `latex.py`
+    DIR/report.html        and figures.tex, plots/: see `render.py`
     DIR/tensorboard/STEM/  event files, on request: see `tensorboard_events.py`
     DIR/runs/STEM.json     a `Run`, written when its process has ended
     DIR/runs/STEM.log      what the script printed
@@ -35,6 +36,9 @@ SUMMARY = "summary.json"
 RUNS = "runs"
 PLOTS = "plots"
 REPORT = "report.html"
+CAPTIONS = "captions.md"  # in PLOTS
+FIGURES = "figures.tex"
+TABLES = ("summary.csv", "summary.md", "summary.tex")
 EVENTS = "tensorboard"
 
 
@@ -110,6 +114,7 @@ class Row:
     first_loss: float | None = None
     last_loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
+    sds: dict[str, float] = field(default_factory=dict)  # over seeds, of metrics and "last loss"
     steps: int = 0  # of one run (the median)
     all_steps: int = 0
     skipped: int = 0
@@ -131,7 +136,8 @@ class Row:
         for name in ("step_times", "speeds"):
             if row[name] is not None:
                 row[name] = Spread(**_numbers(row[name]))
-        row["metrics"], row["parts"] = _numbers(row["metrics"]), _numbers(row["parts"])
+        for name in ("metrics", "sds", "parts"):
+            row[name] = _numbers(row.get(name, {}))
         row["comparisons"] = [Comparison(**_numbers(one)) for one in row["comparisons"]]
         return cls(**row)
 
@@ -151,6 +157,7 @@ class Results:
     done: int = 0  # runs that have ended
     recommendation: str = ""
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
+    provenance: dict[str, str] = field(default_factory=dict)  # see `measure/provenance.py`
     format: int = FORMAT
 
     @property

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 from ampatch.sweep.report.judge import difference_text, mean_and_sd, method
+from ampatch.sweep.report.numbers import MISSING
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.side_by_side import RowPair, SideBySide
-from ampatch.sweep.report.table import MISSING, aligned_cells
+from ampatch.sweep.report.table import aligned_cells
 
 _HEADS = (
     ("level", False),

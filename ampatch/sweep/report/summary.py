@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -114,6 +115,7 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Row:
         first_loss=_mean(firsts),
         last_loss=_mean(lasts),
         metrics=_metrics(measured),
+        sds=_sds(runs),
         steps=int(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
@@ -136,6 +138,18 @@ def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
     return {
         name: statistics.fmean(m.metrics[name].values[-1] for m in measured if name in m.metrics)
         for name in names
+    }
+
+
+def _sds(runs: Sequence[Run]) -> dict[str, float]:
+    """Standard deviations over the seeds, where they differ; none of a row with failed runs."""
+    if any(status(run) != OK for run in runs):
+        return {}
+    samples = {name: list(seeds.values()) for name, seeds in samples_of(runs).items()}
+    return {
+        name: statistics.stdev(values)
+        for name, values in samples.items()
+        if len(set(values)) > 1 and all(map(math.isfinite, values))
     }
 
 

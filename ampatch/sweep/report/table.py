@@ -1,20 +1,18 @@
-"""A sweep's rows as a table: with rich on a terminal, as aligned text elsewhere."""
+"""A sweep's rows as a table: its columns, what they mean, and the table as aligned text.
+
+`terminal.py`, `page.py`, `summary_files.py` and `latex.py` show the same columns.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
 
 from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
-from ampatch.sweep.report.figures import OK
-from ampatch.sweep.report.judge import difference_text
-from ampatch.sweep.report.results import Results, Row, Spread
+from ampatch.sweep.report.judge import LOSS, difference_text
+from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity
+from ampatch.sweep.report.results import Row, Spread
 
-MISSING = "-"
 NOTES = (
     "Step time is the median, without the first steps and evaluations; in brackets are the "
     "quartiles.",
@@ -30,6 +28,7 @@ PARTS_NOTE = (
     "transfer and zero_grad among it; forward is up to the loss; optimizer is unscaling, clipping "
     "and the step. A part that cannot be told from others is missing (-) and counted as unsplit."
 )
+SCATTER_NOTE = "± is the standard deviation over seeds."
 MEMORY_NOTES = {
     "device": "Memory is the most that PyTorch allocated on the device.",
     "resident": "Memory is the largest resident set, PyTorch itself included.",
@@ -38,17 +37,20 @@ MEMORY_NOTES = {
 
 @dataclass(frozen=True)
 class Column:
+    """A column; `main` ones are in the table of a paper, where all would be too many."""
+
     title: str
     text: Callable[[Row], str]
     right: bool = True
+    main: bool = True
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     sampled = any(row.samples_per_second for row in rows)
-    samples = Column("samples/s", lambda row: _number(row.samples_per_second, "{:.0f}"))
-    cpu = Column("CPU ms", lambda row: _number(row.cpu_ms, "{:.2f}"))
+    samples = Column("samples/s", lambda row: number(row.samples_per_second, "{:.0f}"))
+    cpu = Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False)
     return [
         Column("level", lambda row: row.opt_level, right=False),
         Column("dtype", lambda row: row.dtype, right=False),
@@ -57,13 +59,13 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("speed", lambda row: _with_quartiles(row.speeds, "{:.2f}", "x")),
         *([samples] if sampled else []),
         Column("memory MiB", _mebibytes),
-        Column("first loss", lambda row: _number(row.first_loss, "{:.4f}")),
-        Column("last loss", lambda row: _number(row.last_loss, "{:.4f}")),
-        *(Column(name.replace("_", " "), _metric(name)) for name in names),
+        Column("first loss", lambda row: quantity(row.first_loss), main=False),
+        _scattered("last loss", LOSS, rows, lambda row: row.last_loss),
+        *(_metric(name, rows) for name in names),
         *_difference(rows),
-        Column("skips", lambda row: f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING),
-        Column("scale", lambda row: _number(row.loss_scale, "{:.6g}")),
-        Column("status", lambda row: row.status, right=False),
+        Column("skips", _skips, main=False),
+        Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
+        Column("status", lambda row: row.status, right=False, main=False),
     ]
 
 
@@ -80,35 +82,12 @@ def part_columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def write_results(results: Results, stream: TextIO) -> None:
-    """Write the tables, the verdicts, the notes, and the recommendation."""
-    write_table(results.rows, stream)
-    parts = part_columns(results.rows)
-    if parts:
-        stream.write(f"\n{aligned(results.rows, parts)}{PARTS_NOTE}\n")
-    stream.write("\n")
-    for row in results.rows:
-        stream.write(f"{row.name}: {row.verdict}\n")
-    for note in results.notes:
-        stream.write(f"Note: {note}\n")
-    for name, text in results.machine.items():
-        stream.write(f"{name.capitalize()}: {text}.\n")
-    stream.write(f"Recommendation: {results.recommendation}\n")
-
-
-def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """Write the table to `stream`, in colour on a terminal if rich is installed."""
-    if not (stream.isatty() and importlib.util.find_spec("rich") and _write_rich(rows, stream)):
-        stream.write(plain_table(rows))
-    for note in notes(rows):
-        stream.write(note + "\n")
-
-
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Explanations of the columns."""
+def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
+    """Explanations of the columns, or of the `main` ones, each a sentence."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
-    cpu = [CPU_NOTE] if any(row.cpu_ms is not None for row in rows) else []
-    return [*NOTES, *cpu, *(MEMORY_NOTES[kind] for kind in kinds)]
+    cpu = [CPU_NOTE] if any(row.cpu_ms is not None for row in rows) and not main else []
+    scatter = [SCATTER_NOTE] if any(any(row.sds.values()) for row in rows) else []
+    return [*NOTES, *cpu, *scatter, *(MEMORY_NOTES[kind] for kind in kinds)]
 
 
 def plain_table(rows: Sequence[Row]) -> str:
@@ -137,40 +116,20 @@ def aligned_cells(heads: Sequence[tuple[str, bool]], lines: Sequence[Sequence[st
     return "\n".join(text) + "\n"
 
 
-def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
-    """Write the widest table that fits; False if the terminal is too narrow."""
-    from rich.console import Console
-
-    console = Console(file=stream, highlight=False)
-    for whole, gap in ((True, 1), (False, 1), (False, 0)):
-        table = _rich_table(rows, whole, gap)
-        wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
-        if wanted <= console.width:
-            console.print(table)
-            for row in rows:
-                if not whole and row.status != OK:
-                    console.print(f"{row.name} {row.status}", markup=False)
-            return True
-    return False
+def _metric(name: str, rows: Sequence[Row]) -> Column:
+    return _scattered(name.replace("_", " "), name, rows, lambda row: row.metrics.get(name))
 
 
-def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
-    """A rich table with whole statuses, or only the first words of each."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _scattered(
+    title: str, name: str, rows: Sequence[Row], mean: Callable[[Row], float | None]
+) -> Column:
+    """A column of means ± standard deviations, all with the same decimals."""
+    places = decimals(row.sds.get(name) for row in rows)
+    return Column(title, lambda row: plus_minus(mean(row), row.sds.get(name), places))
 
-    shown = columns(rows)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), show_edge=False)
-    for column in shown:
-        title = column.title.replace(" ", "\n", 1)
-        table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
-    for row in rows:
-        *cells, status = (column.text(row) for column in shown)
-        status = status if whole else re.split(":| at ", status)[0]
-        style = "green" if row.status == OK else "red"
-        table.add_row(*map(Text, cells), Text(status, style=style))
-    return table
+
+def _skips(row: Row) -> str:
+    return f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING
 
 
 def _difference(rows: Sequence[Row]) -> list[Column]:
@@ -186,12 +145,8 @@ def _difference(rows: Sequence[Row]) -> list[Column]:
     return [Column(f"{name.replace('_', ' ')} - O0", text)]
 
 
-def _metric(name: str) -> Callable[[Row], str]:
-    return lambda row: _number(row.metrics.get(name), "{:.4f}")
-
-
 def _part(name: str) -> Callable[[Row], str]:
-    return lambda row: _number(row.parts.get(name), "{:.2f}")
+    return lambda row: number(row.parts.get(name), "{:.2f}")
 
 
 def _with_quartiles(spread: Spread | None, form: str, unit: str = "") -> str:
@@ -206,9 +161,3 @@ def _with_quartiles(spread: Spread | None, form: str, unit: str = "") -> str:
 
 def _mebibytes(row: Row) -> str:
     return MISSING if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}"
-
-
-def _number(value: float | None, form: str) -> str:
-    if value is None:
-        return MISSING
-    return form.format(value) if math.isfinite(value) else str(value)
