@@ -71,6 +71,11 @@ def trials(rows: Sequence[Case], seeds: int, repeats: int) -> list[Trial]:
     ]
 
 
+def is_timed(trial: Trial) -> bool:
+    """Whether a trial is there for speed, and runs alone where others run side by side."""
+    return trial.seed == 0
+
+
 def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
     """Level and settings of `"O2 loss_scale=128 verbosity=0"`.  Raises `ValueError`."""
     level, *pairs = shlex.split(text) or [""]

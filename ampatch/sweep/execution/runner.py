@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +17,11 @@ from pathlib import Path
 
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.script import PACKAGE_ROOT
+from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.child_options import ChildOptions
-from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.place import Place
 from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.watching import Watch
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
@@ -34,7 +38,9 @@ class Runner:
 
     The script is ended after `steps` optimizer steps, unless its arguments hold
     `{steps}`.  `metrics` are regular expressions over its output; `timeout` is in
-    seconds.
+    seconds.  With `processes` torchrun starts so many for each trial.
+
+    A runner can be pickled: engines run it on other machines.
     """
 
     script: str
@@ -44,27 +50,35 @@ class Runner:
     metrics: Mapping[str, str] | None = None
     timeout: float | None = None
     auto: bool = False  # a script without AMP code
+    processes: int | None = None
 
-    def run(self, trial: Trial, progress: Progress) -> Run:
+    def run(self, trial: Trial, watch: Watch, place: Place) -> Run:
         """Run the script in a fresh process, and write what it measured to a file.
 
         The child and the processes it starts end with this call, also after an exception,
-        and also when this process is killed.
+        and also when this process is killed.  Raises `Cancelled` when `watch` says so.
         """
         files = RunFiles.of(self.directory, trial)
         files.remove()
         started = time.monotonic()
-        with self._child(trial, files) as child:
-            in_time = _watch(child, files, started, self.timeout, progress)
-            if not in_time:
-                _end(child)
+        with tempfile.TemporaryDirectory(prefix="ampatch-ranks-") as folder:
+            with self._child(trial, files, place, Path(folder), watch) as child:
+                in_time = _watch(child, files, started, self.timeout, watch)
+                if not in_time:
+                    _end(child, watch)
+            measured = self._measured(files)
+            if child.returncode and self.processes:
+                measured = ranks.explained(measured, files, Path(folder))
         run = Run(
             trial,
             child.returncode,
             time.monotonic() - started,
-            self._measured(files),
+            measured,
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
             timeout=self.timeout,
+            alone=place.alone,
+            host=socket.gethostname(),
+            devices=place.devices,
         )
         write_json(files.run, run.to_json())
         files.progress.unlink(missing_ok=True)
@@ -80,7 +94,9 @@ class Runner:
         return measured
 
     @contextmanager
-    def _child(self, trial: Trial, files: RunFiles) -> Iterator[subprocess.Popen[bytes]]:
+    def _child(
+        self, trial: Trial, files: RunFiles, place: Place, folder: Path, watch: Watch
+    ) -> Iterator[subprocess.Popen[bytes]]:
         """The running child; at the end of the block it and all it started are ended.
 
         The child has a session of its own, so that one signal reaches the processes it
@@ -90,11 +106,11 @@ class Runner:
         try:
             with files.log.open("wb") as log:
                 child = subprocess.Popen(
-                    self._command(trial, files, guard),
+                    self._command(trial, files, guard, folder),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(trial),
+                    env=place.apply(_environment(trial)),
                     start_new_session=True,
                     pass_fds=() if guard is None else (guard,),
                 )
@@ -102,13 +118,15 @@ class Runner:
                 yield child
             finally:
                 if child.poll() is None:
-                    _end(child)
+                    _end(child, watch)
         finally:
             for end in (guard, held):  # the child's guard process sees it, and ends the rest
                 if end is not None:
                     os.close(end)
 
-    def _command(self, trial: Trial, files: RunFiles, guard: int | None) -> list[str]:
+    def _command(
+        self, trial: Trial, files: RunFiles, guard: int | None, folder: Path
+    ) -> list[str]:
         case = trial.case
         options = ChildOptions(
             seed=trial.seed,
@@ -118,8 +136,12 @@ class Runner:
             autocast=(case.dtype or "") if case.engine == "autocast" else "",
             mark_output=bool(self.metrics),
             guard=guard,
+            ranked=self.processes is not None,
         )
-        module = [sys.executable, "-m", "ampatch.sweep.execution.child", str(files.record)]
+        launcher = [sys.executable, "-m"]
+        if self.processes is not None:
+            launcher += ranks.launcher(self.processes, folder)
+        module = [*launcher, "ampatch.sweep.execution.child", str(files.record)]
         arguments = placeholders(self.arguments, trial.seed, self.steps)
         return [*module, options.to_text(), self.script, *arguments]
 
@@ -129,27 +151,28 @@ def _watch(
     files: RunFiles,
     started: float,
     timeout: float | None,
-    progress: Progress,
+    watch: Watch,
 ) -> bool:
     """Wait for the child and show its progress; False if it ran into the timeout."""
     while child.poll() is None:
+        watch.check()
         if timeout is not None and time.monotonic() - started > timeout:
             return False
         time.sleep(POLL)
         reached = read_json(files.progress)
         if reached is not None:
             loss = reached["loss"]
-            progress.reached(reached["steps"], None if loss is None else float(loss))
+            watch.reached(reached["steps"], None if loss is None else float(loss))
     return True
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:
     """Ask the child to end, then end it with everything it started."""
     _signal(child, signal.SIGTERM)
     try:
-        child.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        pass  # it ignored SIGTERM; it cannot ignore SIGKILL
+        end = time.monotonic() + GRACE  # if it ignores SIGTERM: it cannot ignore SIGKILL
+        while child.poll() is None and time.monotonic() < end and not watch.killed.is_set():
+            time.sleep(POLL)
     finally:
         _signal(child, getattr(signal, "SIGKILL", signal.SIGTERM))
         child.wait()

@@ -1,4 +1,4 @@
-"""A sweep: the trials of its plan, one after the other, and the results so far."""
+"""A sweep: the trials of its plan, run by an engine, and the results so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from ampatch._version import __version__
 from ampatch.config.validation import whole_number
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import check_script
+from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.directory import Directory, choose
+from ampatch.sweep.execution.engines.options import Where, names
+from ampatch.sweep.execution.engines.protocol import (
+    Ended,
+    EngineError,
+    Event,
+    Lost,
+    Reached,
+    Started,
+)
+from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.machine import versions
@@ -26,6 +37,7 @@ from ampatch.sweep.plan import (
     cases,
     counts_its_steps,
     directions,
+    is_timed,
     patterns,
     trials,
 )
@@ -63,6 +75,13 @@ class Sweep:
             then O0 and O1.
         out: the directory, by default `ampatch-sweep/` and the script's name.
         timeout: seconds after which a run is ended.
+        engine: what runs the trials: "local", "ray" or "slurm".
+        devices: such as "cuda:0,cuda:1"; a trial each, for accuracy, and the first for timing.
+        jobs: run so many trials at a time, for accuracy; timed ones run alone.
+        address: of a Ray cluster; "auto" finds a running one, and without it Ray is started.
+        gpus_per_trial, cpus_per_trial: what a trial asks of a cluster.
+        slurm: parameters for submitit, such as {"partition": "gpu", "timeout_min": 120}.
+        nproc_per_node: processes of a trial, started by torchrun; rank 0 reports.
         resume: go on with the sweep in the directory; it must have the same settings.
         overwrite: replace the sweep in the directory.
 
@@ -92,6 +111,14 @@ class Sweep:
         auto: bool = False,
         out: str | Path | None = None,
         timeout: float | None = None,
+        engine: str = "local",
+        devices: str | Iterable[str] | None = None,
+        jobs: int | None = None,
+        address: str | None = None,
+        gpus_per_trial: float | None = None,
+        cpus_per_trial: int | None = None,
+        slurm: Mapping[str, Any] | None = None,
+        nproc_per_node: int | None = None,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
@@ -107,6 +134,16 @@ class Sweep:
         steps = None if steps is None else _count("steps", steps)
         if counts_its_steps(self.arguments) and steps is None:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
+        self._where = Where(
+            engine,
+            names(devices),
+            jobs,
+            address,
+            gpus_per_trial,
+            cpus_per_trial,
+            slurm or {},
+            nproc_per_node,
+        )
         self.trials = trials(self.cases, seeds, repeats)
         self._steps, self._timeout, self._auto = steps, timeout, auto
         self._metrics, self._better = patterns(metrics or {}), directions(better or {})
@@ -116,6 +153,8 @@ class Sweep:
         self._held = Directory(path, self._settings(seeds, repeats), resume, overwrite)
         found = self._held.finished(self.trials, timeout)
         self.runs: list[Run] = [found[trial] for trial in self.trials if trial in found]
+        self._order = {trial: number for number, trial in enumerate(self.trials)}
+        self._begun = len(self.runs)
         earlier = self._held.earlier
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._started = now if earlier is None else earlier.started
@@ -149,10 +188,11 @@ class Sweep:
         return self.directory / SUMMARY
 
     def run(self, progress: Progress | None = None) -> Sweep:
-        """Run the trials that have not run yet, one after the other; each adds to the files.
+        """Run the trials that have not run yet; each adds to the files when it has ended.
 
         Raises `SweepError` after the first run that shows that the script does not
-        train, or reports no such metric.
+        train, or reports no such metric; and at the end, if trials were lost with what ran
+        them.  What was submitted ends with this call.
         """
         runner = Runner(
             self.script,
@@ -162,28 +202,58 @@ class Sweep:
             metrics=self._metrics,
             timeout=self._timeout,
             auto=self._auto,
+            processes=self._where.nproc_per_node,
         )
-        done = {run.trial for run in self.runs}
+        lost: list[Lost] = []
         try:
-            with progress or Silent() as shown:
-                for number, trial in enumerate(self.trials, start=1):
-                    if trial not in done:
-                        self._run_one(runner, trial, number, shown)
+            schedule = self._schedule(runner)
+            with progress or Silent() as shown, engines.make(self._where, self.directory) as engine:
+                for event in schedule.run(engine):
+                    self._note(event, shown, lost)
+        except EngineError as error:
+            raise SweepError(str(error)) from None
         finally:
             self.close()
+        if lost:
+            labels = ", ".join(f"{one.trial.label} ({one.reason})" for one in lost)
+            raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
         return self
 
     def close(self) -> None:
         """Release the directory for other sweeps."""
         self._held.release()
 
-    def _run_one(self, runner: Runner, trial: Trial, number: int, shown: Progress) -> None:
-        shown.started(number, len(self.trials), trial)
-        try:
-            run = runner.run(trial, shown)
-        except ValueError as error:  # a pattern matched something that is not a number
-            raise SweepError(str(error)) from None
+    def _schedule(self, runner: Runner) -> Schedule:
+        """The trials to come, those that run alone and those that may run beside others."""
+        done = {run.trial for run in self.runs}
+        left = [trial for trial in self.trials if trial not in done]
+        beside = self._where.side_by_side
+        return Schedule(
+            timed=[trial for trial in left if not beside or is_timed(trial)],
+            others=[trial for trial in left if beside and not is_timed(trial)],
+            runner_for=lambda trial: runner,
+            proven=bool(done),
+        )
+
+    def _note(self, event: Event, shown: Progress, lost: list[Lost]) -> None:
+        if isinstance(event, Started):
+            self._begun += 1
+            shown.started(self._begun, len(self.trials), event.trial)
+        elif isinstance(event, Reached):
+            shown.reached(event.trial, event.steps, event.loss)
+        elif isinstance(event, Lost):
+            lost.append(event)
+            shown.lost(event.trial, event.reason)
+        elif isinstance(event, Ended):
+            self._ended(event.run, shown)
+        elif isinstance(event.error, ValueError):  # a pattern matched what is not a number
+            raise SweepError(str(event.error)) from None
+        else:
+            raise event.error
+
+    def _ended(self, run: Run, shown: Progress) -> None:
         self.runs.append(run)
+        self.runs.sort(key=lambda run: self._order[run.trial])  # they may end in any order
         self._write()
         shown.ended(run)
         self._check_training(run)
@@ -245,6 +315,7 @@ class Sweep:
             "steps": self._steps,
             "auto": self._auto,
             "metrics": self._metrics,
+            "nproc_per_node": self._where.nproc_per_node,
             "ampatch": __version__,
             "torch": torch.__version__,
         }
