@@ -84,7 +84,7 @@ def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
             f"--with {text!r}: expected an opt level and settings of ampatch.initialize, "
             f'such as "O2 keep_batchnorm_fp32=False"; levels are {", ".join(LEVELS)}.'
         )
-    return level, {name: _value(value) for name, _, value in (p.partition("=") for p in pairs)}
+    return level, {name: literal(value) for name, _, value in (p.partition("=") for p in pairs)}
 
 
 def placeholders(arguments: Sequence[str], seed: int, steps: int | None) -> list[str]:
@@ -141,7 +141,8 @@ def _dtypes(level: str, halves: Sequence[str]) -> Sequence[str | None]:
     return [None] if level == "O0" else halves
 
 
-def _value(text: str) -> Any:
+def literal(text: str) -> Any:
+    """The Python value that `text` writes, or `text` itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -124,9 +124,7 @@ class Runner:
                 if end is not None:
                     os.close(end)
 
-    def _command(
-        self, trial: Trial, files: RunFiles, guard: int | None, folder: Path
-    ) -> list[str]:
+    def _command(self, trial: Trial, files: RunFiles, guard: int | None, folder: Path) -> list[str]:
         case = trial.case
         options = ChildOptions(
             seed=trial.seed,
@@ -159,11 +157,19 @@ def _watch(
         if timeout is not None and time.monotonic() - started > timeout:
             return False
         time.sleep(POLL)
-        reached = read_json(files.progress)
+        reached = reached_in(files)
         if reached is not None:
-            loss = reached["loss"]
-            watch.reached(reached["steps"], None if loss is None else float(loss))
+            watch.reached(*reached)
     return True
+
+
+def reached_in(files: RunFiles) -> tuple[int, float | None] | None:
+    """Steps and loss of a trial that is running; None before its first step."""
+    reached = read_json(files.progress)
+    if reached is None:
+        return None
+    loss = reached["loss"]
+    return reached["steps"], None if loss is None else float(loss)
 
 
 def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:
@@ -196,8 +202,16 @@ def _environment(trial: Trial) -> dict[str, str]:
         environment.pop(name, None)
     environment["AMPATCH_SEED"] = str(trial.seed)
     environment.setdefault("PYTHONHASHSEED", str(trial.seed))
-    if PACKAGE_ROOT not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        # Not installed: found through the path of this process, which the child does not have.
-        paths = [environment.get("PYTHONPATH"), PACKAGE_ROOT]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    path = python_path(environment)
+    if path is not None:
+        environment["PYTHONPATH"] = path
     return {**environment, **trial.case.environment}
+
+
+def python_path(environment: Mapping[str, str]) -> str | None:
+    """The PYTHONPATH with which a new process finds ampatch."""
+    given = environment.get("PYTHONPATH")
+    if PACKAGE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return given
+    # Not installed: found through the path of this process, which the child does not have.
+    return os.pathsep.join(filter(None, [given, PACKAGE_ROOT]))

@@ -47,7 +47,6 @@ from ampatch.sweep.report.judge import LOSS, recommendation
 from ampatch.sweep.report.results import SUMMARY, Results, Row
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
-from ampatch.sweep.trial import Trial
 
 
 class SweepError(AmpatchError):

@@ -50,7 +50,9 @@ class LocalEngine:
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         place = self._timed if alone else self._free.popleft()
         watch = Watch(lambda steps, loss: self._news.put(Reached(trial, steps, loss)))
-        thread = threading.Thread(target=self._work, args=(runner, trial, watch, place), daemon=True)
+        thread = threading.Thread(
+            target=self._work, args=(runner, trial, watch, place), daemon=True
+        )
         self._running[trial] = place, watch, thread
         self._news.put(Started(trial))
         thread.start()
