@@ -145,6 +145,8 @@ class Directory:
         for ending in ("json", "log", "progress", "record", "part"):
             for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
                 path.unlink()
+        for path in self.runs.glob("*.seed*.repeat*.ranks"):
+            shutil.rmtree(path)
         for shown in (f"{PLOTS}/*.png", f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
             for path in self.path.glob(shown):
                 path.unlink()

@@ -40,33 +40,33 @@ def launcher(processes: int, folder: Path) -> list[str]:
     ]
 
 
-def explained(measured: Measured | None, files: RunFiles, folder: Path) -> Measured:
+def explained(measured: Measured | None, files: RunFiles) -> Measured:
     """What a failed trial measured, with the error of the rank that failed first.
 
     Adds to the log what the ranks but the first have printed.
     """
     measured = measured or Measured()
-    measured.error = _first_error(files.log, folder) or measured.error
+    measured.error = _first_error(files) or measured.error
     with files.log.open("ab") as log:
-        for path in sorted(folder.glob("*/attempt_*/*/std*.log")):
+        for path in sorted(files.ranks.glob("*/attempt_*/*/std*.log")):
             if path.stat().st_size:
                 log.write(f"\n--- rank {path.parent.name}, {path.stem}:\n".encode())
                 log.write(path.read_bytes())
     return measured
 
 
-def _first_error(log: Path, folder: Path) -> str:
+def _first_error(files: RunFiles) -> str:
     """How the rank ended that failed first; "" if none says so.
 
     A rank that a signal has killed leaves no word, and the others then say that it does
     not answer; torchrun reports it in the log as the root cause.
     """
-    cause = _ROOT_CAUSE.search(log.read_text(encoding="utf-8", errors="replace"))
+    cause = _ROOT_CAUSE.search(files.log.read_text(encoding="utf-8", errors="replace"))
     if cause is not None and int(cause["code"]) != -signal.SIGTERM:
         name = signal.Signals(-int(cause["code"])).name
         return f"rank {cause['rank']}: killed by {name}"
     words = []
-    for path in folder.glob(f"*/attempt_*/*/{_ENDING}"):
+    for path in files.ranks.glob(f"*/attempt_*/*/{_ENDING}"):
         word = read_json(path)
         if word["error"]:
             words.append((word["time"], f"rank {path.parent.name}: {word['error']}"))

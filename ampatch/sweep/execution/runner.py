@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,14 +61,13 @@ class Runner:
         files = RunFiles.of(self.directory, trial)
         files.remove()
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="ampatch-ranks-") as folder:
-            with self._child(trial, files, place, Path(folder), watch) as child:
-                in_time = _watch(child, files, started, self.timeout, watch)
-                if not in_time:
-                    _end(child, watch)
-            measured = self._measured(files)
-            if child.returncode and self.processes:
-                measured = ranks.explained(measured, files, Path(folder))
+        with self._child(trial, files, place, watch) as child:
+            in_time = _watch(child, files, started, self.timeout, watch)
+            if not in_time:
+                _end(child, watch)
+        measured = self._measured(files)
+        if child.returncode and self.processes:
+            measured = ranks.explained(measured, files)
         run = Run(
             trial,
             child.returncode,
@@ -83,6 +82,7 @@ class Runner:
         write_json(files.run, run.to_json())
         files.progress.unlink(missing_ok=True)
         files.record.unlink(missing_ok=True)
+        shutil.rmtree(files.ranks, ignore_errors=True)
         return run
 
     def _measured(self, files: RunFiles) -> Measured | None:
@@ -95,7 +95,7 @@ class Runner:
 
     @contextmanager
     def _child(
-        self, trial: Trial, files: RunFiles, place: Place, folder: Path, watch: Watch
+        self, trial: Trial, files: RunFiles, place: Place, watch: Watch
     ) -> Iterator[subprocess.Popen[bytes]]:
         """The running child; at the end of the block it and all it started are ended.
 
@@ -106,7 +106,7 @@ class Runner:
         try:
             with files.log.open("wb") as log:
                 child = subprocess.Popen(
-                    self._command(trial, files, guard, folder),
+                    self._command(trial, files, guard),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -124,7 +124,7 @@ class Runner:
                 if end is not None:
                     os.close(end)
 
-    def _command(self, trial: Trial, files: RunFiles, guard: int | None, folder: Path) -> list[str]:
+    def _command(self, trial: Trial, files: RunFiles, guard: int | None) -> list[str]:
         case = trial.case
         options = ChildOptions(
             seed=trial.seed,
@@ -138,7 +138,7 @@ class Runner:
         )
         launcher = [sys.executable, "-m"]
         if self.processes is not None:
-            launcher += ranks.launcher(self.processes, folder)
+            launcher += ranks.launcher(self.processes, files.ranks)
         module = [*launcher, "ampatch.sweep.execution.child", str(files.record)]
         arguments = placeholders(self.arguments, trial.seed, self.steps)
         return [*module, options.to_text(), self.script, *arguments]

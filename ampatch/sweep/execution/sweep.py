@@ -284,7 +284,7 @@ class Sweep:
                 )
 
     def _notes(self) -> list[str]:
-        notes = []
+        notes = self._timing_notes()
         if not welch.available() and any(run.trial.seed for run in self.runs):
             notes.append(welch.MISSING)
         if not seeds_matter(self.runs):
@@ -296,6 +296,23 @@ class Sweep:
             notes.append(
                 f"Runs were ended after {self._steps} steps; metrics that the script reports at "
                 "its end are missing then. Give it {steps} among its arguments to let it end."
+            )
+        return notes
+
+    def _timing_notes(self) -> list[str]:
+        """Which figures were timed alone, and whether on one machine."""
+        timed = [run for run in self.runs if run.alone]
+        notes = []
+        if len(timed) < len(self.runs):
+            notes.append(
+                f"Step time and speed are of the {len(timed)} of {len(self.runs)} runs that ran "
+                "alone on their device; the others ran beside each other, for accuracy."
+            )
+        places = {f"{run.host} ({run.measured.device})" for run in timed if run.measured}
+        if len(places) > 1:
+            notes.append(
+                f"Timed runs are from several machines or devices, {', '.join(sorted(places))}: "
+                "compare their speed only within one of them."
             )
         return notes
 

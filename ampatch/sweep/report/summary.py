@@ -3,6 +3,7 @@
 * Speed is relative to O0 of the same round.  The runs of a round are close together in
   time, so a machine that changes its speed changes both.  The row has the median,
   minimum and maximum over the rounds.
+* Only runs that ran alone count for times and speed; runs beside others slow each other.
 * For accuracy each seed gives one value: a metric's last value, or the last loss; the
   mean, if the seed ran several times.  `judge.py` compares these values.
 """
@@ -44,6 +45,11 @@ def summarize(
     return [_row(case, of_case, base, judged, better or {}) for case, of_case in by_case.items()]
 
 
+def alone(runs: Iterable[Run]) -> list[Run]:
+    """The runs whose times count: those that had their devices for themselves."""
+    return [run for run in runs if run.alone and run.measured is not None]
+
+
 def samples_of(runs: Iterable[Run]) -> Samples:
     """For each quantity one value per seed, from the runs with status "ok"."""
     values: dict[str, dict[int, list[float]]] = {}
@@ -78,7 +84,8 @@ def _row(
 ) -> Row:
     measured = [run.measured for run in runs if run.measured is not None]
     trouble = [said for said in map(status, runs) if said != OK]
-    times, speeds = _times(measured), _speeds(runs, base)
+    timed = [run.measured for run in alone(runs)]
+    times, speeds = _times(timed), _speeds(alone(runs), alone(base))
     firsts, lasts = zip(*map(first_and_last, measured)) if measured else ((), ())
     compared = (
         []
@@ -99,7 +106,7 @@ def _row(
         step_times=times,
         speed=speeds and speeds.median,
         speeds=speeds,
-        samples_per_second=_median(map(samples_per_second, measured)),
+        samples_per_second=_median(map(samples_per_second, timed)),
         memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
         memory_kind=measured[0].memory_kind if measured else "resident",
         first_loss=_mean(firsts),
