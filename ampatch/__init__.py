@@ -19,6 +19,7 @@ from .api.casting import (
     unregister_function,
 )
 from .api.initialize import (
+    add_optimizers,
     cache_info,
     deactivate,
     initialize,
@@ -52,6 +53,7 @@ __all__ = [
     "AmpatchError",
     "BannedFunctionError",
     "__version__",
+    "add_optimizers",
     "cache_info",
     "deactivate",
     "debug",

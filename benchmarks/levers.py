@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from models import DISPATCH_BOUND
 from systems import AGAIN, AUTOCAST, HALF, environment, make_step, with_native
-from workers import machine, measure, ratios, table
+from workers import machine, measure, speed_ups, table
 
 from ampatch.casting import batched_casts
 from ampatch.scaling import optimizer
@@ -83,7 +83,7 @@ def main() -> None:
             clock=time.process_time,
             environments=lambda system: [environment(system)],
         )
-        columns[name] = ratios(times, AUTOCAST)
+        columns[name] = speed_ups(times, AUTOCAST)
     rows = [
         [name, *[f"{middle:.2f} ({low:.2f} to {high:.2f})" for low, middle, high in found.values()]]
         for name, found in columns.items()
@@ -94,7 +94,7 @@ def main() -> None:
     ]
     rows.append(["geometric mean", *[f"**{mean:.3f}**" for mean in means]])
     text = (
-        f"# A training step without one of the levers, relative to {AUTOCAST} + GradScaler\n\n"
+        f"# A training step without one of the levers: speed over {AUTOCAST} + GradScaler\n\n"
         f"bfloat16, CPU, one thread, CPU time, SGD, dynamic loss scale: median and quartiles of "
         f"{options.rounds} rounds.\n{machine()}.\n\n{table(['', *systems], rows)}"
     )

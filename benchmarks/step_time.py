@@ -1,4 +1,4 @@
-"""Time of a training step at O0 to O3 and under torch.autocast, as ratios to O0.
+"""Speed of a training step at O0 to O3 and under torch.autocast, beside O0.
 
     python benchmarks/step_time.py [--dtype bfloat16] [--rounds 12] [--out FILE.md]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from workers import machine, measure, ratios
+from workers import machine, measure, speed_ups
 
 import ampatch as amp
 
@@ -102,8 +102,8 @@ def _wait(device: str) -> None:
 def report(options: argparse.Namespace) -> str:
     """The table, in Markdown."""
     lines = [
-        f"Time per step relative to O0, {options.dtype} on {options.device}: median and "
-        f"quartiles of {options.rounds} interleaved rounds of {options.steps} steps, "
+        f"Speed of a step over O0's, above 1 is faster, {options.dtype} on {options.device}: "
+        f"median and quartiles of {options.rounds} interleaved rounds of {options.steps} steps, "
         f"{options.threads} thread(s).",
         f"{machine()}.",
         "",
@@ -122,7 +122,7 @@ def report(options: argparse.Namespace) -> str:
         )
         cells = [
             f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            for low, middle, high in ratios(times, "O0").values()
+            for low, middle, high in speed_ups(times, "O0").values()
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

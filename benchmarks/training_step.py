@@ -1,13 +1,14 @@
-"""Time of a training step, and of an evaluation, relative to torch.autocast + GradScaler.
+"""Speed of a training step, and of an evaluation, beside torch.autocast + GradScaler.
 
     python benchmarks/training_step.py [--tables training,evaluation,compute] [--rounds 31]
         [--out FILE.md]
 
 Side by side on one thread: every system in a process of its own, in turns.  What
-is given is the median and the quartiles of the ratios within a round.  The
-reference is measured twice; believe a ratio only where `autocast again` is within
-0.03 of 1.  CPU time of the process for dispatch-bound steps, so that other work on
-the machine counts less.  All columns but those called native run with AMPATCH_NATIVE=0.
+is given is the median and the quartiles of the speed-ups within a round: the reference's time
+over the system's, above 1 is faster.  The reference is measured twice; believe a speed-up only
+where `autocast again` is within 0.03 of 1.  CPU time of the process for dispatch-bound steps, so
+that other work on the machine counts less.  All columns but those called native run with
+AMPATCH_NATIVE=0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from systems import (
     with_native,
 )
 from ways_to_train import COMPILER, MICRO_BATCHES, RANKS, ranks
-from workers import machine, measure, ratios
+from workers import machine, measure, speed_ups
 
 EVALUATION = "evaluation"
 TO_THE_LIMIT = [AUTOCAST, AGAIN, HALF, "O1", "O2"]
@@ -108,7 +109,7 @@ def table(which: str, options: argparse.Namespace) -> str:
     for name in options.models or TABLES[which].models:
         times = _times(which, name, systems, options)
         cells = []
-        for system, (low, middle, high) in ratios(times, systems[0]).items():
+        for system, (low, middle, high) in speed_ups(times, systems[0]).items():
             medians[system].append(middle)
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -144,9 +145,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     head = (
-        f"# Time per step relative to autocast + GradScaler\n\n{options.dtype}, CPU, one thread: "
+        f"# Speed of a step beside autocast + GradScaler\n\n{options.dtype}, CPU, one thread: "
         f"median and quartiles of {options.rounds} interleaved rounds, {options.seconds} s per "
-        f"turn. SGD, dynamic loss scaling wherever there is one, static 1 at O3.\n{machine()}.\n"
+        "turn. Above 1 is faster than autocast. SGD, dynamic loss scaling wherever there is one, "
+        f"static 1 at O3.\n{machine()}.\n"
     )
     parts = [head, *(table(which, options) for which in options.tables.split(","))]
     if with_native(SYSTEMS) == SYSTEMS:

@@ -1,7 +1,9 @@
 """Interleaved measuring: one process per system, a round of each in turn.
 
 Patches are global to a process, so every system gets its own; the machine is
-noisy, so the systems take turns and only ratios within a round count.
+noisy, so the systems take turns and only ratios within a round count.  glibc is told to keep
+the memory it has (`KEEP_MEMORY`): by itself it returns large blocks and asks for them again, in
+some processes thousands of pages a step and in others none, which says nothing of the systems.
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # bytes; the most that glibc takes
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(2**27),
+}
 
 
 def _serve(
@@ -62,7 +70,7 @@ def measure(
             ours, theirs = context.Pipe()
             arguments = (theirs, make, system, threads, clock)
             processes.append(context.Process(target=_serve, args=arguments, daemon=True))
-            with mock.patch.dict(os.environ, environment):
+            with mock.patch.dict(os.environ, KEEP_MEMORY | environment):
                 processes[-1].start()
             theirs.close()
             pipes[system].append(ours)
@@ -88,11 +96,16 @@ def _ask(ranks: list[Connection], steps: int) -> float:
     return first
 
 
-def ratios(times: dict[str, list[float]], reference: str) -> dict[str, tuple[float, float, float]]:
-    """`(lower quartile, median, upper quartile)` of each system's time over the reference's."""
+def speed_ups(
+    times: dict[str, list[float]], reference: str
+) -> dict[str, tuple[float, float, float]]:
+    """`(lower quartile, median, upper quartile)` of the reference's time over each system's.
+
+    As everywhere in ampatch, above 1 is faster than the reference.
+    """
     found = {}
     for system, values in times.items():
-        each = [value / base for value, base in zip(values, times[reference], strict=True)]
+        each = [base / value for value, base in zip(values, times[reference], strict=True)]
         low, middle, high = statistics.quantiles(each, n=4)
         found[system] = (low, middle, high)
     return found

@@ -64,7 +64,7 @@ def as_models(models: Any) -> list[nn.Module]:
     return listed
 
 
-def as_optimizers(optimizers: Any) -> list[Any]:
+def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any]:
     """The optimizers as a list.  Any object with `param_groups` and `step` is one (LARC).
 
     Raises `TypeError` for anything else.
@@ -78,13 +78,13 @@ def as_optimizers(optimizers: Any) -> list[Any]:
                 f"optimizers[{index}]" if isinstance(optimizers, (list, tuple)) else "optimizers"
             )
             raise TypeError(
-                f"ampatch.initialize({where}=...): expected a torch.optim.Optimizer "
+                f"{call}({where}=...): expected a torch.optim.Optimizer "
                 f"(or an object with param_groups and step), or a list or tuple of "
                 f"them, got {type_name(optimizer)}."
             )
         if not hasattr(optimizer, "__dict__"):
             raise TypeError(
-                f"ampatch.initialize(optimizers=...): {type_name(optimizer)} has __slots__, so its "
+                f"{call}(optimizers=...): {type_name(optimizer)} has __slots__, so its "
                 "step cannot be replaced. Expected an optimizer with a __dict__: derive a class "
                 "from it without __slots__."
             )
@@ -114,7 +114,10 @@ def _no_repeats(argument: str, listed: list[Any]) -> None:
 
 
 def optimizers_own_parameters(
-    models: list[nn.Module], optimizers: list[Any], masters: Callable[[Any], Any]
+    models: list[nn.Module],
+    optimizers: list[Any],
+    masters: Callable[[Any], Any],
+    call: str = "ampatch.initialize",
 ) -> None:
     """Raise `ValueError` for an optimizer none of whose parameters is in the models.
 
@@ -130,7 +133,7 @@ def optimizers_own_parameters(
             id(param) in owned or id(masters(param)) in owned for param in params
         ):
             raise ValueError(
-                f"ampatch.initialize(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
+                f"{call}(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
                 "holds none of the model's parameters. Expected an optimizer built from "
                 "model.parameters(), after model.to(device) and not from a copy of the model."
             )
@@ -234,7 +237,10 @@ def weights_convert(models: list[nn.Module], properties: Properties) -> None:
 
 
 def fused_steps_work(
-    models: list[nn.Module], optimizers: list[Any], properties: Properties
+    models: list[nn.Module],
+    optimizers: list[Any],
+    properties: Properties,
+    call: str = "ampatch.initialize",
 ) -> None:
     """Raise `ValueError` for a fused optimizer that would leave half parameters as they are.
 
@@ -252,9 +258,9 @@ def fused_steps_work(
             and not _fused_sgd_moves(properties.cast_model_type)
         ):
             raise ValueError(
-                f"ampatch.initialize(opt_level={properties.opt_level!r}): in this torch "
-                f"({torch.__version__}) SGD(fused=True) on the CPU leaves parameters in "
-                f'{properties.cast_model_type} unchanged. Use fused=False, or opt_level="O2".'
+                f"{call}: in this torch ({torch.__version__}) SGD(fused=True) on the CPU leaves "
+                f"parameters in {properties.cast_model_type} (opt level {properties.opt_level}) "
+                'unchanged. Use fused=False, or opt_level="O2".'
             )
 
 

@@ -147,6 +147,57 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
+def add_optimizers(optimizers: Any) -> Any:
+    """Manage optimizers that were made after `initialize(models)`; returns what was passed in.
+
+        model = ampatch.initialize(model, opt_level="O2")
+        optimizer = ampatch.add_optimizers(torch.optim.Adam(model.parameters()))
+
+    For code that makes its optimizers elsewhere, as frameworks do.  They join the session that
+    has their parameters, as if `initialize` had been given them: at O2 their `param_groups` hold
+    FP32 master weights.  The masters have the values from before the conversion if the model was
+    in training mode at `initialize` and has not run since, else those of the half weights.
+
+    Args:
+        optimizers: an optimizer, or a list or tuple of them.  Those that the session has already
+            stay as they are.
+
+    Raises:
+        TypeError: an object has no `param_groups` or no `step`.
+        ValueError: an optimizer has no parameter of the session's models, or is one that cannot
+            train them.
+        AmpatchError: no session is open, or they belong to several sessions.
+        After any of these nothing has been changed.
+    """
+    call = "ampatch.add_optimizers"
+    listed = argument_checks.as_optimizers(optimizers, call)
+    session = _session_of(listed)
+    new = [one for one in listed if registry.optimizers.session_of(one) is None]
+    if session.properties.enabled:
+        models = [managed.model for managed in session.models.alive()]
+        half_of = registry.half_weights.half_of
+        argument_checks.optimizers_own_parameters(models, new, half_of, call)
+        argument_checks.fused_steps_work(models, new, session.properties, call)
+    session.add_optimizers(new)
+    return optimizers
+
+
+def _session_of(optimizers: list[Any]) -> Session:
+    """The session that has these optimizers or their parameters, else the one opened last."""
+    latest = registry.latest("ampatch.add_optimizers(...)")
+    params = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    found = {one for one in registry.sessions if not params.isdisjoint(one.weights.names())}
+    managing = map(registry.optimizers.session_of, optimizers)
+    found |= {session for session in managing if session is not None}
+    if len(found) > 1:
+        raise AmpatchError(
+            "ampatch.add_optimizers(optimizers=...): they belong to the models of "
+            f"{len(found)} calls of initialize. Make an optimizer for the models of each call, and "
+            "add it by itself."
+        )
+    return next(iter(found), latest)
+
+
 def _from_environment(
     opt_level: Any, dtype: Any, given: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
@@ -265,7 +316,11 @@ def observe(observer: Any) -> Callable[[], None]:
         on_loss(loss, loss_id): the unscaled loss of each `scale_loss`.
         on_scale(scale, loss_id): the scale that this loss is multiplied by, a float, or a
             0-dim tensor whose value changes later.
-        on_step(optimizer, skipped): `skipped` is a bool, or a 0-dim tensor to be read later.
+        on_backward(loss_id): the backward pass of a `scale_loss` block has ended.
+        on_unscaled(loss_id): the block has ended; its gradients are unscaled.
+        on_step_begin(optimizer)
+        on_step(optimizer, skipped): a step has ended; `skipped` is a bool, or a 0-dim tensor to
+            be read later.
         on_metrics(values): the numbers of a `log_metrics`, as a dict.
         on_close(session)
         on_deactivate()

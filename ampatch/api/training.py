@@ -18,6 +18,7 @@ from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
+from ..session import wrapped_optimizers
 from ..session.registry import registry
 from ..session.session import Session
 from . import argument_checks
@@ -48,6 +49,9 @@ def scale_loss(
     Args:
         loss: floating tensor, usually 0-dim.  The context yields it in FP32, scaled.
         optimizers: the optimizers whose parameters the loss reaches: one, or a list or tuple.
+            An object that stands for one does too (accelerate's `AcceleratedOptimizer`,
+            Lightning's `LightningOptimizer`): it has it as `.optimizer` and shares its
+            `param_groups`.
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients scaled, to add those of another loss first.
@@ -62,7 +66,7 @@ def scale_loss(
     if isinstance(optimizers, (list, tuple)):
         session, managed = _managed_optimizers(optimizers)
     else:
-        session, one = registry.optimizers.find(optimizers) or _not_given(optimizers, "optimizers")
+        session, one = registry.optimizers.find(optimizers) or _wrapped(optimizers, "optimizers")
         managed = [one]
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
@@ -76,13 +80,19 @@ def _managed_optimizers(optimizers: list | tuple) -> tuple[Session, list[Managed
     session = registry.latest("ampatch.scale_loss(...)")
     managed = {}
     for index, optimizer in enumerate(optimizers):
-        found = registry.optimizers.find(optimizer) or _not_given(optimizer, f"optimizers[{index}]")
-        session, managed[id(optimizer)] = found
+        found = registry.optimizers.find(optimizer) or _wrapped(optimizer, f"optimizers[{index}]")
+        session, managed[id(found[1])] = found
     return session, list(managed.values())
 
 
-def _not_given(optimizer: Any, where: str) -> NoReturn:
-    """Raise `AmpatchError` for an optimizer that no session manages."""
+def _wrapped(optimizer: Any, where: str) -> tuple[Session, Any]:
+    """The session of the optimizer that this one stands for, and that optimizer as managed.
+
+    Raises `AmpatchError` for an optimizer that no session manages.
+    """
+    found = wrapped_optimizers.find(registry.optimizers, optimizer)
+    if found is not None:
+        return found
     registry.latest("ampatch.scale_loss(...)")
     raise AmpatchError(
         f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
@@ -95,7 +105,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
     For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
     """
-    managed = registry.optimizers.managed(optimizer)
+    managed = wrapped_optimizers.managed(registry.optimizers, optimizer)
     if managed is not None:
         managed.gradients.in_halves.add_to_masters()  # what a plain backward left in half weights
     for group in optimizer.param_groups:
@@ -297,10 +307,10 @@ def hold_scheduler(scheduler: Any) -> Any:
 
 def _managed(optimizer: Any, call: str) -> Any:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    managed = registry.optimizers.managed(optimizer)
-    if managed is None and registry.optimizers.session_of(optimizer) is None:
+    found = wrapped_optimizers.find(registry.optimizers, optimizer)
+    if found is None:
         raise AmpatchError(
             f"ampatch.{call}(<{type(optimizer).__name__}>): this "
             "optimizer was not given to ampatch.initialize."
         )
-    return managed
+    return found[1]

@@ -117,6 +117,8 @@ def _in_graph(weights: list[Tensor], dtype: torch.dtype, plan: int) -> Sequence[
 
 
 def _outside_graph(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    if not torch.is_grad_enabled():
+        return copies(weights, dtype)
     with torch.no_grad():
         return copies(weights, dtype)
 

@@ -53,8 +53,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--dtypes",
         type=name_list,
-        default=["float16"],
-        help="half dtypes: float16,bfloat16 (default: float16)",
+        help="half dtypes: float16,bfloat16 (default: those that this machine computes fast; "
+        "bfloat16 if none)",
     )
     what.add_argument(
         "--with",
@@ -87,7 +87,15 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         type=positive_count,
         default=1,
         metavar="N",
-        help="run each seed N times, for more timings; rows take turns (default: 1)",
+        help="run each seed N times (default: 1)",
+    )
+    what.add_argument(
+        "--rounds",
+        type=positive_count,
+        default=3,
+        metavar="N",
+        help="measure speed in N rounds at least: each seed is one, short ones are added; with "
+        "--resume N may grow (default: 3)",
     )
     what.add_argument(
         "--steps", type=positive_count, metavar="N", help="end each run after N optimizer steps"
@@ -223,6 +231,7 @@ def _sweep(options: argparse.Namespace) -> Sweep:
             dtypes=options.dtypes,
             seeds=options.seeds,
             repeats=options.repeats,
+            rounds=options.rounds,
             steps=options.steps,
             overrides=options.overrides,
             metrics=dict(options.metric),

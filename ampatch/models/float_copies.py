@@ -40,7 +40,7 @@ class _Copy:
 class WidenedCopies:
     """The copies of a session's half tensors; `copies` is empty while there are none to look at.
 
-    Some buffers have FP32 originals here: elements that still equal their rounding
+    Some half tensors have FP32 originals here: elements that still equal their rounding
     are widened to them, so that converting a model loses nothing.
     """
 
@@ -53,6 +53,10 @@ class WidenedCopies:
         if not torch.equal(half.to(original.dtype), original):
             self._originals[id(half)] = half, original
 
+    def forget_original(self, half: Tensor) -> None:
+        """The FP32 values of `half` are elsewhere now, or nobody needs them any more."""
+        self._originals.pop(id(half), None)
+
     def _original(self, half: Tensor) -> Tensor | None:
         known, original = self._originals.get(id(half), (None, None))
         return original if known is half else None
@@ -60,8 +64,16 @@ class WidenedCopies:
     def load(self, half: Tensor, values: Tensor) -> None:
         """A checkpoint's `values` are about to be copied into `half`."""
         original = self._original(half)
-        if original is not None:
+        if original is None:
+            return
+        with _plain_tensors():
             original.copy_(values)
+            copy = self.copies.get(id(half))
+            value = None if copy is None or copy.half is not half else copy.value()
+            if copy is not None and value is not None:  # it shows what is loaded, as an alias would
+                value.data.copy_(values)
+                copy.of_then.copy_(values)
+                copy.version = value._version
 
     def value(self, half: Tensor) -> Tensor:
         """What `half` holds, in FP32, to be read."""

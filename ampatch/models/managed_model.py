@@ -153,6 +153,12 @@ class ManagedModel:
             if entry.tensor.dtype in HALF_TYPES
         }
 
+    def keep_originals(self, halves: set[int]) -> None:
+        """Keep the FP32 values of these half parameters (ids), for masters that are to come."""
+        for tensor, _, original, _ in self._converted:
+            if id(tensor) in halves:
+                self._widened.keep_original(tensor, original.float())
+
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""
         return set(self._dtypes)

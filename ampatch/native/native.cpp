@@ -8,6 +8,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -24,6 +25,13 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+// A function compiled for several vector widths; the machine's own is chosen when it is loaded.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define AMPATCH_WIDE_VECTORS __attribute__((target_clones("avx2", "default")))
+#else
+#define AMPATCH_WIDE_VECTORS
+#endif
 
 namespace {
 
@@ -766,6 +774,7 @@ PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 constexpr int64_t kPart = 1 << 16;  // elements: small models are dealt with all at once
+constexpr int kFewThreads = 2;  // with more, ATen's operators read large tensors faster than one
 
 // A gradient of a half weight in its master's type and layout, where it can be made here.
 Tensor small_wide(const Tensor& grad, const Tensor& master) {
@@ -827,8 +836,8 @@ PyObject* take_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // Whether each number is the one beside it rounded to the nearest, to even.  False for NaN.
 // Blocks of a fixed size: a compiler makes vector code of them.
-bool is_rounded(const uint16_t* halves, const uint32_t* wide, int64_t size) {
-  constexpr int64_t block = 64;
+AMPATCH_WIDE_VECTORS bool is_rounded(const uint16_t* halves, const uint32_t* wide, int64_t size) {
+  constexpr int64_t block = 256;
   const auto difference = [&](int64_t i) -> uint32_t {
     const uint32_t bits = wide[i];
     const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -859,6 +868,7 @@ PyObject* are_rounded(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!is_in_memory(half) || !is_in_memory(master) ||
         half.scalar_type() != at::kBFloat16 || master.scalar_type() != at::kFloat ||
         half.numel() != master.numel() || !half.is_contiguous() || !master.is_contiguous() ||
+        (half.numel() > kPart && at::get_num_threads() > kFewThreads) ||
         !is_rounded(
             static_cast<const uint16_t*>(half.const_data_ptr()),
             static_cast<const uint32_t*>(master.const_data_ptr()), half.numel())) {

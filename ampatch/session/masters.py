@@ -99,6 +99,18 @@ class ModelWeights:
             for key, value in managed.originals().items()
         }
 
+    def keep_originals(self) -> list[Tensor]:
+        """Have models in training mode keep their FP32 values; returns their half parameters."""
+        halves = self.halves()
+        waiting = [managed for managed in self._models.alive() if managed.model.training]
+        for managed in waiting:
+            managed.keep_originals(halves)
+        return [p for one in waiting for p in one.model.parameters() if id(p) in halves]
+
+    def converted(self) -> set[int]:
+        """Ids of the parameters and buffers that models at O2 and O3 have in another dtype."""
+        return {key for managed in self._models.alive() for key in managed.converted()}
+
     def forget_originals(self) -> None:
         """Free these values: the masters hold those that are still needed."""
         for managed in self._models.alive():

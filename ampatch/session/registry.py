@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from ..errors import AmpatchError, UndoAll
 from ..interop import distributed_checkpoint
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
+from . import wrapped_optimizers
 from .half_weights import HalfWeights
 from .index import Index
 from .observers import Observers
@@ -50,7 +52,8 @@ class Registry:
         self.models = Index(operator.attrgetter("model"))
         self.half_weights = HalfWeights(self)
         self.wrapped = WrappedModels()
-        self.schedulers = HeldSchedulers(self.optimizers.managed)
+        managed_of = functools.partial(wrapped_optimizers.managed, self.optimizers)
+        self.schedulers = HeldSchedulers(managed_of)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self), watches(self))
         self._awaits_distributed_state = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ from ..torch_private import half_grads
 from . import half_weights, masters, members, policies
 from .masters import Masters, ModelWeights
 from .members import Members
+from .observers import ObservedBlock
 from .optimizer_copies import OptimizerCopies
 from .policies import Policies
 from .registry import registry
 from .step_casts import StepCasts
 from .transfer import Transfer
+from .waiting_weights import WaitingWeights
 
 
 class Session:
@@ -66,6 +69,7 @@ class Session:
         self.masters = Masters(self.optimizers)
         self.weights = ModelWeights(self.models, has_apex_tables)
         self.values = FloatValues(self.masters)
+        self.waiting = WaitingWeights(self.weights, self.masters, self.values)
         self.plain_parameters = PlainParameters()
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.skips = SkipReports(properties.growth_interval)
@@ -84,6 +88,7 @@ class Session:
         if not models:
             self.policies.cast_everywhere()
         if not self.properties.enabled:
+            self._was_given = bool(optimizers)  # models alone wait for theirs
             self.optimizers.add_unmanaged(optimizers)
             self.is_open = True
             registry.add(self)
@@ -94,7 +99,7 @@ class Session:
             weights = self.weights.originals(), self.weights.halves()
             for optimizer in optimizers:
                 self.manage_optimizer(optimizer, weights)
-            self.weights.forget_originals()
+            self._forget_originals()
             for managed in self.optimizers.alive():
                 managed.found_states.forget()
             if optimizers:
@@ -123,6 +128,7 @@ class Session:
             undo.do(optimizer.found_states.restore)
         self.models.clear()
         self.optimizers.clear()
+        self.waiting.halves = []
         self.is_open = False
         undo.do(registry.remove, self)
         undo.end()
@@ -165,6 +171,12 @@ class Session:
                 self.mix(managed)
         managed.install()
         fx_jit.note_scripted_parts(model, managed.policy)
+
+    def _forget_originals(self) -> None:
+        """Masters hold the FP32 values that are still needed; without an optimizer they wait."""
+        if self.optimizers.is_empty():
+            self.waiting.wait()
+        self.weights.forget_originals()
 
     def mix(self, managed: ManagedModel) -> None:
         """FP32 meets half in a model's forward: what PyTorch refuses then follows the tables."""
@@ -216,6 +228,7 @@ class Session:
         managed = ManagedOptimizer(
             optimizer,
             casts=StepCasts(registry.state),
+            before_step=self._before_step,
             after_step=self._after_step,
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
@@ -228,6 +241,24 @@ class Session:
         self.skips.follow(managed)
         managed.install(*(weights or (self.weights.originals(), self.weights.halves())))
         return managed
+
+    def add_optimizers(self, optimizers: list[Any]) -> None:
+        """Manage more optimizers; all of them or, on an exception, none."""
+        if not self.properties.enabled:
+            self._was_given = True
+            self.optimizers.add_unmanaged(optimizers)
+            return
+        halves = self._halves_to_step_on()
+        known = self.waiting.originals()
+        try:
+            added = [self.manage_optimizer(one, (known, halves)) for one in optimizers]
+        except BaseException:
+            _give_back(optimizers, self.optimizers)
+            raise
+        for managed in added:
+            managed.found_states.forget()
+        self.waiting.give_to(added)
+        registry.refresh()
 
     def _halves_to_step_on(self) -> set[int]:
         """Ids of the half parameters that get masters; they are up to date, to be stepped on."""
@@ -258,7 +289,7 @@ class Session:
         loss_id: int,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> ScaledBackward:
+    ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`."""
         registry.state.drop_interrupted()
         for optimizer in managed:
@@ -273,7 +304,7 @@ class Session:
         if registry.observers.are_there:
             registry.observers.notify("on_loss", loss, loss_id)
             registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
-        return ScaledBackward(
+        block = ScaledBackward(
             loss,
             managed,
             self.scalers[loss_id],
@@ -283,14 +314,23 @@ class Session:
             self.policies.cache.close,
             together=self.policies.tables.apex_tables,
         )
+        if registry.observers.are_there:
+            return ObservedBlock(block, registry.observers, loss_id)
+        return block
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
+        if self.waiting.halves:
+            self.waiting.let_go()
         if self.optimizers.references:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
                 managed.gradients.in_halves.before_forward(reduces, unscaled)
+
+    def _before_step(self, managed: ManagedOptimizer) -> None:
+        if registry.observers.are_there:
+            registry.observers.notify("on_step_begin", managed.optimizer)
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self.policies.cache.close()
@@ -338,7 +378,7 @@ class Session:
             self._manage_model(model, properties)
             self._adopt_parameters({})
         self._fit_scalers(properties, others)
-        self.weights.forget_originals()
+        self._forget_originals()
         registry.refresh()
 
     def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
@@ -373,13 +413,25 @@ class Session:
             self.optimizers.add(optimizer)
             optimizer.reinstall()
         self._adopt_parameters(masters)
-        self.weights.forget_originals()
+        self._forget_originals()
         registry.refresh()
 
     def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
         originals, halves = self.weights.originals(), self.weights.halves()
         for managed in self.optimizers.alive():
             managed.adopt_parameters(originals, halves, masters)
+
+
+def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
+    """The optimizers that have just come are as they were, since one of them cannot be managed."""
+    undo = UndoAll("ampatch.add_optimizers(...) fails")
+    for optimizer in given:
+        managed = optimizers.find(optimizer)
+        if managed is not None:
+            undo.do(managed.uninstall)
+            undo.do(managed.found_states.restore)
+        optimizers.remove(optimizer)
+    undo.end()
 
 
 def _scaler(properties: Properties) -> Any:

@@ -323,3 +323,21 @@ def test_a_state_dict_made_in_inference_mode_is_one_like_any(level, used_in):
     with torch.inference_mode():
         assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
     ampatch.deactivate()
+
+
+@HALF_LEVELS
+def test_what_is_loaded_is_not_undone_by_a_held_state_dict(level):
+    """Half buffers have FP32 values of before the conversion, which the held state dict shows."""
+    model = nn.BatchNorm1d(3).eval()
+    model.running_mean.copy_(torch.tensor([0.1, 0.2, 0.3]))
+    start(level, model=model, keep_batchnorm_fp32=False)
+    held = model.state_dict()
+    assert torch.equal(held["running_mean"], torch.tensor([0.1, 0.2, 0.3]))
+    loaded = {name: value + 1 for name, value in held.items()}
+    model.load_state_dict(loaded)
+    model(torch.zeros(2, 3))
+    assert torch.equal(model.running_mean, loaded["running_mean"].bfloat16())
+    assert torch.equal(model.state_dict()["running_mean"], loaded["running_mean"])
+    assert torch.equal(held["running_mean"], loaded["running_mean"]), "an alias, as in PyTorch"
+    ampatch.deactivate()
+    assert torch.equal(model.running_mean, loaded["running_mean"])

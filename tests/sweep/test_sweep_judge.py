@@ -77,7 +77,7 @@ def test_without_scipy_accuracy_is_not_tested(monkeypatch):
 # Verdicts
 
 
-def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error=""):
+def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error="", **kind):
     """A run whose steps take `ms` milliseconds."""
     case = Case(level) if level == "O0" else Case(level, "bfloat16")
     measured = Measured(
@@ -90,11 +90,17 @@ def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error=""):
     )
     if accuracy is not None:
         measured.metrics = {"accuracy": Series([40], [accuracy])}
-    return Run(Trial(case, seed, repeat), int(bool(error)), 1.0, measured)
+    return Run(Trial(case, seed, repeat, **kind), int(bool(error)), 1.0, measured)
+
+
+def again(seed, ms=1.0, repeat=0):
+    """The second O0 of a round."""
+    return run_of("O0", seed, ms=ms, repeat=repeat, short=True, again=True)
 
 
 def rows_of(base, ours, **options):
     runs = [run_of("O0", seed, value, loss=1 + seed) for seed, value in enumerate(base)]
+    runs += [again(seed) for seed in range(len(base))]
     runs += [run_of("O1", seed, value, ms=0.5) for seed, value in enumerate(ours)]
     return summarize(runs, **options)
 
@@ -156,7 +162,7 @@ def test_a_row_with_a_bad_run_has_failed():
     base, row = summarize(runs)
     assert (row.outcome, row.status) == ("failed", "crashed: RuntimeError: no")
     assert row.verdict == "crashed: RuntimeError: no (1 of 2 runs)"
-    assert recommendation([base, row]).startswith("Stay with O0")
+    assert recommendation([base, row]).startswith("Stay with O0: the speed of no row")
 
 
 def test_speed_is_of_the_round_so_that_drift_does_not_decide():
@@ -173,11 +179,12 @@ def test_speed_is_of_the_round_so_that_drift_does_not_decide():
 
 def test_the_fastest_that_is_as_good_is_recommended():
     base = [run_of("O0", seed, 0.9 + seed / 100, ms=1.0, loss=seed) for seed in range(3)]
+    base += [again(seed, ms=1.02) for seed in range(3)]
     good = [run_of("O1", seed, 0.9 + seed / 100, ms=0.5) for seed in range(3)]
     bad = [run_of("O2", seed, 0.5 + seed / 100, ms=0.1) for seed in range(3)]
     advice = recommendation(summarize([*base, *good, *bad]))
     assert advice.startswith("O1 in bfloat16: 2.00x the speed of O0 (2.00 to 2.00 in 3 rounds); ")
-    assert "Memory: 1.00 of O0's." in advice
+    assert "It takes as much memory as O0." in advice
     assert "there is no O0" in recommendation(summarize(good))
 
 
@@ -209,7 +216,7 @@ def test_rows_beside_the_levels():
 
 def test_rounds_take_turns_and_go_both_ways():
     rows = cases(["O0", "O1", "O2"], ["float16"])
-    plan = trials(rows, seeds=2, repeats=2)
+    plan = trials(rows, seeds=2, repeats=2, rounds=1)
     rounds = [plan[start : start + 3] for start in range(0, 12, 3)]
     assert [[one.case for one in each] for each in rounds] == [rows, rows[::-1], rows, rows[::-1]]
     assert [{(one.repeat, one.seed) for one in each} for each in rounds] == [
@@ -260,8 +267,9 @@ def test_csv_and_markdown_have_every_row_and_verdict():
     assert [line.split(",")[0] for line in lines] == ["O0", "O1-bfloat16"]
     assert "metric:accuracy" in head and "worse by 0.1: " in lines[1]
     results = Results(
-        "a|b.py", ["<x>"], "now", 6, {}, {"torch": "2"}, rows, 6, "Use O1.", ["Note."]
-    )
+        "a|b.py", ["<x>"], "now", 6, {}, {"torch": "2"}, {"threads": "2 on 2 cores"},
+        rows, 6, "Use O1.", ["Note."],
+    )  # fmt: skip
     text = as_markdown(results)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 4 and len({line.count("|") for line in table}) == 1

@@ -24,6 +24,7 @@ from ampatch.sweep.report.results import EVENTS, PLOTS, REPORT, RUNS, SUMMARY, R
 from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
+GROWING = ("rounds",)  # settings that a resumed sweep may change: its trials are added
 _LOCK = ".lock"
 _FILES = (SUMMARY, "summary.csv", "summary.md", REPORT)
 
@@ -163,6 +164,7 @@ def _longer(timeout: float | None, before: float | None) -> bool:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    names = [name for name in names if name not in GROWING]
     return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
 
 

@@ -28,8 +28,11 @@ class Progress(Protocol):
     def __exit__(self, *exception: object) -> None:
         """The sweep has ended or was interrupted."""
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
-        """A trial starts, as the one with this `number` (from 1) of `count`."""
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
+        """A trial starts, as the one with this `number` (from 1) of `count`.
+
+        Of the trials after it `short_later` are short.
+        """
 
     def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
         """A running trial has taken so many steps; `loss` is its latest, if known."""
@@ -53,9 +56,9 @@ class Lines(Progress):
         self._names: dict[Trial, str] = {}
         self._left = TimeLeft()
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
         self._names[trial] = f"[{number}/{count}] {trial.label}"
-        self._left.started(number, count, trial)
+        self._left.started(number, count, trial.short, short_later, trial)
         self._say(trial, ", about ".join(filter(None, ("started", self._left.text()))))
 
     def ended(self, run: Run) -> None:
@@ -97,7 +100,7 @@ class Live(Progress):
         )
         self._left = TimeLeft()
         self._tasks: dict[Trial, tuple[str, Any]] = {}
-        self._total = steps
+        self._total = steps  # of a whole run
 
     def __enter__(self) -> Live:
         self._bar.start()
@@ -106,11 +109,12 @@ class Live(Progress):
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
         name = f"({number}/{count}) {trial.label}"
-        self._left.started(number, count, trial)
+        self._left.started(number, count, trial.short, short_later, trial)
         shown = shortened(name, self._bar.console.width - OTHER_COLUMNS)
-        task = self._bar.add_task(shown, total=self._total, **self._fields(trial, 0, None))
+        expected = self._expected(trial)
+        task = self._bar.add_task(shown, total=expected, **self._fields(trial, 0, None))
         self._tasks[trial] = name, task
 
     def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
@@ -132,10 +136,15 @@ class Live(Progress):
             self._bar.remove_task(task)
         self._bar.console.print(f"{name}: {text}", markup=False, highlight=False)
 
+    def _expected(self, trial: Trial) -> int | None:
+        """The steps of the trial, if they are known."""
+        return None if trial.short else self._total
+
     def _fields(self, trial: Trial, steps: int, loss: float | None) -> dict[str, str]:
-        share = steps / self._total if self._total else None
+        expected = self._expected(trial)
+        share = steps / expected if expected else None
         return {
-            "steps": f"step {steps}" + (f"/{self._total}" if self._total else ""),
+            "steps": f"step {steps}" + (f"/{expected}" if expected else ""),
             "loss": "" if loss is None else f"loss {loss:.4g}",
             "left": self._left.text(share, trial),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,11 +29,12 @@ from ampatch.sweep.execution.engines.protocol import (
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.measure.machine import versions
+from ampatch.sweep.execution.short_runs import is_due, short_steps
+from ampatch.sweep.measure.machine import fast_dtypes, versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import (
-    DTYPES,
     LEVELS,
+    ROUNDS,
     WITHOUT_AMP,
     cases,
     counts_its_steps,
@@ -44,9 +46,11 @@ from ampatch.sweep.plan import (
 from ampatch.sweep.report import welch
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.judge import LOSS, recommendation
+from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.results import SUMMARY, Results, Row
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
+from ampatch.sweep.trial import Trial
 
 
 class SweepError(AmpatchError):
@@ -60,9 +64,11 @@ class Sweep:
         script, arguments: the script's file and its own arguments, in which `{seed}`
             and `{steps}` are replaced.
         levels: some of "O0" to "O3"; by default all.
-        dtypes: half dtypes, of "float16" and "bfloat16".
+        dtypes: half dtypes, of "float16" and "bfloat16"; by default those that this machine
+            computes fast.
         seeds: the number of seeds (0, 1, 2, ...); accuracy is tested with two or more.
-        repeats: how often each seed runs; more repeats give more timings.
+        repeats: how often each seed runs.
+        rounds: how often speed is measured, at least: `plan.py` says how.
         steps: end each run after so many optimizer steps.  With `{steps}` in the arguments
             the script gets the number instead, and ends by itself.
         overrides: additional rows, such as "O2 keep_batchnorm_fp32=False".
@@ -98,9 +104,10 @@ class Sweep:
         arguments: Sequence[str] = (),
         *,
         levels: Iterable[str] | None = None,
-        dtypes: Iterable[str] = DTYPES[:1],
+        dtypes: Iterable[str] | None = None,
         seeds: int = 1,
         repeats: int = 1,
+        rounds: int = ROUNDS,
         steps: int | None = None,
         overrides: Iterable[str] = (),
         metrics: Mapping[str, str] | None = None,
@@ -126,10 +133,13 @@ class Sweep:
         self.arguments = [str(argument) for argument in arguments]
         if levels is None:
             levels = WITHOUT_AMP if auto else LEVELS
+        if dtypes is None:
+            dtypes = fast_dtypes()
         self.cases = cases(
             levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available(), auto=auto
         )
         seeds, repeats = _count("seeds", seeds), _count("repeats", repeats)
+        rounds = _count("rounds", rounds)
         steps = None if steps is None else _count("steps", steps)
         if counts_its_steps(self.arguments) and steps is None:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
@@ -143,17 +153,17 @@ class Sweep:
             slurm or {},
             nproc_per_node,
         )
-        self.trials = trials(self.cases, seeds, repeats)
+        self.trials = trials(self.cases, seeds, repeats, rounds, apart=self._where.side_by_side)
         self._steps, self._timeout, self._auto = steps, timeout, auto
         self._metrics, self._better = patterns(metrics or {}), directions(better or {})
         self._judge = judge
         path = choose(out, self.script, resume, overwrite)
         self.directory = path
-        self._held = Directory(path, self._settings(seeds, repeats), resume, overwrite)
+        self._held = Directory(path, self._settings(seeds, repeats, rounds), resume, overwrite)
         found = self._held.finished(self.trials, timeout)
         self.runs: list[Run] = [found[trial] for trial in self.trials if trial in found]
         self._order = {trial: number for number, trial in enumerate(self.trials)}
-        self._begun = len(self.runs)
+        self._to_start = set(self.trials) - found.keys()
         earlier = self._held.earlier
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._started = now if earlier is None else earlier.started
@@ -163,13 +173,15 @@ class Sweep:
     def results(self) -> Results:
         """All results so far."""
         rows = summarize(self.runs, self._judge, self._better)
+        done = {run.trial for run in self.runs}
         return Results(
             script=self.script,
             arguments=self.arguments,
             started=self._started,
-            planned=len(self.trials),
+            planned=sum(trial in done or is_due(trial, self.runs) for trial in self.trials),
             settings=self._held.settings,
             versions=versions(),
+            machine=machine_state(self.runs),
             rows=rows,
             done=len(self.runs),
             recommendation=recommendation(rows),
@@ -223,21 +235,32 @@ class Sweep:
         self._held.release()
 
     def _schedule(self, runner: Runner) -> Schedule:
-        """The trials to come, those that run alone and those that may run beside others."""
-        done = {run.trial for run in self.runs}
-        left = [trial for trial in self.trials if trial not in done]
+        """The trials to come: those that may run beside others, then those that run alone."""
+        left = [trial for trial in self.trials if trial in self._to_start]
         beside = self._where.side_by_side
         return Schedule(
-            timed=[trial for trial in left if not beside or is_timed(trial)],
             others=[trial for trial in left if beside and not is_timed(trial)],
-            runner_for=lambda trial: runner,
-            proven=bool(done),
+            timed=[trial for trial in left if not beside or is_timed(trial)],
+            runner_for=lambda trial: self._runner_for(trial, runner),
+            proven=bool(self.runs),
         )
+
+    def _runner_for(self, trial: Trial, runner: Runner) -> Runner | None:
+        """The runner of a trial that is about to start; None if it is not worth its time."""
+        if not is_due(trial, self.runs):
+            return None
+        return dataclasses.replace(runner, steps=self._short_steps()) if trial.short else runner
+
+    def _short_steps(self) -> int | None:
+        """The steps of a short run: no more than those of a whole one, if that has a number."""
+        return min(filter(None, (self._steps, short_steps(self.runs))), default=None)
 
     def _note(self, event: Event, shown: Progress, lost: list[Lost]) -> None:
         if isinstance(event, Started):
-            self._begun += 1
-            shown.started(self._begun, len(self.trials), event.trial)
+            self._to_start.discard(event.trial)
+            number = len(self.trials) - len(self._to_start)
+            short_later = sum(trial.short for trial in self._to_start)
+            shown.started(number, len(self.trials), event.trial, short_later)
         elif isinstance(event, Reached):
             shown.reached(event.trial, event.steps, event.loss)
         elif isinstance(event, Lost):
@@ -266,7 +289,7 @@ class Sweep:
 
     def _check_metrics(self, run: Run) -> None:
         """A metric that the first good run lacks is a mistake: stop before hours have passed."""
-        if status(run) != OK:
+        if run.trial.short or status(run) != OK:
             return
         reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
         log = f"{self._held.runs.name}/{run.trial.file_stem}.log"
@@ -292,7 +315,8 @@ class Sweep:
                 "The seed does not reach the script: O0 is the same with each. Pass it on in the "
                 "script's arguments, such as -- --seed {seed}; accuracy is not tested like this."
             )
-        if any(run.measured and run.measured.stopped_at for run in self.runs):
+        whole = [run.measured for run in self.runs if run.measured and not run.trial.short]
+        if any(measured.stopped_at for measured in whole):
             notes.append(
                 f"Runs were ended after {self._steps} steps; metrics that the script reports at "
                 "its end are missing then. Give it {steps} among its arguments to let it end."
@@ -319,7 +343,7 @@ class Sweep:
     def _write(self) -> None:
         write_files(self.directory, self.results)
 
-    def _settings(self, seeds: int, repeats: int) -> dict[str, Any]:
+    def _settings(self, seeds: int, repeats: int, rounds: int) -> dict[str, Any]:
         """The settings that a resumed sweep must share."""
         return {
             "script": str(Path(self.script).resolve()),
@@ -328,10 +352,12 @@ class Sweep:
             "rows": [case.label for case in self.cases],
             "seeds": seeds,
             "repeats": repeats,
+            "rounds": rounds,
             "steps": self._steps,
             "auto": self._auto,
             "metrics": self._metrics,
             "nproc_per_node": self._where.nproc_per_node,
+            "side_by_side": self._where.side_by_side,
             "ampatch": __version__,
             "torch": torch.__version__,
         }

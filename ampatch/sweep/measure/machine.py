@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ampatch._version import __version__
 
 _CPUINFO = Path("/proc/cpuinfo")
+_FAST = {  # by half type: the instructions of which one is enough
+    "float16": ("avx512_fp16", "amx_fp16"),
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
+}
+_FREQUENCY = {
+    "governor": Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+    "boost": Path("/sys/devices/system/cpu/cpufreq/boost"),
+    "no_turbo": Path("/sys/devices/system/cpu/intel_pstate/no_turbo"),
+    "frequency_khz": Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"),
+    "most_khz": Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq"),
+}
 
 
 def versions() -> dict[str, str]:
@@ -24,6 +38,59 @@ def versions() -> dict[str, str]:
         "cpu": f"{_cpu()}, {os.cpu_count()} cores",
     }
     return {name: value for name, value in known.items() if value}
+
+
+def state_of_the_machine() -> dict[str, Any]:
+    """What timings depend on, for the record of a run: load, threads, frequency scaling.
+
+    What the system does not tell is left out.
+    """
+    return {
+        **load("load_at_start"),
+        "threads": torch.get_num_threads(),
+        "cores": usable_cores(),
+        **{name: text for name, path in _FREQUENCY.items() if (text := _text(path)) is not None},
+    }
+
+
+def load(name: str) -> dict[str, float]:
+    """The load average over a minute under this name; empty where there is none (Windows)."""
+    return {name: round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+
+
+def usable_cores() -> int | None:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def fast_dtypes() -> list[str]:
+    """The half types whose products this machine computes in hardware, the GPU's if it has one.
+
+    Names as in `--dtypes`.  bfloat16 where there are none or nothing is known: it needs no more
+    than FP32's instructions, while float16 is then many times slower.
+    """
+    if torch.cuda.is_available():
+        return _fast_on_cuda()
+    asked = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.11
+    found = [name for name, needs in _FAST.items() if any(map(asked.get, needs))]
+    return found or ["bfloat16"]
+
+
+def _fast_on_cuda() -> list[str]:
+    """Asked in a process of its own: to ask here would occupy the GPU during the sweep."""
+    code = "import torch; print(*torch.cuda.get_device_capability())"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    major = int(answer.stdout.split()[0]) if answer.returncode == 0 else 0
+    return ["float16"] * (major >= 7) + ["bfloat16"] * (major >= 8) or ["float16"]
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:  # another kind of system, or a virtual machine
+        return None
 
 
 def _cpu() -> str:

@@ -17,7 +17,12 @@ from typing import Any
 
 from ampatch.sweep.trial import Case, Trial
 
-FORMAT = 2  # increased when a reader of the files has to change
+FORMAT = 3  # increased when a reader of the files has to change
+OTHER_FORMAT = (
+    f"This version reads format {FORMAT}. Read older results with the version of ampatch that "
+    "wrote them (their summary.json names it), or run the sweep anew: --overwrite replaces "
+    "them, and --out DIR keeps them."
+)
 
 
 @dataclass
@@ -45,6 +50,8 @@ class Measured:
     properties: dict[str, str] = field(default_factory=dict)
     skipped: list[bool] = field(default_factory=list)  # every managed step, in order
     step_seconds: list[float | None] = field(default_factory=list)  # since the step before
+    cpu_seconds: list[float | None] = field(default_factory=list)  # the same of the processor
+    parts: dict[str, list[float | None]] = field(default_factory=dict)  # as `step_parts.PARTS`
     losses: dict[str, Series] = field(default_factory=dict)  # by loss_id; with seconds
     metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
     loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
@@ -56,6 +63,7 @@ class Measured:
     memory_kind: str = "resident"  # or "device"
     matmul_precision: str = "highest"  # of FP32; "high" is TF32
     stopped_at: int | None = None  # the number of --steps, if that ended the script
+    machine: dict[str, Any] = field(default_factory=dict)  # load, threads, frequency scaling
     error: str = ""  # of the exception that ended the script
 
     @classmethod
@@ -95,6 +103,9 @@ class Run:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
+        """The run; `ValueError` for one in another version's format."""
+        if data.get("format") != FORMAT:
+            raise ValueError(f"a run in format {data.get('format')}. {OTHER_FORMAT}")
         measured = data["measured"]
         return cls(
             Trial.from_json(data["planned"]),

@@ -68,6 +68,7 @@ def scale_curves(rows: Sequence[Row], runs: Sequence[Run]) -> list[Curve]:
 def _first_repeats(row: Row, runs: Iterable[Run]) -> list[Measured]:
     """The first run of each seed, in the order of the seeds."""
     firsts = [run for run in runs if run.case.label == row.label and run.trial.repeat == 0]
+    firsts = [run for run in firsts if not run.trial.short]
     firsts.sort(key=lambda run: run.trial.seed)
     return [run.measured for run in firsts if run.measured is not None]
 

@@ -15,12 +15,11 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ampatch.sweep.report import welch
+from ampatch.sweep.report import pace, welch
 from ampatch.sweep.report.results import Comparison, Row
 
 LOSS = "last loss"
 LEVEL = 0.05  # of significance
-WORTHWHILE = 1.05  # a speed-up below this is none
 METHOD = (
     "Accuracy: one value per seed, O0's and the row's compared by Welch's two-sided t test "
     f"(Biometrika 34, 1947) at {LEVEL:.0%}; in brackets the 95 % confidence interval of the "
@@ -64,21 +63,20 @@ def outcome_of(is_base: bool, failed: bool, compared: Sequence[Comparison]) -> s
 
 def verdict_of(row: Row) -> Row:
     """The row with its verdict in words."""
-    return dataclasses.replace(row, verdict="; ".join(filter(None, (_pace(row), _quality(row)))))
+    said = (pace.in_words(row), _quality(row))
+    ordered = said[::-1] if row.outcome == "baseline" else said
+    return dataclasses.replace(row, verdict="; ".join(filter(None, ordered)))
 
 
 def recommendation(rows: Sequence[Row]) -> str:
     """One line: what to train with, and why."""
     if all(row.outcome != "baseline" for row in rows):
         return "none, for there is no O0 that went well to compare with."
-    fit = [row for row in rows if row.outcome in ("within", "better", "untested") and row.speeds]
-    faster = [row for row in fit if row.speeds.low > 1 and row.speeds.median >= WORTHWHILE]
+    fit = [row for row in rows if row.outcome in ("within", "better", "untested")]
+    faster = pace.worthwhile(fit)
     base = next(row for row in rows if row.outcome == "baseline")
     if not faster:
-        return (
-            f"Stay with O0: no row with its accuracy is at least {WORTHWHILE:g}x as fast, and "
-            f"faster in each round.{_smaller(fit, base)}"
-        )
+        return pace.none_recommended(fit, base) + _smaller(fit, base)
     best = max(faster, key=lambda row: row.speeds.median)
     return f"{_name(best)}: {best.verdict}.{_memory(best, base)}{_caveats(best)}"
 
@@ -104,18 +102,6 @@ def _compared(
     )  # fmt: skip
 
 
-def _pace(row: Row) -> str:
-    if row.speeds is None or row.outcome in ("baseline", "failed"):
-        return ""
-    speeds = row.speeds
-    text = f"{speeds.median:.2f}x the speed of O0"
-    return (
-        text
-        if speeds.n < 2
-        else f"{text} ({speeds.low:.2f} to {speeds.high:.2f} in {speeds.n} rounds)"
-    )
-
-
 def _quality(row: Row) -> str:
     if row.outcome == "baseline":
         return "the baseline"
@@ -139,14 +125,15 @@ def _caveats(row: Row) -> str:
     if row.outcome == "untested":
         few.append("accuracy is untested: use --seeds 3 or more, and have them reach the script")
     if row.speeds.n < 3:
-        few.append("the speed-up rests on few rounds: use --repeats")
+        few.append("the speed-up rests on two rounds: use --rounds 3 or more")
     return f" But {', and '.join(few)}." if few else ""
 
 
 def _memory(row: Row, base: Row) -> str:
     if not (row.memory_bytes and base.memory_bytes):
         return ""
-    return f" Memory: {row.memory_bytes / base.memory_bytes:.2f} of O0's."
+    much = _less(row, base)
+    return f" It takes {much} {'as' if much.startswith('as') else 'than'} O0."
 
 
 def _smaller(fit: Sequence[Row], base: Row) -> str:
@@ -155,7 +142,15 @@ def _smaller(fit: Sequence[Row], base: Row) -> str:
     least = min(sizes, key=lambda row: row.memory_bytes, default=None)
     if least is None or least.memory_bytes > 0.95 * base.memory_bytes:
         return ""
-    return f" {_name(least)} takes {least.memory_bytes / base.memory_bytes:.2f} of its memory."
+    return f" {_name(least)} takes {_less(least, base)} than O0."
+
+
+def _less(row: Row, base: Row) -> str:
+    """How much less memory the row takes: `38 % less memory`."""
+    percent = round(100 * (1 - row.memory_bytes / base.memory_bytes))
+    if not percent:
+        return "as much memory"
+    return f"{abs(percent)} % {'less' if percent > 0 else 'more'} memory"
 
 
 def _name(row: Row) -> str:

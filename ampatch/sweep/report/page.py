@@ -14,7 +14,7 @@ from ampatch.sweep.report.figures import status, step_ms
 from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.results import Comparison, Results, Row
-from ampatch.sweep.report.table import MISSING, columns, notes
+from ampatch.sweep.report.table import MISSING, PARTS_NOTE, columns, notes, part_columns
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1e; --page: #fff; --quiet: #5a5a60;
@@ -69,6 +69,7 @@ def as_html(
         _verdicts(results.rows),
         "<h2>Figures</h2>",
         _figures(results.rows),
+        _parts(results.rows),
         "<h2>Pictures</h2>",
         f'<div class="pictures">{"".join(map(_picture, pictures))}</div>',
         f"<p>{escape(lacking)}</p>" if lacking else "",
@@ -108,6 +109,16 @@ def _figures(rows: Sequence[Row]) -> str:
         )
         + f'<p class="quiet">{escape(" ".join(notes(rows)))}</p>'
     )
+
+
+def _parts(rows: Sequence[Row]) -> str:
+    shown = part_columns(rows)
+    if not shown:
+        return ""
+    heads = [(column.title, column.right) for column in shown]
+    cells = ([column.text(row) for column in shown] for row in rows)
+    table = _table("Parts of a step", heads, cells)
+    return f'<h2>Parts of a step</h2>{table}<p class="quiet">{escape(PARTS_NOTE)}</p>'
 
 
 def _comparisons(rows: Sequence[Row]) -> str:
@@ -160,6 +171,7 @@ def _facts(results: Results, runs: Sequence[Run]) -> str:
     facts = {
         **results.settings,
         **results.versions,
+        **results.machine,
         "ran on": ", ".join(filter(None, devices)) or "unknown",
     }
     items = (

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import read_json
-from ampatch.sweep.measure.record import FORMAT, Run
+from ampatch.sweep.measure.record import FORMAT, OTHER_FORMAT, Run
 
 SUMMARY = "summary.json"
 RUNS = "runs"
@@ -40,11 +40,7 @@ EVENTS = "tensorboard"
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure that was measured `n` times: its median and its range.
-
-    `low` and `high` are quartiles for step times, minimum and maximum for speed-ups (one
-    for each round).
-    """
+    """A figure that was measured `n` times: its median, and its quartiles `low` and `high`."""
 
     median: float
     low: float
@@ -83,9 +79,10 @@ class Comparison:
 class Row:
     """A case and the figures of all its runs.  None: they did not measure it.
 
-    Over the runs: losses and metrics are means, memory is the maximum, skips and
-    non-finite losses are sums, `step_ms` is the median over runs of their medians and
-    quartiles.  `status` is "ok", or what is wrong with the first failed run.
+    Over the whole runs: losses and metrics are means, memory is the maximum, skips and
+    non-finite losses are sums.  Over the short runs as well: `step_ms`, `cpu_ms` and
+    `parts` are medians of the runs' medians.  `status` is "ok", or what is wrong with the
+    first failed run.
     """
 
     label: str
@@ -99,8 +96,11 @@ class Row:
     seeds: int = 0  # different ones among them
     step_ms: float | None = None
     step_times: Spread | None = None  # milliseconds; n is the number of timed steps
+    cpu_ms: float | None = None  # of all threads; None where the device is no CPU
+    parts: dict[str, float] = field(default_factory=dict)  # milliseconds of a step
     speed: float | None = None  # the median; relative to O0, above 1 is faster
-    speeds: Spread | None = None  # n is the number of rounds
+    speeds: Spread | None = None  # n is the number of rounds; O0's: its second run's
+    pace: str = ""  # faster, slower, not told apart, one round; "" where it was not compared
     samples_per_second: float | None = None
     memory_bytes: int | None = None
     memory_kind: str = "resident"
@@ -128,7 +128,7 @@ class Row:
         for name in ("step_times", "speeds"):
             if row[name] is not None:
                 row[name] = Spread(**_numbers(row[name]))
-        row["metrics"] = _numbers(row["metrics"])
+        row["metrics"], row["parts"] = _numbers(row["metrics"]), _numbers(row["parts"])
         row["comparisons"] = [Comparison(**_numbers(one)) for one in row["comparisons"]]
         return cls(**row)
 
@@ -143,6 +143,7 @@ class Results:
     planned: int  # runs
     settings: dict[str, Any]  # a resumed sweep must have the same
     versions: dict[str, str]
+    machine: dict[str, str] = field(default_factory=dict)  # its state: load, threads, frequency
     rows: list[Row] = field(default_factory=list)
     done: int = 0  # runs that have ended
     recommendation: str = ""
@@ -172,8 +173,7 @@ def read_results(directory: str | Path) -> Results | None:
         return None
     if data.get("format") != FORMAT:
         raise ValueError(
-            f"{Path(directory) / SUMMARY}: in format {data.get('format')}, expected {FORMAT}; "
-            "another version wrote it, or no sweep."
+            f"{Path(directory) / SUMMARY}: in format {data.get('format')}. {OTHER_FORMAT}"
         )
     return Results.from_json(data)
 

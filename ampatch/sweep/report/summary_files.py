@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import write_json, write_whole
+from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.results import SUMMARY, Results, Row
-from ampatch.sweep.report.table import columns, notes
+from ampatch.sweep.report.table import PARTS_NOTE, Column, columns, notes, part_columns
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
-    "step_ms", "speed", "samples_per_second", "memory_bytes", "memory_kind", "first_loss",
-    "last_loss", "steps", "skipped", "non_finite", "loss_scale", "seconds",
+    "step_ms", "cpu_ms", "speed", "pace", "samples_per_second", "memory_bytes", "memory_kind",
+    "first_loss", "last_loss", "steps", "skipped", "non_finite", "loss_scale", "seconds",
 )  # fmt: skip
 _JUDGED = ("name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p")
 
@@ -33,6 +34,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     ends = ("low", "high")
     head = [*_PLAIN, *(f"step_ms_{end}" for end in ends), *(f"speed_{end}" for end in ends)]
+    head += [f"{part}_ms" for part in PARTS]
     head += [f"metric:{name}" for name in metrics] + [f"judged_{name}" for name in _JUDGED]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -41,6 +43,7 @@ def as_csv(rows: Sequence[Row]) -> str:
         cells: list[Any] = [getattr(row, name) for name in _PLAIN]
         cells += [getattr(row.step_times, end, None) for end in ends]
         cells += [getattr(row.speeds, end, None) for end in ends]
+        cells += [row.parts.get(part) for part in PARTS]
         cells += [row.metrics.get(name) for name in metrics]
         judged = row.comparisons[0] if row.comparisons else None
         cells += [getattr(judged, name, None) for name in _JUDGED]
@@ -51,17 +54,15 @@ def as_csv(rows: Sequence[Row]) -> str:
 def as_markdown(results: Results) -> str:
     """The table, the verdicts and the method, for a paper's appendix."""
     rows = results.rows
-    shown = columns(rows)
+    parts = part_columns(rows)
     lines = [
         f"# {Path(results.script).name} at several opt levels",
         "",
         f"`{' '.join([results.script, *results.arguments])}`, {results.done} of "
         f"{results.planned} runs, begun {results.started}.",
         "",
-        _line(column.title for column in shown),
-        "|" + "|".join("---:" if column.right else "---" for column in shown) + "|",
-        *(_line(column.text(row) for column in shown) for row in rows),
-        "",
+        *_table(rows, columns(rows)),
+        *([*_table(rows, parts), PARTS_NOTE, ""] if parts else []),
         *(f"- {row.name}: {_escaped(row.verdict)}" for row in rows),
         "",
         f"Recommendation: {_escaped(results.recommendation)}",
@@ -69,8 +70,19 @@ def as_markdown(results: Results) -> str:
         *(f"{note}\n" for note in results.notes),
         *(f"{note}\n" for note in [*notes(rows), METHOD]),
         ", ".join(f"{name} {version}" for name, version in results.versions.items()) + ".",
+        *(f"{name.capitalize()}: {text}." for name, text in results.machine.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _table(rows: Sequence[Row], shown: Sequence[Column]) -> list[str]:
+    """The lines of a table, and an empty one."""
+    return [
+        _line(column.title for column in shown),
+        "|" + "|".join("---:" if column.right else "---" for column in shown) + "|",
+        *(_line(column.text(row) for column in shown) for row in rows),
+        "",
+    ]
 
 
 def _line(cells: Any) -> str:

@@ -9,17 +9,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
 from ampatch.sweep.report.figures import OK
-from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.report.results import Results, Row, Spread
 
 MISSING = "-"
 NOTES = (
-    "Step time is the median, without the first steps and evaluations;",
-    "first and last loss are means over the first and last twentieth;",
+    "Step time is the median, without the first steps and evaluations; in brackets are the "
+    "quartiles.",
+    "Speed is the median over the rounds of O0's step time over the row's, both of the same "
+    "round, with quartiles; above 1 is faster, and O0's is that of its second run in each round "
+    "over its first. Step times are over all rounds together, so where the machine changed its "
+    "speed between rounds they may seem to contradict the speed, which does not depend on that.",
+    "First and last loss are means over the first and last twentieth.",
+)
+CPU_NOTE = "CPU time is that of all threads, and other processes hardly change it."
+PARTS_NOTE = (
+    "Parts of a step in ms: data is from the end of a step to the next forward, loading, "
+    "transfer and zero_grad among it; forward is up to the loss; optimizer is unscaling, clipping "
+    "and the step. A part that cannot be told from others is missing (-) and counted as unsplit."
 )
 MEMORY_NOTES = {
-    "device": "memory is the most that PyTorch allocated on the device.",
-    "resident": "memory is the largest resident set, PyTorch itself included.",
+    "device": "Memory is the most that PyTorch allocated on the device.",
+    "resident": "Memory is the largest resident set, PyTorch itself included.",
 }
 
 
@@ -35,11 +47,13 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     sampled = any(row.samples_per_second for row in rows)
     samples = Column("samples/s", lambda row: _number(row.samples_per_second, "{:.0f}"))
+    cpu = Column("CPU ms", lambda row: _number(row.cpu_ms, "{:.2f}"))
     return [
         Column("level", lambda row: row.opt_level, right=False),
         Column("dtype", lambda row: row.dtype, right=False),
-        Column("step ms", lambda row: _number(row.step_ms, "{:.2f}")),
-        Column("speed", lambda row: _number(row.speed, "{:.2f}x")),
+        Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}")),
+        *([cpu] if any(row.cpu_ms is not None for row in rows) else []),
+        Column("speed", lambda row: _with_quartiles(row.speeds, "{:.2f}", "x")),
         *([samples] if sampled else []),
         Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: _number(row.first_loss, "{:.4f}")),
@@ -51,14 +65,32 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
+def part_columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns of a table of the parts of a step; none where no part is known."""
+    known = [name for name in PARTS if any(name in row.parts for row in rows)]
+    if not known:
+        return []
+    shown = [name for name in PARTS if name in known or name != UNSPLIT]
+    return [
+        Column("level", lambda row: row.opt_level, right=False),
+        Column("dtype", lambda row: row.dtype, right=False),
+        *(Column(name, _part(name)) for name in shown),
+    ]
+
+
 def write_results(results: Results, stream: TextIO) -> None:
-    """Write the table, the verdicts, the notes, and the recommendation."""
+    """Write the tables, the verdicts, the notes, and the recommendation."""
     write_table(results.rows, stream)
+    parts = part_columns(results.rows)
+    if parts:
+        stream.write(f"\n{aligned(results.rows, parts)}{PARTS_NOTE}\n")
     stream.write("\n")
     for row in results.rows:
         stream.write(f"{row.name}: {row.verdict}\n")
     for note in results.notes:
         stream.write(f"Note: {note}\n")
+    for name, text in results.machine.items():
+        stream.write(f"{name.capitalize()}: {text}.\n")
     stream.write(f"Recommendation: {results.recommendation}\n")
 
 
@@ -73,22 +105,27 @@ def write_table(rows: Sequence[Row], stream: TextIO) -> None:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Explanations of the columns."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
-    return [*NOTES, *(MEMORY_NOTES[kind] for kind in kinds)]
+    cpu = [CPU_NOTE] if any(row.cpu_ms is not None for row in rows) else []
+    return [*NOTES, *cpu, *(MEMORY_NOTES[kind] for kind in kinds)]
 
 
 def plain_table(rows: Sequence[Row]) -> str:
     """The table as aligned text, one line per row."""
-    shown = columns(rows)
+    return aligned(rows, columns(rows))
+
+
+def aligned(rows: Sequence[Row], shown: Sequence[Column]) -> str:
+    """These columns of the rows as text."""
     cells = [[column.title for column in shown]]
     cells += [[column.text(row) for column in shown] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = []
     for line in cells:
-        aligned = (
+        fitted = (
             text.rjust(width) if column.right else text.ljust(width)
             for column, text, width in zip(shown, line, widths)
         )
-        lines.append("  ".join(aligned).rstrip())
+        lines.append("  ".join(fitted).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines) + "\n"
 
@@ -131,6 +168,20 @@ def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
 
 def _metric(name: str) -> Callable[[Row], str]:
     return lambda row: _number(row.metrics.get(name), "{:.4f}")
+
+
+def _part(name: str) -> Callable[[Row], str]:
+    return lambda row: _number(row.parts.get(name), "{:.2f}")
+
+
+def _with_quartiles(spread: Spread | None, form: str, unit: str = "") -> str:
+    """`1.62x [1.58, 1.66]`, or without quartiles of a single value."""
+    if spread is None:
+        return MISSING
+    text = form.format(spread.median) + unit
+    if spread.n < 2:
+        return text
+    return f"{text} [{form.format(spread.low)}, {form.format(spread.high)}]"
 
 
 def _mebibytes(row: Row) -> str:

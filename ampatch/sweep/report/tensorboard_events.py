@@ -28,7 +28,7 @@ def check() -> None:
 
 
 def write_events(directory: str | Path) -> None:
-    """Write the event files of all runs in a sweep's directory; earlier ones are replaced.
+    """Write the event files of all whole runs in a sweep's directory; earlier ones are replaced.
 
     Raises `ImportError` if tensorboard is missing, `FileNotFoundError` if there is no sweep.
     """
@@ -40,7 +40,7 @@ def write_events(directory: str | Path) -> None:
     if results is None:
         raise FileNotFoundError(f"{path}: there are no results of a sweep in this directory.")
     began = datetime.datetime.fromisoformat(results.started).timestamp()
-    for run in read_runs(path):
+    for run in (run for run in read_runs(path) if not run.trial.short):
         place = path / EVENTS / run.trial.file_stem
         for old in place.glob("events.out.tfevents.*"):
             old.unlink()

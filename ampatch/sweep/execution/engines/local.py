@@ -15,11 +15,7 @@ from ampatch.sweep.trial import Trial
 
 
 class LocalEngine:
-    """Runs as many trials at a time as there are `places`.
-
-    A trial that is timed runs alone: on the first place, made `alone`, while no other
-    trial of the sweep runs on this machine.
-    """
+    """Runs as many trials at a time as there are `places`, and those that are timed at `timed`."""
 
     def __init__(self, places: Sequence[Place], timed: Place) -> None:
         self._free = deque(places)
@@ -41,11 +37,8 @@ class LocalEngine:
             self._join()
             raise
 
-    def has_room(self, alone: bool) -> bool:
-        if alone:
-            return not self._running
-        timing = any(place is self._timed for place, _, _ in self._running.values())
-        return bool(self._free) and not timing
+    def has_room(self) -> bool:
+        return bool(self._free)
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         place = self._timed if alone else self._free.popleft()
@@ -56,9 +49,6 @@ class LocalEngine:
         self._running[trial] = place, watch, thread
         self._news.put(Started(trial))
         thread.start()
-
-    def end_timing(self) -> None:
-        """Nothing is reserved."""
 
     def events(self, seconds: float) -> Iterable[Event]:
         try:

@@ -71,17 +71,14 @@ class Engine(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def has_room(self, alone: bool) -> bool:
-        """Whether one more trial is wanted now; `alone`: one that is timed."""
+    def has_room(self) -> bool:
+        """Whether one more trial may be submitted, to run beside others."""
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         """Have `runner` run the trial.  One that runs alone has its devices, or a node, for itself.
 
-        All trials of a sweep that run alone do so on one node.
+        That is submitted when no other is running.  All that run alone do so on one node.
         """
-
-    def end_timing(self) -> None:
-        """No further trial will run alone.  Called any number of times."""
 
     def events(self, seconds: float) -> Iterable[Event]:
         """What has happened since the last call; waits up to so many seconds for something."""

@@ -72,11 +72,12 @@ class RayEngine:
         try:
             self._cancel()
         finally:
-            self.end_timing()
+            if self._group is not None:
+                remove_placement_group(self._group)
             if self._connected:
                 ray.shutdown()
 
-    def has_room(self, alone: bool) -> bool:
+    def has_room(self) -> bool:
         return self._where.jobs is None or len(self._running) < self._where.jobs
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
@@ -90,11 +91,6 @@ class RayEngine:
         portable = dataclasses.replace(runner, directory=Path())
         reference = task.remote(portable, trial, place, self._board, os.getcwd(), _same_versions())
         self._running[reference] = runner, trial
-
-    def end_timing(self) -> None:
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
 
     def events(self, seconds: float) -> Iterable[Event]:
         ready, _ = ray.wait(list(self._running), timeout=seconds)

@@ -102,9 +102,7 @@ class SlurmEngine:
                 break  # they end as soon as this process has
             time.sleep(0.1)
 
-    def has_room(self, alone: bool) -> bool:
-        if self._cluster != "slurm" and (alone or any(job.alone for job in self._jobs.values())):
-            return not self._jobs  # nothing but this engine keeps them apart
+    def has_room(self) -> bool:
         return self._where.jobs is None or len(self._jobs) < self._where.jobs
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
@@ -116,9 +114,6 @@ class SlurmEngine:
             handle = submitit.SlurmJob(self._folder, number)
         self._jobs[trial.file_stem] = _Job(trial, runner, alone, handle)
         self._note()
-
-    def end_timing(self) -> None:
-        """Nothing is reserved."""
 
     def events(self, seconds: float) -> Iterable[Event]:
         ask = time.monotonic() - self._asked > ASK

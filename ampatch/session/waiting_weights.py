@@ -1,0 +1,69 @@
+"""FP32 values of half models that were given to `initialize` before their optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ..log import logger
+from ..models.float_values import FloatValues
+from ..scaling.optimizer import ManagedOptimizer
+from .masters import Masters, ModelWeights
+
+
+class WaitingWeights:
+    """Keeps the values that half weights were rounded from, for master weights that are to come.
+
+    Only models in training mode wait, and until the first forward: from then on the values would
+    cost memory that a model without an optimizer does not need.
+    """
+
+    def __init__(self, weights: ModelWeights, masters: Masters, values: FloatValues) -> None:
+        self._weights = weights
+        self._masters = masters
+        self._values = values
+        self.halves: list[Tensor] = []
+
+    def wait(self) -> None:
+        """Models were converted, and there is no optimizer yet."""
+        self.halves = self._weights.keep_originals()
+
+    def originals(self) -> dict[int, Tensor]:
+        """The values, by ids of the half parameters; what was written into these counts."""
+        return {id(half): self._values.of(half) for half in self.halves}
+
+    def broadcast(self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]) -> None:
+        """Ranks have made these half weights equal; `send` makes the values that wait equal too."""
+        keys = set(map(id, self.halves)) if self.halves else set()
+        for half in parameters:
+            if id(half) in keys:
+                values = self._values.of(half)
+                send(values)
+                self._values.widened.forget_original(half)
+                self._values.widened.keep_original(half, values)
+
+    def let_go(self) -> None:
+        """A model runs without an optimizer."""
+        for half in self.halves:
+            self._values.widened.forget_original(half)
+        self.halves = []
+
+    def give_to(self, optimizers: list[ManagedOptimizer]) -> None:
+        """Optimizers have come: their masters hold these values now.
+
+        The log says of which optimizer the masters start from rounded values.
+        """
+        rounded = self._weights.converted() - set(map(id, self.halves))
+        for managed in optimizers:
+            if not rounded.isdisjoint(managed.masters.by_half):
+                logger.info(
+                    "ampatch.add_optimizers(%s): master weights start from the half weights. Their "
+                    "FP32 values are kept only until the model's first forward, and only if it was "
+                    "in training mode at initialize.",
+                    type(managed.optimizer).__name__,
+                )
+        for half in self.halves:
+            if self._masters.of(half) is not None:
+                self._values.widened.forget_original(half)
+        self.halves = [half for half in self.halves if self._masters.of(half) is None]

@@ -1,0 +1,75 @@
+"""An object that stands for a managed optimizer, as frameworks hand out, serves as well as it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+
+
+class Wrapper:
+    """As accelerate's `AcceleratedOptimizer`."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+
+@pytest.fixture
+def start():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ampatch.initialize(model, optimizer, opt_level="O2", init_scale=128.0, verbosity=0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_call_takes_it(start, depth):
+    model, optimizer = start
+    wrapped = optimizer
+    for _ in range(depth):
+        wrapped = Wrapper(wrapped)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    scheduler.optimizer = wrapped
+    ampatch.hold_scheduler(scheduler)
+    with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * torch.inf, wrapped) as scaled_loss:
+        scaled_loss.backward()
+    wrapped.step()
+    scheduler.step()
+    assert ampatch.step_was_skipped(wrapped)
+    assert ampatch.step_counts(wrapped).skipped == 1
+    assert optimizer.param_groups[0]["lr"] == 0.1, "the scheduler did not wait"
+    assert next(ampatch.master_params(wrapped)).dtype is torch.float32
+
+
+def test_in_a_list_beside_its_optimizer_it_is_the_same_one(start):
+    model, optimizer = start
+    weight = model.weight.detach().float()
+    loss = model(torch.ones(1, 4)).sum()
+    with ampatch.scale_loss(loss, [optimizer, Wrapper(optimizer)]) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(model.weight.grad, torch.ones(4, 4))
+    optimizer.step()
+    assert not torch.equal(model.weight.float(), weight)
+
+
+def test_what_merely_has_an_optimizer_is_none(start):
+    model, optimizer = start
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ampatch.AmpatchError, match="<StepLR>"):
+        ampatch.scale_loss(model(torch.ones(1, 4)).sum(), scheduler)
+    cycle = Wrapper(None)
+    cycle.optimizer = Wrapper(cycle)
+    type(cycle).param_groups, kept = [], type(cycle).param_groups
+    try:
+        with pytest.raises(ampatch.AmpatchError, match="<Wrapper>"):
+            ampatch.step_was_skipped(cycle)
+    finally:
+        type(cycle).param_groups = kept

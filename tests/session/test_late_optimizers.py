@@ -1,0 +1,157 @@
+"""`add_optimizers`: the model is given to `initialize` first, its optimizers come later."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+
+LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], dict]:
+    """Losses of some steps, and the model's FP32 values after them."""
+    inputs, targets = torch.randn(16, 8), torch.randint(0, 4, (16,))
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(ampatch.master_params(optimizer), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {key: value.clone() for key, value in model.state_dict().items()}
+
+
+@LEVELS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_same_as_with_the_optimizer_at_once(level, dtype):
+    model = build()
+    model, optimizer = ampatch.initialize(
+        model, adam(model), opt_level=level, dtype=dtype, verbosity=0
+    )
+    losses, values = train(model, optimizer)
+    ampatch.deactivate()
+    model = ampatch.initialize(build(), opt_level=level, dtype=dtype, verbosity=0)
+    optimizer = adam(model)
+    assert ampatch.add_optimizers(optimizer) is optimizer
+    found, now = train(model, optimizer)
+    assert found == losses
+    assert all(torch.equal(now[key], value) for key, value in values.items())
+
+
+def test_fp32_values_wait_for_the_optimizer():
+    """What conversion rounds is in the checkpoint, in the masters, and back after the end."""
+    model, before = build(), build().state_dict()
+    ampatch.initialize(model, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    optimizer = ampatch.add_optimizers(adam(model))
+    masters = list(ampatch.master_params(optimizer))
+    assert torch.equal(masters[0], before["0.weight"])
+    ampatch.deactivate()
+    assert torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_without_an_optimizer_the_values_come_back():
+    model, before = build(), build().state_dict()
+    ampatch.initialize(model, opt_level="O2", verbosity=0)
+    ampatch.deactivate()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_the_model_changes_before_its_optimizer_comes():
+    """A checkpoint is loaded, and a weight written into: masters have these values."""
+    model = ampatch.initialize(build(), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    loaded = {
+        key: value + 0.1 if value.is_floating_point() else value
+        for key, value in model.state_dict().items()
+    }
+    model.load_state_dict(loaded)
+    with torch.no_grad():
+        model[3].bias.fill_(0.3)
+    first, *_, last = ampatch.master_params(ampatch.add_optimizers(adam(model)))
+    assert torch.equal(first, loaded["0.weight"])
+    assert torch.equal(last, torch.full((4,), 0.3).bfloat16().float())
+
+
+@pytest.mark.parametrize("why", ["it has run", "in eval mode"])
+def test_values_are_not_kept_for_models_that_do_not_train(why, caplog):
+    model = build().train(why == "it has run")
+    model = ampatch.initialize(model, opt_level="O2", dtype=torch.bfloat16, verbosity=1)
+    if why == "it has run":
+        model(torch.randn(4, 8))
+    with caplog.at_level(logging.INFO, "ampatch"):
+        optimizer = ampatch.add_optimizers(adam(model))
+    assert "master weights start from the half weights" in caplog.text
+    master = next(ampatch.master_params(optimizer))
+    assert torch.equal(master, model[0].weight.float())
+
+
+def test_optimizers_come_one_after_the_other():
+    """The second finds the FP32 values of its part, which the first does not train."""
+    before = build().state_dict()
+    model = ampatch.initialize(build(), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    ampatch.add_optimizers(torch.optim.SGD(model[0].parameters(), lr=0.1))
+    last = ampatch.add_optimizers([torch.optim.SGD(model[3].parameters(), lr=0.1)])[0]
+    assert torch.equal(next(ampatch.master_params(last)), before["3.weight"])
+
+
+def test_each_optimizer_joins_the_session_of_its_model():
+    first = ampatch.initialize(build(), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    ampatch.initialize(build(), opt_level="O0", verbosity=0)
+    optimizer = ampatch.add_optimizers(adam(first))
+    assert next(ampatch.master_params(optimizer)).dtype is torch.float32
+    assert first[0].weight.dtype is torch.bfloat16
+    groups = optimizer.param_groups
+    assert ampatch.add_optimizers(optimizer).param_groups is groups  # nothing happens twice
+
+
+def test_a_disabled_session_takes_them_too():
+    model = ampatch.initialize(build(), opt_level="O2", enabled=False)
+    optimizer = ampatch.add_optimizers(adam(model))
+    losses, _ = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_after_an_exception_nothing_has_changed():
+    model = ampatch.initialize(build(), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    before = build().state_dict()
+    good = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    bad = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    bad.kept = tuple(model[3].parameters())
+    with pytest.raises(ampatch.AmpatchError, match=r"SGD\.kept keeps parameters"):
+        ampatch.add_optimizers([good, bad])
+    assert good.param_groups[0]["params"][0] is model[0].weight
+    assert bad.param_groups[0]["params"][0] is model[3].weight
+    assert "step" not in vars(good)
+    optimizer = ampatch.add_optimizers(adam(model))
+    assert torch.equal(next(ampatch.master_params(optimizer)), before["0.weight"])
+
+
+def test_what_is_refused():
+    with pytest.raises(ampatch.AmpatchError, match=r"add_optimizers\(\.\.\.\): no ampatch session"):
+        ampatch.add_optimizers(adam(build()))
+    one = ampatch.initialize(build(), opt_level="O1", verbosity=0)
+    other = ampatch.initialize(build(), opt_level="O1", verbosity=0)
+    with pytest.raises(ampatch.AmpatchError, match="models of 2 calls of initialize"):
+        ampatch.add_optimizers([adam(one), adam(other)])
+    with pytest.raises(ValueError, match=r"ampatch\.add_optimizers.*none of the model's param"):
+        ampatch.add_optimizers(adam(build()))
+    with pytest.raises(TypeError, match=r"ampatch\.add_optimizers\(optimizers=\.\.\.\)"):
+        ampatch.add_optimizers(one)
