@@ -103,11 +103,12 @@ def _wrapped(optimizer: Any, where: str) -> tuple[Session, Any]:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield the tensors that `optimizer.step` updates: FP32 masters at O2, else parameters.
 
-    For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
+    For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.  Masters have what
+    was written into half weights; what numpy and collectives wrote there they have at the step.
     """
     managed = wrapped_optimizers.managed(registry.optimizers, optimizer)
     if managed is not None:
-        managed.gradients.in_halves.add_to_masters()  # what a plain backward left in half weights
+        managed.show_parameters()
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -1,7 +1,4 @@
-"""The command `ampatch report`: table, pictures and page of a stored sweep, without a run.
-
-Exit codes: 0; 1 when something cannot be written; 2 for a wrong command line.
-"""
+"""The command `ampatch report`: table, pictures and page of a stored sweep, without a run."""
 
 from __future__ import annotations
 
@@ -45,6 +42,6 @@ def run(options: argparse.Namespace) -> int:
     try:
         write_shown(directory, options.tensorboard)
     except OSError as error:
-        print(f"ampatch report: {error}", file=sys.stderr)
+        print(f"ampatch report: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 1
     return 0

@@ -32,8 +32,9 @@ def add_parser(commands: Any) -> None:
         "and prints a table, verdicts and a recommendation. SCRIPT is not edited: its "
         "ampatch.initialize takes opt level and dtype from AMPATCH_OPT_LEVEL and AMPATCH_DTYPE. "
         "O0 runs once per seed, and torch.autocast with GradScaler once per dtype and seed.",
-        epilog="In the script's arguments {seed} and {steps} are replaced. A script without such "
-        "an option can read AMPATCH_SEED; one that seeds nothing is seeded before it starts.",
+        epilog="In the script's arguments {seed}, {steps} and {trial_dir} (an empty directory for "
+        "each trial) are replaced. A script without such options can read AMPATCH_SEED and "
+        "AMPATCH_TRIAL_DIR; one that seeds nothing is seeded before it starts.",
     )
     parser.add_argument("script", metavar="SCRIPT")
     _add_what(parser)
@@ -81,6 +82,11 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: 1)",
+    )
+    what.add_argument(
+        "--override-seeds",
+        action="store_true",
+        help="where SCRIPT seeds torch, numpy or random itself, use the trial's seed instead",
     )
     what.add_argument(
         "--repeats",
@@ -230,6 +236,7 @@ def _sweep(options: argparse.Namespace) -> Sweep:
             levels=options.levels,
             dtypes=options.dtypes,
             seeds=options.seeds,
+            override_seeds=options.override_seeds,
             repeats=options.repeats,
             rounds=options.rounds,
             steps=options.steps,

@@ -1,8 +1,4 @@
-"""The command `ampatch tables`.
-
-Exit codes: 0; 1 where no row names NAME, or --check finds a function out of reach; 2 for
-a wrong command line or a MODULE that cannot be imported.
-"""
+"""The command `ampatch tables`."""
 
 from __future__ import annotations
 
@@ -18,8 +14,6 @@ def add_parser(commands: Any) -> None:
         help="which function gets which dtype, and why",
         description="Prints what is patched, where, by which rule and why, what this torch lacks "
         "of it, and where torch.autocast for CUDA and apex differ.",
-        epilog="Exit status: 0; 1 where no row names NAME, or --check finds a function out of "
-        "reach; 2 for a wrong command line or a MODULE that cannot be imported.",
     )
     parser.add_argument(
         "name",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ampatch.torch_private import custom_ops, dispatch_modes
 from ampatch.torch_private.foreach import TORCH_NAMES
 
+from .exact import largest_exact
 from .storages import StorageNotes, storage_key, values
 
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -40,7 +41,11 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass
 class Origin:
-    """The operator that made the first non-finite numbers of what descends from it."""
+    """The operator that made the first non-finite numbers of what descends from it.
+
+    `exact` is the largest number that it gives in float64, inf where that is not finite
+    either; None outside of the backward pass and where it could not be computed.
+    """
 
     operator: str
     phase: str
@@ -51,6 +56,7 @@ class Origin:
     input_is_finite: bool
     is_written: bool  # an inf that the code itself put there
     order: int
+    exact: float | None = None
 
 
 class Operators(dispatch_modes.TorchDispatchMode):
@@ -148,6 +154,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
                 before.is_finite,
                 value == "inf" and any(map(math.isinf, _numbers(call))),
                 self._count,
+                _exact(func, call, before) if phase == "backward" else None,
             )
         self._origins.set(output, origin)
 
@@ -161,6 +168,14 @@ class _Inputs:
     from_outside: set[int]
     is_finite: bool
     origins: list[Origin]
+
+
+def _exact(func: Any, call: tuple[tuple, dict], before: _Inputs) -> float | None:
+    if not before.is_finite:  # of an inf of the code itself, or from where operators are not seen
+        return math.inf if before.origins else None
+    if custom_ops.base_name(func) in OVERWRITING:
+        return before.largest
+    return largest_exact(func, *call)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -24,6 +24,12 @@ def _plain_tensors() -> Iterator[None]:
         yield
 
 
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Elementwise: different numbers (-0.0 is not 0.0); any NaN is like any other."""
+    differ = (one != other) | (one.signbit() != other.signbit())
+    return differ & ~(one.isnan() & other.isnan())
+
+
 class _Copy:
     """One copy, and the half tensor and its values at that time."""
 
@@ -129,7 +135,7 @@ class WidenedCopies:
         value, half = copy.value(), copy.half
         if value is None or value.shape != half.shape:
             return None
-        written = (value != self._widen(half, copy.of_then)).to(half.device)
+        written = _differ(value, self._widen(half, copy.of_then)).to(half.device)
         merged = torch.where(written, value.to(half.device, half.dtype), half)
         if value._version != copy.version:
             half.copy_(merged)

@@ -233,6 +233,16 @@ class MasterWeights:
         for pair in list(self._comparison.differing()):
             self._sync(pair)
 
+    def follow_halves(self) -> None:
+        """Have masters take what was written into half weights, as far as versions tell."""
+        if not self.by_half or computes_with_fakes():
+            return
+        writes = self._writers.halves
+        if writes.is_touched or writes.moved(self.lists()[0]):
+            for pair in self:
+                if writes.may_be_new(pair.half):
+                    self._sync(pair)
+
     def before_forward(self) -> None:
         """Have masters that were written into since the last step reach the half weights."""
         if self.by_half and not computes_with_fakes():

@@ -137,6 +137,16 @@ class ManagedOptimizer:
             if halves:
                 self.adopt_parameters({}, halves, {})
 
+    def show_parameters(self) -> None:
+        """Bring `param_groups` up to date for a reader, between forwards, passes and steps.
+
+        Weights that were added have masters then, and masters what was written into half weights
+        and what plain passes left there.
+        """
+        self.add_new_params()
+        self.masters.follow_halves()
+        self.gradients.in_halves.add_to_masters()
+
     def release_parameters(self, halves: set[int]) -> None:
         """Put parameters (ids of the model's) back in the place of their masters."""
         if self.groups.put_halves(halves):

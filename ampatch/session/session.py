@@ -304,6 +304,7 @@ class Session:
         if registry.observers.are_there:
             registry.observers.notify("on_loss", loss, loss_id)
             registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
+            registry.observers.notify("on_block", self.scalers[loss_id])
         block = ScaledBackward(
             loss,
             managed,

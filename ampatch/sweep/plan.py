@@ -33,6 +33,7 @@ from ampatch.sweep.trial import BASE, Case, Trial
 WITHOUT_AMP = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
+SEED_VARIABLE = "AMPATCH_SEED"
 ROUNDS = 3
 
 
@@ -118,10 +119,19 @@ def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
     return level, {name: literal(value) for name, _, value in (p.partition("=") for p in pairs)}
 
 
-def placeholders(arguments: Sequence[str], seed: int, steps: int | None) -> list[str]:
-    """The script's arguments with `{seed}` and `{steps}` replaced."""
-    filled = [argument.replace("{seed}", str(seed)) for argument in arguments]
-    return filled if steps is None else [a.replace("{steps}", str(steps)) for a in filled]
+def placeholders(
+    arguments: Sequence[str], seed: int, steps: int | None, directory: str
+) -> list[str]:
+    """The script's arguments with `{seed}`, `{steps}` and `{trial_dir}` replaced."""
+    values = {"{seed}": str(seed), "{trial_dir}": directory}
+    if steps is not None:
+        values["{steps}"] = str(steps)
+    filled = []
+    for argument in arguments:
+        for name, value in values.items():
+            argument = argument.replace(name, value)
+        filled.append(argument)
+    return filled
 
 
 def counts_its_steps(arguments: Sequence[str]) -> bool:

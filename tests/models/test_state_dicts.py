@@ -341,3 +341,27 @@ def test_what_is_loaded_is_not_undone_by_a_held_state_dict(level):
     assert torch.equal(held["running_mean"], loaded["running_mean"]), "an alias, as in PyTorch"
     ampatch.deactivate()
     assert torch.equal(model.running_mean, loaded["running_mean"])
+
+
+@HALF_LEVELS
+@pytest.mark.parametrize("way", ["loaded", "written"])
+def test_nans_in_a_held_state_dict_undo_nothing(level, way):
+    """A diverged model gets its best weights back; NaN, which differs from itself, is no write."""
+    model = build().requires_grad_(level == "O3")
+    best = new_values(model)
+    start(level, model=nn.Sequential(model, nn.Linear(2, 2)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    held = model.state_dict()
+    if way == "loaded":
+        model.load_state_dict(best, strict=False)
+    else:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(best[name])
+    model(torch.zeros(2, 3))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, best[name].to(parameter.dtype))
+        assert torch.equal(held[name], parameter.float()), "an alias, as in PyTorch"
+    ampatch.deactivate()

@@ -96,6 +96,26 @@ def test_what_is_written_into_half_weights_counts(write, when, seen_by, on, monk
         assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("write", [name for name in HALF_WRITES if name != "numpy"])
+def test_master_params_have_what_was_written_into_half_weights(write, when):
+    """As a reader between two steps sees them: an average, a log, a checkpoint by hand."""
+    model, optimizer = start(when)
+    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    HALF_WRITES[write](model)
+    wanted = expected(before, [p.detach().clone() for p in model.parameters()])
+    for ours, theirs in zip(ampatch.master_params(optimizer), wanted, strict=True):
+        assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+def test_master_params_of_a_group_that_was_just_added_are_masters():
+    model = nn.Sequential(seeded(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    assert all(param.dtype is torch.float32 for param in ampatch.master_params(optimizer))
+
+
 def test_large_and_odd_weights_are_compared_too():
     """More than a part holds, channels last, a transposed weight, one of no elements."""
     large = nn.Linear(300, 1001)
@@ -252,7 +272,7 @@ def test_written_on_both_sides_the_master_wins_and_it_is_said(caplog):
     ampatch.log.set_verbosity(1)
     with torch.no_grad():
         model[0].weight.fill_(1.0)
-        next(ampatch.master_params(optimizer)).fill_(2.0)
+        optimizer.param_groups[0]["params"][0].fill_(2.0)
         model[2].bias.fill_(1.0)
     still(model, optimizer)
     assert (masters(optimizer)[0] == 2.0).all() and (masters(optimizer)[3] == 1.0).all()

@@ -169,7 +169,7 @@ def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):
     fixed = textwrap.dedent(SEEDED).replace("model = torch", "torch.manual_seed(0)\nmodel = torch")
     Path(seeded).write_text(fixed)
     plan = Sweep(seeded, ["", "9"], levels=["O0"], seeds=2, out=tmp_path / "out").run()
-    assert "The seed does not reach the script" in plan.results.notes[0]
+    assert "The seed does not reach the script" in plan.results.notes[-1]
     with pytest.raises(SweepError, match="--metric acc=acc .*: nothing in the output of O0 seed 0"):
         Sweep(
             seeded,

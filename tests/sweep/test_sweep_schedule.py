@@ -41,7 +41,11 @@ class Engine:
             steps.pop(0)
             return [Started(trial), Reached(trial, 1, 0.5)]
         self.running.pop(0)
-        return [Lost(trial, "gone")] if steps == ["lost"] else [Ended(Run(trial, 0, 1.0, None))]
+        return (
+            [Lost(trial, "gone")]
+            if steps == ["lost"]
+            else [Ended(Run(trial, 0, 1.0, made_run(trial.case).measured))]
+        )
 
 
 def run_all(engine, others, timed=(), proven=False, due=lambda trial: True):

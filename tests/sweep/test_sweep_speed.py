@@ -22,7 +22,7 @@ from ampatch.sweep.measure.step_parts import ForwardNotice, StepParts
 from ampatch.sweep.plan import cases, trials
 from ampatch.sweep.report.judge import recommendation
 from ampatch.sweep.report.machine_state import machine_state
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.table import part_columns
 from ampatch.sweep.trial import BASE, Trial
 
@@ -144,7 +144,10 @@ def test_short_runs_count_for_times_alone():
     base, row = summarize(runs)
     assert (base.speed, base.steps, base.last_loss) == (1.0, 100, 1.0)
     assert (row.step_ms, row.cpu_ms, row.steps, row.memory_bytes) == (10.0, 20.0, 40, 7)
-    assert (row.last_loss, row.metrics, len(row.comparisons)) == (1.0, {"accuracy": 0.9}, 2)
+    assert (row.last_loss, row.metrics) == (1.0, {"accuracy": 0.9})
+    assert {one.name: one.base_mean for one in row.comparisons} == {"last loss": 1, "accuracy": 0.9}
+    same = [run_of(Trial(BASE, seed), losses={"0": Series([0], [1.0])}) for seed in (0, 1)]
+    assert not seeds_matter([*same, *runs[2:]])
 
 
 # A sweep with runs made by hand

@@ -11,7 +11,6 @@ script's.  OPTIONS is the text of a `ChildOptions`.  Under torchrun only rank 0 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from ampatch.launch.script import describe, run_script
 from ampatch.sweep.execution import ranks, script_without_amp
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.child_options import ChildOptions
+from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
+from ampatch.sweep.execution.untouched import stop_untouched
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
@@ -62,12 +63,15 @@ def main(argv: Sequence[str]) -> int:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(options.seed)
+    own_seeds = OwnSeeds(options.seed, options.override_seeds)
+    own_seeds.watch()
     ending = run_script(script, arguments)
     if options.ranked:
         ranks.leave_word(ending.error)
     if not rank:
         measured = _measured(recorder)
         measured.error = ending.error or measured.error
+        measured.seed_calls, measured.seed_read = own_seeds.calls, own_seeds.seed_read
         write_json(path, measured)
     return ending.exit_code
 
@@ -89,14 +93,7 @@ def _start_engine(options: ChildOptions, recorder: Recorder) -> None:
         script_without_amp.watch(recorder, environment.read())
     else:
         ampatch.observe(recorder)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), `random` and, if torch has imported it, numpy."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        stop_untouched()
 
 
 def _measured(recorder: Recorder) -> Measured:

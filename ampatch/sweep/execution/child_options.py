@@ -12,6 +12,7 @@ class ChildOptions:
     """Written on the child's command line by `runner.py`, read by `child.py`."""
 
     seed: int = 0
+    override_seeds: bool = False  # the script's own seeds become those of the trial
     steps: int | None = None  # end the script after so many optimizer steps
     tf32: bool = False
     autocast: str = ""  # the half type of the autocast baseline; "" for other trials

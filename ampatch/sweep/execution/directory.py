@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ampatch.sweep.execution import trial_directory
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.json_files import read_json
 from ampatch.sweep.measure.record import Run
@@ -148,6 +149,8 @@ class Directory:
                 path.unlink()
         for path in self.runs.glob("*.seed*.repeat*.ranks"):
             shutil.rmtree(path)
+        for path in self.runs.glob("*.seed*.repeat*.dir"):
+            trial_directory.remove(path)
         for shown in (f"{PLOTS}/*.png", f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
             for path in self.path.glob(shown):
                 path.unlink()

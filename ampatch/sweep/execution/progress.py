@@ -43,6 +43,9 @@ class Progress(Protocol):
     def lost(self, trial: Trial, reason: str) -> None:
         """A trial will have no run, since what ran it died again and again."""
 
+    def said(self, text: str) -> None:
+        """Something that the user should know before the sweep has ended."""
+
 
 class Silent(Progress):
     """Shows nothing."""
@@ -67,6 +70,9 @@ class Lines(Progress):
 
     def lost(self, trial: Trial, reason: str) -> None:
         self._say(trial, f"lost: {reason}")
+
+    def said(self, text: str) -> None:
+        print(f"Note: {text}", file=self._stream, flush=True)
 
     def _say(self, trial: Trial, text: str) -> None:
         name = self._names.get(trial, trial.label)
@@ -129,6 +135,9 @@ class Live(Progress):
 
     def lost(self, trial: Trial, reason: str) -> None:
         self._finish(trial, f"lost: {reason}")
+
+    def said(self, text: str) -> None:
+        self._bar.console.print(f"Note: {text}", markup=False, highlight=False)
 
     def _finish(self, trial: Trial, text: str) -> None:
         name, task = self._tasks.pop(trial, (trial.label, None))

@@ -17,11 +17,12 @@ class RunFiles:
     record: Path  # written by the child, until the run has ended
     progress: Path
     log: Path
+    directory: Path  # the script's own files: see `trial_directory.py`
     ranks: Path  # a directory for torchrun, until the run has ended
 
     @classmethod
     def of(cls, directory: Path, trial: Trial) -> RunFiles:
-        endings = ("json", "record", "progress", "log", "ranks")
+        endings = ("json", "record", "progress", "log", "dir", "ranks")
         return cls(*(directory / f"{trial.file_stem}.{ending}" for ending in endings))
 
     def remove(self) -> None:

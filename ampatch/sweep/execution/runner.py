@@ -17,15 +17,16 @@ from pathlib import Path
 
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.sweep.execution import ranks
+from ampatch.sweep.execution import ranks, trial_directory
 from ampatch.sweep.execution.child_options import ChildOptions
 from ampatch.sweep.execution.place import Place
 from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.trial_directory import empty_directory
 from ampatch.sweep.execution.watching import Watch
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.plan import counts_its_steps, placeholders
+from ampatch.sweep.plan import SEED_VARIABLE, counts_its_steps, placeholders
 from ampatch.sweep.trial import Trial
 
 POLL = 0.1  # seconds between two looks at the child
@@ -50,6 +51,7 @@ class Runner:
     metrics: Mapping[str, str] | None = None
     timeout: float | None = None
     auto: bool = False  # a script without AMP code
+    override_seeds: bool = False  # the script's own seeds become those of the trial
     processes: int | None = None
 
     def run(self, trial: Trial, watch: Watch, place: Place) -> Run:
@@ -61,7 +63,8 @@ class Runner:
         files = RunFiles.of(self.directory, trial)
         files.remove()
         started = time.monotonic()
-        with self._child(trial, files, place, watch) as child:
+        running = self._child(trial, files, place, watch)
+        with empty_directory(files.directory), running as child:
             in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
                 _end(child, watch)
@@ -110,7 +113,7 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=place.apply(_environment(trial)),
+                    env=place.apply(_environment(trial, files)),
                     start_new_session=True,
                     pass_fds=() if guard is None else (guard,),
                 )
@@ -128,6 +131,7 @@ class Runner:
         case = trial.case
         options = ChildOptions(
             seed=trial.seed,
+            override_seeds=self.override_seeds,
             steps=None if counts_its_steps(self.arguments) else self.steps,
             tf32=case.tf32,
             auto=self.auto,
@@ -140,7 +144,8 @@ class Runner:
         if self.processes is not None:
             launcher += ranks.launcher(self.processes, files.ranks)
         module = [*launcher, "ampatch.sweep.execution.child", str(files.record)]
-        arguments = placeholders(self.arguments, trial.seed, self.steps)
+        directory = str(files.directory.resolve())
+        arguments = placeholders(self.arguments, trial.seed, self.steps, directory)
         return [*module, options.to_text(), self.script, *arguments]
 
 
@@ -195,12 +200,13 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
         return  # the whole group has ended
 
 
-def _environment(trial: Trial) -> dict[str, str]:
+def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
     """This process's environment, with the variables of ampatch replaced by the trial's."""
     environment = {**os.environ, "AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1"}
     for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
-    environment["AMPATCH_SEED"] = str(trial.seed)
+    environment[SEED_VARIABLE] = str(trial.seed)
+    environment[trial_directory.VARIABLE] = str(files.directory.resolve())
     environment.setdefault("PYTHONHASHSEED", str(trial.seed))
     path = python_path(environment)
     if path is not None:

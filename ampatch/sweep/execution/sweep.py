@@ -17,6 +17,7 @@ from ampatch.errors import AmpatchError
 from ampatch.launch.script import check_script
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.directory import Directory, choose
+from ampatch.sweep.execution.early_stops import reason_to_stop
 from ampatch.sweep.execution.engines.options import Where, names
 from ampatch.sweep.execution.engines.protocol import (
     Ended,
@@ -28,6 +29,7 @@ from ampatch.sweep.execution.engines.protocol import (
 )
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.progress import Progress, Silent
+from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import is_due, short_steps
 from ampatch.sweep.measure.machine import fast_dtypes, versions
@@ -43,7 +45,7 @@ from ampatch.sweep.plan import (
     patterns,
     trials,
 )
-from ampatch.sweep.report import welch
+from ampatch.sweep.report import own_seeds, paired
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.judge import LOSS, recommendation
 from ampatch.sweep.report.machine_state import machine_state
@@ -61,12 +63,14 @@ class Sweep:
     """A script and the trials to run it in; `runs` grows while `run` goes on.
 
     Args:
-        script, arguments: the script's file and its own arguments, in which `{seed}`
-            and `{steps}` are replaced.
+        script, arguments: the script's file and its own arguments, in which `{seed}`,
+            `{steps}` and `{trial_dir}` (an empty directory for each trial) are replaced.
         levels: some of "O0" to "O3"; by default all.
         dtypes: half dtypes, of "float16" and "bfloat16"; by default those that this machine
             computes fast.
         seeds: the number of seeds (0, 1, 2, ...); accuracy is tested with two or more.
+        override_seeds: where the script seeds torch, numpy or `random` itself, its seeds become
+            those of the trial (see `seeding.py`).
         repeats: how often each seed runs.
         rounds: how often speed is measured, at least: `plan.py` says how.
         steps: end each run after so many optimizer steps.  With `{steps}` in the arguments
@@ -106,6 +110,7 @@ class Sweep:
         levels: Iterable[str] | None = None,
         dtypes: Iterable[str] | None = None,
         seeds: int = 1,
+        override_seeds: bool = False,
         repeats: int = 1,
         rounds: int = ROUNDS,
         steps: int | None = None,
@@ -156,14 +161,17 @@ class Sweep:
         self.trials = trials(self.cases, seeds, repeats, rounds, apart=self._where.side_by_side)
         self._steps, self._timeout, self._auto = steps, timeout, auto
         self._metrics, self._better = patterns(metrics or {}), directions(better or {})
-        self._judge = judge
+        self._judge, self._override_seeds = judge, override_seeds
         path = choose(out, self.script, resume, overwrite)
         self.directory = path
         self._held = Directory(path, self._settings(seeds, repeats, rounds), resume, overwrite)
         found = self._held.finished(self.trials, timeout)
-        self.runs: list[Run] = [found[trial] for trial in self.trials if trial in found]
+        self.runs: list[Run] = []
+        for run in (found[trial] for trial in self.trials if trial in found):
+            if not self._reason_to_stop(run):  # what ended the sweep then may be mended now
+                self.runs.append(run)
         self._order = {trial: number for number, trial in enumerate(self.trials)}
-        self._to_start = set(self.trials) - found.keys()
+        self._to_start = set(self.trials) - {run.trial for run in self.runs}
         earlier = self._held.earlier
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._started = now if earlier is None else earlier.started
@@ -214,6 +222,7 @@ class Sweep:
             timeout=self._timeout,
             auto=self._auto,
             processes=self._where.nproc_per_node,
+            override_seeds=self._override_seeds,
         )
         lost: list[Lost] = []
         try:
@@ -251,6 +260,10 @@ class Sweep:
             return None
         return dataclasses.replace(runner, steps=self._short_steps()) if trial.short else runner
 
+    def _reason_to_stop(self, run: Run) -> str:
+        log = RunFiles.of(self._held.runs, run.trial).log
+        return reason_to_stop(self.script, self.runs, run, log)
+
     def _short_steps(self) -> int | None:
         """The steps of a short run: no more than those of a whole one, if that has a number."""
         return min(filter(None, (self._steps, short_steps(self.runs))), default=None)
@@ -274,18 +287,20 @@ class Sweep:
             raise event.error
 
     def _ended(self, run: Run, shown: Progress) -> None:
+        reason = self._reason_to_stop(run)
+        known = self._seed_notes()
         self.runs.append(run)
         self.runs.sort(key=lambda run: self._order[run.trial])  # they may end in any order
         self._write()
         shown.ended(run)
-        self._check_training(run)
+        for note in self._seed_notes():
+            if note not in known:
+                shown.said(note)
+        if reason and len(self.runs) < len(self.trials):
+            raise SweepError(reason)
+        if reason:
+            shown.said(reason)
         self._check_metrics(run)
-
-    def _check_training(self, run: Run) -> None:
-        """A script that does not train at O0 does not train at other levels: stop at once."""
-        text = status(run)
-        if text.startswith("no training") and len(self.runs) < len(self.trials):
-            raise SweepError(f"{self.script}: {text} ({run.trial.label}).")
 
     def _check_metrics(self, run: Run) -> None:
         """A metric that the first good run lacks is a mistake: stop before hours have passed."""
@@ -308,13 +323,9 @@ class Sweep:
 
     def _notes(self) -> list[str]:
         notes = self._timing_notes()
-        if not welch.available() and any(run.trial.seed for run in self.runs):
-            notes.append(welch.MISSING)
-        if not seeds_matter(self.runs):
-            notes.append(
-                "The seed does not reach the script: O0 is the same with each. Pass it on in the "
-                "script's arguments, such as -- --seed {seed}; accuracy is not tested like this."
-            )
+        if not paired.available() and any(run.trial.seed for run in self.runs):
+            notes.append(paired.MISSING)
+        notes += self._seed_notes()
         whole = [run.measured for run in self.runs if run.measured and not run.trial.short]
         if any(measured.stopped_at for measured in whole):
             notes.append(
@@ -340,6 +351,18 @@ class Sweep:
             )
         return notes
 
+    def _seed_notes(self) -> list[str]:
+        """What a sweep of several seeds says about seeds that the script sets itself."""
+        if all(trial.seed == 0 for trial in self.trials):
+            return []
+        label = self.cases[0].label
+        of_first_row = [run for run in self.runs if run.case.label == label and not run.trial.short]
+        constant = own_seeds.constant_seeds(of_first_row, self.arguments)
+        notes = [own_seeds.notice(self.script, constant, self._override_seeds)]
+        if not seeds_matter(self.runs):
+            notes.append(own_seeds.not_reached(constant, self._override_seeds))
+        return [note for note in notes if note]
+
     def _write(self) -> None:
         write_files(self.directory, self.results)
 
@@ -351,6 +374,7 @@ class Sweep:
             "arguments": self.arguments,
             "rows": [case.label for case in self.cases],
             "seeds": seeds,
+            "override_seeds": self._override_seeds,
             "repeats": repeats,
             "rounds": rounds,
             "steps": self._steps,

@@ -42,6 +42,16 @@ class Series:
         return cls(data["steps"], [float(value) for value in data["values"]], data["seconds"])
 
 
+@dataclass(frozen=True)
+class SeedCall:
+    """A seed that the script set itself: `torch.manual_seed(0)` at `train.py:12`."""
+
+    function: str
+    seed: str  # as Python writes it
+    place: str  # the line of the script's own files that led to the call
+    is_generator: bool  # of one generator, and not of what is global
+
+
 @dataclass
 class Measured:
     """What the child measured in its own process."""
@@ -65,6 +75,8 @@ class Measured:
     stopped_at: int | None = None  # the number of --steps, if that ended the script
     machine: dict[str, Any] = field(default_factory=dict)  # load, threads, frequency scaling
     error: str = ""  # of the exception that ended the script
+    seed_calls: list[SeedCall] = field(default_factory=list)
+    seed_read: bool = False  # the script read AMPATCH_SEED
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:
@@ -74,6 +86,7 @@ class Measured:
             setattr(measured, name, {key: Series.from_json(one) for key, one in table.items()})
         measured.samples = Series.from_json(data["samples"])
         measured.output_marks = [(step, size) for step, size in data["output_marks"]]
+        measured.seed_calls = [SeedCall(**call) for call in data.get("seed_calls", [])]
         if measured.loss_scale is not None:
             measured.loss_scale = float(measured.loss_scale)
         return measured

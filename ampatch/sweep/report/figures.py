@@ -127,10 +127,7 @@ def status(run: Run) -> str:
     if run.exit_code:
         return f"exited: code {run.exit_code}"
     if measured.opt_level is None:
-        return (
-            "no training: never calls ampatch.initialize, nor apex.amp's; a script without AMP "
-            "code is swept with --auto"
-        )
+        return "no training: never calls ampatch.initialize, nor apex.amp's, before a step"
     if measured.properties.get("enabled") == "False":
         return "no training: calls ampatch.initialize with enabled=False"
     if not measured.skipped:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import status, step_ms
-from ampatch.sweep.report.judge import METHOD
+from ampatch.sweep.report.judge import anything_compared, mean_and_sd, method
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.results import Comparison, Results, Row
 from ampatch.sweep.report.table import MISSING, PARTS_NOTE, columns, notes, part_columns
@@ -29,6 +29,7 @@ h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
 .quiet, figcaption, dt { color: var(--quiet); }
 .box { background: var(--box); border-left: 4px solid var(--good); padding: .75rem 1rem; }
+.open { border-left-color: var(--quiet); }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 4px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
   font-size: .9rem; }
@@ -63,7 +64,8 @@ def as_html(
         f"<h1>{escape(title)}</h1>",
         f'<p class="quiet"><code>{escape(shlex.join([results.script, *results.arguments]))}</code>'
         f"<br>{results.done} of {results.planned} runs, begun {escape(results.started)}.</p>",
-        f'<p class="box"><strong>Recommendation.</strong> {escape(results.recommendation)}</p>',
+        f'<p class="{_box(results)}"><strong>Recommendation.</strong> '
+        f"{escape(results.recommendation)}</p>",
         *(f"<p><strong>Note.</strong> {escape(note)}</p>" for note in results.notes),
         "<h2>Verdicts</h2>",
         _verdicts(results.rows),
@@ -88,6 +90,11 @@ def as_html(
         + "\n".join(filter(None, body))
         + "\n</main>\n</body>\n</html>\n"
     )
+
+
+def _box(results: Results) -> str:
+    """The class of the recommendation: green only where something was compared."""
+    return "box" if anything_compared(results.rows) else "box open"
 
 
 def _verdicts(rows: Sequence[Row]) -> str:
@@ -125,27 +132,29 @@ def _comparisons(rows: Sequence[Row]) -> str:
     compared = [(row, one) for row in rows for one in row.comparisons]
     if not compared:
         return "<p>Nothing to compare: no row beside O0 has ended well.</p>"
-    heads = ("row", "quantity", "mean ± sd", "O0", "n", "difference", "95 % interval", "p", "")
+    heads = ("row", "quantity", "mean ± sd", "O0", "seeds", "difference", "95 % interval", "p")
+    heads += ("p, Holm", "would be seen", "")
     return (
         _table(
             "Each quantity of each row beside O0's",
-            [(head, 2 <= index < 8) for index, head in enumerate(heads)],
+            [(head, 2 <= index < 10) for index, head in enumerate(heads)],
             ([row.name, *_comparison(one)] for row, one in compared),
         )
-        + f'<p class="quiet">{escape(METHOD)}</p>'
+        + f'<p class="quiet">{escape(method("O0"))}</p>'
     )
 
 
 def _comparison(one: Comparison) -> list[str]:
-    tested = one.p is not None
     return [
         one.name,
-        _mean(one.mean, one.sd),
-        _mean(one.base_mean, one.base_sd),
-        f"{one.n}, {one.base_n}",
+        mean_and_sd(one.mean, one.sd, one.n),
+        mean_and_sd(one.base_mean, one.base_sd, one.n),
+        str(one.n),
         f"{one.difference:+.3g}",
-        f"{one.low:+.2g} to {one.high:+.2g}" if tested else MISSING,
-        f"{one.p:.2g}" if tested else MISSING,
+        MISSING if one.low is None else f"{one.low:+.2g} to {one.high:+.2g}",
+        MISSING if one.p is None else f"{one.p:.2g}",
+        MISSING if one.corrected_p is None else f"{one.corrected_p:.2g}",
+        MISSING if one.smallest is None else f"{one.smallest:.2g}",
         "within seed noise" if one.outcome == "within" else one.outcome,
     ]
 
@@ -204,10 +213,6 @@ def _table(caption: str, heads: Sequence[tuple[str, bool]], lines: Iterable[Sequ
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
     )
-
-
-def _mean(mean: float, sd: float | None) -> str:
-    return f"{mean:.4g}" if sd is None else f"{mean:.4g} ± {sd:.2g}"
 
 
 def _plain(value: object) -> str:

@@ -50,29 +50,32 @@ class Spread:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One quantity of a row beside O0's: two samples of one value per seed.
+    """One quantity of a row beside O0's, over the seeds that both have: one value per seed.
 
-    `difference` is the row's mean less O0's, `low` to `high` its 95 % confidence
-    interval and `p` the two-sided probability by Welch's t test; None where a
-    sample has fewer than two values or the seeds had no effect.  `pooled_sds` is
-    the difference in pooled standard deviations.  `outcome` is "within", "worse",
-    "better" or "untested".
+    `difference` is the mean of the row's value less O0's with the same seed, `scatter` the
+    standard deviation of these differences, `low` to `high` the 95 % confidence interval of
+    `difference` (of this row by itself).  `p` is the two-sided probability by the paired t
+    test, `corrected_p` by Holm's method over all rows.  `smallest` is the difference that the
+    test would have found with probability 80 %.  `outcome` is "within", "worse", "better" or
+    "untested"; `untested` says why.  See `paired.py`.
     """
 
     name: str  # "last loss", or the metric's
     better: str  # "higher" or "lower"
+    n: int  # seeds
     mean: float
     sd: float | None
-    n: int
     base_mean: float
     base_sd: float | None
-    base_n: int
     difference: float
-    pooled_sds: float | None = None
+    scatter: float | None = None
     p: float | None = None
+    corrected_p: float | None = None
     low: float | None = None
     high: float | None = None
+    smallest: float | None = None
     outcome: str = "untested"
+    untested: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ampatch.sweep.report.figures import (
     status,
     step_times,
 )
-from ampatch.sweep.report.judge import LOSS, Samples, compare, outcome_of, verdict_of
+from ampatch.sweep.report.judge import LOSS, Samples, compare, corrected, judged_row, outcome_of
 from ampatch.sweep.report.pace import pace_of
 from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.trial import BASE, Case
@@ -46,7 +46,18 @@ def summarize(
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
     base = by_case.get(BASE, [])
-    return [_row(case, of_case, base, judged, better or {}) for case, of_case in by_case.items()]
+    rows = [_row(case, of_case, base) for case, of_case in by_case.items()]
+    compared = corrected(
+        [
+            []
+            if case == BASE
+            else compare(
+                samples_of(of_case), samples_of(base), judged, better or {}, seeds_matter(base)
+            )
+            for case, of_case in by_case.items()
+        ]
+    )
+    return [judged_row(row, ones) for row, ones in zip(rows, compared)]
 
 
 def alone(runs: Iterable[Run]) -> list[Run]:
@@ -63,7 +74,7 @@ def samples_of(runs: Iterable[Run]) -> Samples:
         for name, value in _finals(run.measured or Measured()).items():
             values.setdefault(name, {}).setdefault(run.trial.seed, []).append(value)
     return {
-        name: [statistics.fmean(seeds[seed]) for seed in sorted(seeds)]
+        name: {seed: statistics.fmean(of_seed) for seed, of_seed in seeds.items()}
         for name, seeds in values.items()
     }
 
@@ -79,13 +90,8 @@ def seeds_matter(runs: Iterable[Run]) -> bool:
     return not others or any(other != first for other in others)
 
 
-def _row(
-    case: Case,
-    runs: Sequence[Run],
-    base: Sequence[Run],
-    judged: str | None,
-    better: Mapping[str, str],
-) -> Row:
+def _row(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Row:
+    """The figures of a row, without a verdict."""
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
     trouble = [said for said in map(status, runs) if said != OK]
     runs_alone, base_alone = alone(runs), alone(base)
@@ -93,12 +99,7 @@ def _row(
     times, speeds = _times(timed), _speeds(case, runs_alone, base_alone)
     noise = _speeds(BASE, base_alone, base_alone)
     firsts, lasts = zip(*map(first_and_last, measured)) if measured else ((), ())
-    compared = (
-        []
-        if case == BASE
-        else compare(samples_of(runs), samples_of(base), judged, better, seeds_matter(base))
-    )
-    row = Row(
+    return Row(
         label=case.label,
         opt_level=case.level_name,
         dtype=case.dtype or "float32",
@@ -127,10 +128,8 @@ def _row(
         non_finite=sum(map(non_finite, measured)),
         loss_scale=measured[0].loss_scale if measured else None,
         seconds=sum(run.seconds for run in runs),
-        comparisons=compared,
-        outcome=outcome_of(case == BASE, bool(trouble), compared),
+        outcome=outcome_of(case == BASE, bool(trouble)),
     )
-    return verdict_of(row)
 
 
 def _finals(measured: Measured) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ampatch.sweep.json_files import write_json, write_whole
 from ampatch.sweep.measure.step_parts import PARTS
-from ampatch.sweep.report.judge import METHOD
+from ampatch.sweep.report.judge import method
 from ampatch.sweep.report.results import SUMMARY, Results, Row
 from ampatch.sweep.report.table import PARTS_NOTE, Column, columns, notes, part_columns
 
@@ -19,7 +19,10 @@ _PLAIN = (
     "step_ms", "cpu_ms", "speed", "pace", "samples_per_second", "memory_bytes", "memory_kind",
     "first_loss", "last_loss", "steps", "skipped", "non_finite", "loss_scale", "seconds",
 )  # fmt: skip
-_JUDGED = ("name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p")
+_JUDGED = (
+    "name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p", "corrected_p",
+    "smallest",
+)  # fmt: skip
 
 
 def write_files(directory: Path, results: Results) -> None:
@@ -34,7 +37,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     ends = ("low", "high")
     head = [*_PLAIN, *(f"step_ms_{end}" for end in ends), *(f"speed_{end}" for end in ends)]
-    head += [f"{part}_ms" for part in PARTS]
+    head += [f"part_ms:{part}" for part in PARTS]
     head += [f"metric:{name}" for name in metrics] + [f"judged_{name}" for name in _JUDGED]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -68,7 +71,7 @@ def as_markdown(results: Results) -> str:
         f"Recommendation: {_escaped(results.recommendation)}",
         "",
         *(f"{note}\n" for note in results.notes),
-        *(f"{note}\n" for note in [*notes(rows), METHOD]),
+        *(f"{note}\n" for note in [*notes(rows), method("O0")]),
         ", ".join(f"{name} {version}" for name, version in results.versions.items()) + ".",
         *(f"{name.capitalize()}: {text}." for name, text in results.machine.items()),
     ]

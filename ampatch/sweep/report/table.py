@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
 from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.judge import difference_text
 from ampatch.sweep.report.results import Results, Row, Spread
 
 MISSING = "-"
@@ -59,6 +60,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("first loss", lambda row: _number(row.first_loss, "{:.4f}")),
         Column("last loss", lambda row: _number(row.last_loss, "{:.4f}")),
         *(Column(name.replace("_", " "), _metric(name)) for name in names),
+        *_difference(rows),
         Column("skips", lambda row: f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING),
         Column("scale", lambda row: _number(row.loss_scale, "{:.6g}")),
         Column("status", lambda row: row.status, right=False),
@@ -116,18 +118,23 @@ def plain_table(rows: Sequence[Row]) -> str:
 
 def aligned(rows: Sequence[Row], shown: Sequence[Column]) -> str:
     """These columns of the rows as text."""
-    cells = [[column.title for column in shown]]
-    cells += [[column.text(row) for column in shown] for row in rows]
+    heads = [(column.title, column.right) for column in shown]
+    return aligned_cells(heads, [[column.text(row) for column in shown] for row in rows])
+
+
+def aligned_cells(heads: Sequence[tuple[str, bool]], lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells under `heads`: titles, and whether a column is aligned to the right."""
+    cells = [[title for title, _ in heads], *lines]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
+    text = []
     for line in cells:
-        fitted = (
-            text.rjust(width) if column.right else text.ljust(width)
-            for column, text, width in zip(shown, line, widths)
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for (_, right), cell, width in zip(heads, line, widths)
         )
-        lines.append("  ".join(fitted).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines) + "\n"
+        text.append("  ".join(padded).rstrip())
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text) + "\n"
 
 
 def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
@@ -164,6 +171,19 @@ def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
         style = "green" if row.status == OK else "red"
         table.add_row(*map(Text, cells), Text(status, style=style))
     return table
+
+
+def _difference(rows: Sequence[Row]) -> list[Column]:
+    """The column of differences to O0, in the quantity of the verdicts, if any was tested."""
+    judged = [row.comparisons[0] for row in rows if row.comparisons]
+    name = next((one.name for one in judged if one.p is not None), None)
+    if name is None:
+        return []
+
+    def text(row: Row) -> str:
+        return (difference_text(row.comparisons[0]) if row.comparisons else "") or MISSING
+
+    return [Column(f"{name.replace('_', ' ')} - O0", text)]
 
 
 def _metric(name: str) -> Callable[[Row], str]:
