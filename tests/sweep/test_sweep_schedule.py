@@ -13,7 +13,6 @@ from ampatch.sweep.execution.engines.options import Where
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
-from ampatch.sweep.execution.watching import Cancelled
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
 
@@ -138,12 +137,11 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
 
 
 def test_leaving_the_engine_ends_what_runs_and_a_second_interrupt_does_so_at_once():
-    watches = []
+    killed = []
 
     class Waits:
         def run(self, trial, watch, place):
-            watches.append(watch)
-            assert watch.killed.wait(30)  # it does not end when asked politely
+            killed.append(watch.killed.wait(10))  # it does not end when asked politely
             watch.check()
 
     engine = LocalEngine([Place(), Place()], timed=Place())
@@ -151,10 +149,7 @@ def test_leaving_the_engine_ends_what_runs_and_a_second_interrupt_does_so_at_onc
     with pytest.raises(KeyboardInterrupt), engine:
         for trial in WHOLE[:2]:
             engine.submit(Waits(), trial, alone=False)
-    for watch in watches:
-        with pytest.raises(Cancelled):
-            watch.check()
-    assert len(watches) == 2
+    assert killed == [True, True]
 
 
 def interrupted_once(function):
