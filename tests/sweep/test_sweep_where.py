@@ -265,8 +265,9 @@ def test_a_second_interrupt_ends_what_ignores_the_first(options, tmp_path):
 def test_a_killed_sweep_leaves_nothing_running(options, tmp_path):
     sweep, children = start_stubborn(tmp_path, *options)
     sweep.kill()
-    sweep.communicate()
+    sweep.wait()
     wait_until(lambda: not any(map(is_alive, children)))
+    sweep.communicate()  # to the end of all that it had started
 
 
 def wait_until(condition, seconds=90):
