@@ -139,8 +139,8 @@ def initialize(
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
-    with Transfer(registry, listed_models, listed_optimizers):
-        session.open(listed_models, listed_optimizers)
+    with Transfer(registry, listed_models, listed_optimizers) as transfer:
+        session.open(listed_models, listed_optimizers, transfer.trained)
     registry.close_empty()
     registry.observers.notify("on_initialize", properties)
     if registry.observers.are_there and (changes := replaced(asked, *own, properties)):

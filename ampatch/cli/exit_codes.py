@@ -11,8 +11,8 @@ OWN = {
     "report": "0; 1 where something cannot be written",
     "compare": "0; 1 where the sweeps have no row in common; 2 also for a directory without one",
     "run": "the script's own; 1 if an exception or --debug ends it",
-    "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for a "
-    "MODULE that cannot be imported",
+    "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for "
+    "a MODULE that cannot be imported",
     "gradients": OF_SCRIPTS,
     "explain": OF_SCRIPTS,
     "doctor": "0",

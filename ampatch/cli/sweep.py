@@ -54,8 +54,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--dtypes",
         type=name_list,
-        help="half dtypes: float16,bfloat16 (default: those that this machine computes fast; "
-        "bfloat16 if none)",
+        help="half dtypes: float16,bfloat16 (default: those that ampatch doctor calls fast "
+        "here, or bfloat16)",
     )
     what.add_argument(
         "--with",

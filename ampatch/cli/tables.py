@@ -32,7 +32,8 @@ def add_parser(commands: Any) -> None:
         "--check",
         metavar="MODULE",
         help="import a module or a .py file and name each patched function that it holds from "
-        "before the patches: what is rebound, what is out of reach and how to write it",
+        "before the patches: what is rebound, what is out of reach and how to write it; "
+        "`from apex import amp` finds ampatch",
     )
     parser.set_defaults(command=run, parser=parser)
 
@@ -69,9 +70,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from ampatch.diagnose.tables import bound
+    from ampatch.launch.script import install_apex
 
     if (options.rule, options.name, options.format) != (None, None, "text"):
         options.parser.error("--check goes with no other option")
+    install_apex()
     try:
         found = bound.check(options.check)
     except ImportError as error:

@@ -32,7 +32,7 @@ def _slow_halves(found: CastReport) -> Iterator[str]:
         if slow:
             fast = speed.fast(speeds)
             what = (
-                f'{fast[0]} is faster than FP32 here: dtype="{fast[0]}".'
+                f'torch.{fast[0]} is faster than FP32 here: dtype="{fast[0]}".'
                 if fast
                 else 'opt_level="O0" would be faster here.'
             )

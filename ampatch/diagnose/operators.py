@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,9 @@ from .storages import StorageNotes, storage_key, values
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OVERWRITING = ("copy_", TORCH_NAMES["copy_"])  # what their first argument held does not count
 MOST_NODES = 200_000  # nodes of the graph whose place in the code is remembered
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 
 
 class Place(NamedTuple):

@@ -178,10 +178,9 @@ class ManagedModel:
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
-        self._handles = [
-            model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
-            model.register_forward_hook(Hook(self._leave), always_call=True),
-        ]
+        handles = self._handles  # each at once: what follows may raise
+        handles.append(model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
+        handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         if self._submodule_calls is not None:
             self._handles.extend(self._submodule_calls.install())
         for override in self._overrides:

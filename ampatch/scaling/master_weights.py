@@ -95,7 +95,7 @@ class MasterWeights:
         """
         if master is None:
             values = half.detach().float() if original is None else original
-            master = Parameter(values, requires_grad=half.requires_grad)
+            master = Parameter(values)
         grad = half.grad
         pair = Pair(half, master)
         self.by_half[id(half)] = self.by_master[id(master)] = pair

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -116,14 +118,19 @@ class ModelWeights:
         for managed in self._models.alive():
             managed.forget_originals()
 
-    def halves(self) -> set[int]:
-        """Ids of the half parameters that get masters, at O1 those that came in half."""
+    def halves(self, trained: Collection[int] = ()) -> set[int]:
+        """Ids of the half parameters that get masters, at O1 those that came in half.
+
+        They are trainable, or in `trained` (ids): they were in an optimizer before, and keep
+        their FP32 values.
+        """
         return {
             id(parameter)
             for managed in self._models.alive()
             if self._allow_masters(managed.properties)
             for parameter in managed.model.parameters()
-            if parameter.dtype in HALF_TYPES and parameter.requires_grad
+            if parameter.dtype in HALF_TYPES
+            and (parameter.requires_grad or id(parameter) in trained)
         }
 
     def _allow_masters(self, properties: Properties) -> bool:

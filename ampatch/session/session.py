@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -82,8 +83,13 @@ class Session:
 
     # Put in, take out
 
-    def open(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        """Change models, optimizers and torch; all of it or, on an exception, nothing."""
+    def open(
+        self, models: list[nn.Module], optimizers: list[Any], trained: Collection[int] = ()
+    ) -> None:
+        """Change models, optimizers and torch; all of it or, on an exception, nothing.
+
+        Parameters in `trained` (ids) were in optimizers of earlier sessions.
+        """
         self._was_given = bool(models or optimizers)
         if not models:
             self.policies.cast_everywhere()
@@ -96,7 +102,7 @@ class Session:
         try:
             for model in models:
                 self._manage_model(model, self.properties)
-            weights = self.weights.originals(), self.weights.halves()
+            weights = self.weights.originals(), self.weights.halves(trained)
             for optimizer in optimizers:
                 self.manage_optimizer(optimizer, weights)
             self._forget_originals()
@@ -374,10 +380,10 @@ class Session:
                 f"the models given to initialize together share {self.properties.dtype}. Choose "
                 "a level in that type, or call initialize for this model and its optimizer alone."
             )
-        with Transfer(registry, [model], []):
+        with Transfer(registry, [model], []) as transfer:
             self.policies.cast_to(properties.dtype)
             self._manage_model(model, properties)
-            self._adopt_parameters({})
+            self._adopt_parameters({}, transfer.trained)
         self._fit_scalers(properties, others)
         self._forget_originals()
         registry.refresh()
@@ -413,12 +419,12 @@ class Session:
         for optimizer in optimizers:
             self.optimizers.add(optimizer)
             optimizer.reinstall()
-        self._adopt_parameters(masters)
+        self._adopt_parameters(masters, masters)
         self._forget_originals()
         registry.refresh()
 
-    def _adopt_parameters(self, masters: dict[int, Parameter]) -> None:
-        originals, halves = self.weights.originals(), self.weights.halves()
+    def _adopt_parameters(self, masters: dict[int, Parameter], trained: Collection[int]) -> None:
+        originals, halves = self.weights.originals(), self.weights.halves(trained)
         for managed in self.optimizers.alive():
             managed.adopt_parameters(originals, halves, masters)
 

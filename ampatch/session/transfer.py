@@ -36,20 +36,23 @@ class Transfer:
     """Context manager: releases models and optimizers from the sessions that have them.
 
     On an exception these sessions get them back, with the very master weights and gradients they
-    had, so that training goes on as if nothing had been tried.
+    had, so that training goes on as if nothing had been tried.  `trained` has the ids of the
+    parameters that are in optimizers of these sessions.
     """
 
     def __init__(self, registry: Registry, models: list[nn.Module], optimizers: list[Any]) -> None:
         self._models = [(registry.models.session_of(model), model) for model in models]
         self._optimizers = [(registry.optimizers.session_of(one), one) for one in optimizers]
         self._earlier: list[_Earlier] = []
+        self.trained: set[int] = set()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Transfer:
         found = (session for session, _ in (*self._models, *self._optimizers))
         asked = {id(session): session for session in found if session is not None}.values()
         for session in asked:
             for managed in session.optimizers.alive():
                 managed.bring_up_to_date()
+                self.trained.update(map(id, managed.groups.own_parameters()))
         self._earlier = [_remember(session) for session in asked]
         try:
             for holder, model in self._models:
@@ -61,6 +64,7 @@ class Transfer:
         except BaseException:
             self._restore()
             raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None

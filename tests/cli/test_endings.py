@@ -10,6 +10,12 @@ from warm_python import environment, python, start
 from ampatch.cli import main
 from ampatch.cli.ending import end_quietly
 
+TRAINING = """
+import torch
+model = torch.nn.Linear(2, 2)
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+"""
+
 
 @pytest.mark.parametrize("command", main.NAMES)
 def test_each_help_documents_the_exit_codes(command, capsys):
@@ -28,8 +34,8 @@ def test_each_help_documents_the_exit_codes(command, capsys):
         (["polish"], "there is no command 'polish'.\nExpected one of sweep, "),
         (["train.py"], "To run a script: ampatch run train.py"),
         (["doctor", "--jsn"], 'unrecognized arguments: --jsn. Did you mean "--json"?'),
-        (["gradients", "x.py", "--steps", "few"], "--steps: 'few': expected a whole number above 0"),
-        (["gradients", "x.py", "--lost", "much"], "--lost: 'much': expected percent, a number from"),
+        (["gradients", "x.py", "--steps", "few"], "--steps: 'few': expected a whole number"),
+        (["gradients", "x.py", "--lost", "much"], "--lost: 'much': expected percent, a number"),
         (["sweep", "x.py", "--timeout", "soon"], "--timeout: 'soon': expected seconds, a number"),
         (["run", "--stop-at", "any", "x.py"], "--stop-at goes with --debug"),
     ],
@@ -44,13 +50,11 @@ def test_a_message_says_what_was_meant_and_names_nothing_internal(arguments, mes
 
 
 @pytest.mark.parametrize(
-    "arguments", [["tables"], ["--help"], ["run", "chatty.py"], ["explain", "training.py"]]
+    "arguments", [["tables"], ["run", "chatty.py"], ["explain", "training.py"]]
 )
 def test_a_reader_that_has_enough_ends_a_command_quietly(arguments, tmp_path):
     (tmp_path / "chatty.py").write_text("while True:\n    print('line')\n")
-    (tmp_path / "training.py").write_text(
-        "import torch\nmodel = torch.nn.Linear(2, 2)\nprint(torch.optim.SGD(model.parameters(), lr=1).step())\n"
-    )
+    (tmp_path / "training.py").write_text(TRAINING)
     reader, writer = os.pipe()
     os.close(reader)
     with open(tmp_path / "err", "w+") as err, open(os.devnull) as nothing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 
@@ -161,7 +162,9 @@ def test_a_step_can_be_captured(level):
     """Whoever waits while a graph is captured gets an error, as on CUDA."""
     model = mlp().to(NAME)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True, capturable=True)
-    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ampatch.initialize(
+        model, optimizer, opt_level=level, max_consecutive_skips=4, verbosity=0
+    )  # so few that each step looks at the counts
     x, y = (tensor.to(NAME) for tensor in next(batches(1)))
 
     def step():
@@ -275,6 +278,17 @@ def test_what_is_written_into_half_weights_reaches_their_masters(width):
 
 
 # The device itself
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_device_has_recurrent_layers(kind):
+    torch.manual_seed(0)
+    own, x = kind(3, 4, batch_first=True), torch.randn(2, 5, 3)
+    there = copy.deepcopy(own).to(NAME)
+    for layer, given in ((own, x), (there, x.to(NAME))):
+        layer(given)[0].square().sum().backward()
+    for expected, found in zip(own.parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.cpu(), expected.grad)
 
 
 @pytest.mark.parametrize(

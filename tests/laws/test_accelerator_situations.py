@@ -15,8 +15,6 @@ NOT_THERE = {
     "two_threads_that_meet_in_backward": "torch has one thread for all backward passes of a device",
     "sparse_embedding_gradients": "the fake accelerator has no sparse tensors",
     "sparse_embedding_gradients_of_half_weights": "the fake accelerator has no sparse tensors",
-    "packed_lstm": "the fake accelerator lacks the fused cells that torch asks of any accelerator",
-    "packed_gru": "the fake accelerator lacks the fused cells that torch asks of any accelerator",
 }
 THERE = [row for row in ROWS if row.values[0].name not in NOT_THERE]
 

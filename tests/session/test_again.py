@@ -149,9 +149,30 @@ class Slotted:
         pass
 
 
+class Unhookable(nn.Linear):
+    """Is refused late, when another model and its optimizer have been taken over."""
+
+    def register_forward_hook(self, *args, **kwargs):
+        raise TypeError("no hooks")
+
+
+def fail_to_initialize(model, optimizer, other, late, level):
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    refused = other_optimizer if late else Slotted(other.parameters())
+    with pytest.raises(TypeError):
+        ampatch.initialize(
+            [model, other],
+            [optimizer, refused],
+            opt_level=level,
+            dtype=torch.bfloat16,
+            verbosity=0,
+        )
+
+
 @pytest.mark.parametrize("second", LEVELS)
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_a_failing_second_time_leaves_the_first_in_force(opt_level, second, scheduled):
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_failing_second_time_leaves_the_first_in_force(opt_level, second, scheduled, late):
     """Not plain FP32: managed as before, between a backward pass and its step."""
     runs = []
     for fails in (False, True):
@@ -168,21 +189,14 @@ def test_a_failing_second_time_leaves_the_first_in_force(opt_level, second, sche
         if fails:
             before = values(model, optimizer), hook_count(model), depth(optimizer.step)
             masters = list(ampatch.master_params(optimizer))
-            other = build(1)
-            with pytest.raises(TypeError):
-                ampatch.initialize(
-                    [model, other],
-                    [optimizer, Slotted(other.parameters())],
-                    opt_level=second,
-                    dtype=torch.bfloat16,
-                    verbosity=0,
-                )
+            other = Unhookable(4, 8) if late else build(1)
+            fail_to_initialize(model, optimizer, other, late, second)
             after = values(model, optimizer), hook_count(model), depth(optimizer.step)
             assert len(before[0]) == len(after[0]) and before[1:] == after[1:]
             assert all(map(torch.equal, before[0], after[0]))
             found = ampatch.master_params(optimizer)
             assert all(a is b for a, b in zip(masters, found, strict=True))
-            assert hook_count(other) == hook_count(build())
+            assert hook_count(other) == hook_count(Unhookable(4, 8) if late else build())
             assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
             assert len(registry.sessions) == 1
         optimizer.step()
@@ -301,3 +315,33 @@ def test_many_rounds_leave_memory_flat(opt_level):
     assert all(reference() is None for reference in references)
     ampatch.initialize(nn.Linear(2, 2), verbosity=0)
     assert len(registry.sessions) == 1
+
+
+# Weights that were frozen since
+
+
+@pytest.mark.parametrize("how", ["initialize", "set_opt_level", "a failing initialize"])
+@pytest.mark.parametrize("first", ["O1", "O2"])
+def test_weights_that_were_frozen_since_keep_their_float_values(first, how):
+    """In `state_dict()`, as masters, and when they are trained again."""
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, opt_level=first, dtype=torch.bfloat16, verbosity=0)
+    one_step(model, optimizer, 0)
+    model[3].requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    if how == "initialize":
+        ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    elif how == "set_opt_level":
+        ampatch.set_opt_level(model, "O2")
+    else:
+        fail_to_initialize(model, optimizer, Unhookable(4, 8), True, "O2")
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    assert all(param.dtype is torch.float32 for param in ampatch.master_params(optimizer))
+    model[3].requires_grad_(True)
+    optimizer.zero_grad()
+    F.mse_loss(model(torch.ones(6, 4)).float(), torch.ones(6, 2)).backward()
+    assert all(param.grad is not None for param in ampatch.master_params(optimizer))
+    model[3].requires_grad_(False)
+    ampatch.deactivate()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())

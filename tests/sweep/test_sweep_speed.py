@@ -10,6 +10,7 @@ from torch import nn
 
 import ampatch
 from ampatch.sweep import Sweep, read_results
+from ampatch.sweep.execution import default_dtypes
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import LEAST_STEPS, is_due, short_steps
@@ -265,6 +266,43 @@ def test_two_optimizers_share_the_steps_of_either(hands):
     assert parts.of_steps(7)["optimizer"] == [None, 4.0]
 
 
+class Event:
+    """A CUDA event whose stream is at `now` milliseconds; notes which ones are waited for."""
+
+    now, made, waited = 0.0, 0, []
+
+    def __init__(self, enable_timing):
+        Event.made += 1
+        self.number = Event.made
+
+    def record(self, stream):
+        self.at = Event.now
+
+    def synchronize(self):
+        Event.waited.append(Event.made - self.number)
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+def test_on_cuda_the_host_waits_for_no_recent_work(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    parts, cuda = StepParts(), torch.device("cuda", 0)
+    for _ in range(700):
+        for milliseconds, notice in ((1, "forward"), (2, "loss"), (4, "backward")):
+            Event.now += milliseconds
+            getattr(parts, notice)()
+        Event.now += 8
+        parts.step_ends(1, cuda)
+    assert len(Event.waited) > 2 and min(Event.waited) >= probes.BATCH
+    found = parts.of_steps(1)
+    assert found == {
+        name: [None, *[seconds] * 699]
+        for name, seconds in zip(found, (0.001, 0.002, 0.004, 0.008), strict=True)
+    }
+
+
 def trained(level, steps=6, **settings):
     """What a recorder measures of a small model, and the notices in their order."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -356,29 +394,30 @@ def test_the_state_of_the_machine_is_recorded_and_told(monkeypatch, tmp_path):
     assert machine_state([]) == {}
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "expected"),
-    [
-        ({"avx512_bf16": True}, ["bfloat16"]),
-        ({"amx_fp16": True, "amx_bf16": True}, ["float16", "bfloat16"]),
-        ({"avx2": True, "avx512_fp16": False}, ["bfloat16"]),
-    ],
-)
-def test_the_default_dtypes_are_those_of_the_hardware(monkeypatch, capabilities, expected):
+def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monkeypatch):
+    """Also after `--resume` on a day on which doctor would call others so."""
+    answers = []
+    monkeypatch.setattr(default_dtypes, "fast_half_types", lambda device: answers.pop())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert machine.fast_dtypes() == expected
+    for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
+        answers.append(fast)
+        plan = make(tmp_path, levels=["O0", "O1"], dtypes=None, overwrite=True).run()
+        assert [case.dtype for case in plan.cases] == [None, expected]
+    again = make(tmp_path, levels=["O0", "O1"], dtypes=None, resume=True)
+    again.close()
+    assert again.cases == plan.cases and answers == []
+    make(tmp_path, levels=["O0"], dtypes=None, overwrite=True).close()  # needs to ask nobody
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [("9 0\n", ["float16", "bfloat16"]), ("7 5\n", ["float16"]), ("6 1\n", ["float16"])],
-)
-def test_a_gpu_is_asked_in_a_process_of_its_own(monkeypatch, answer, expected):
+def test_a_gpu_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    result = types.SimpleNamespace(returncode=0, stdout=answer)
-    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: result)
-    assert machine.fast_dtypes() == expected
+    asked = default_dtypes._ASK
+    named = asked.replace("*fast_half_types()", "fast_half_types.__name__, 'float16'")
+    monkeypatch.setattr(default_dtypes, "_ASK", named)
+    assert default_dtypes.default_dtypes(tmp_path, False) == ["fast_half_types", "float16"]
+    monkeypatch.setattr(default_dtypes, "_ASK", "raise RuntimeError('CUDA error')")
+    with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
+        default_dtypes.default_dtypes(tmp_path, False)
 
 
 def test_time_left_knows_short_runs():

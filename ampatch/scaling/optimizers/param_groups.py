@@ -5,7 +5,7 @@ The optimizer's state moves along with its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +31,13 @@ class ParamGroups:
         self._optimizer = optimizer
         self._masters = masters
         self._master_of = master_of
+
+    def own_parameters(self) -> Iterator[Tensor]:
+        """The parameters that the optimizer was given: half ones where it has masters now."""
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                half = self._masters.half_of(param)
+                yield param if half is None else half
 
     def put_masters(
         self, originals: dict[int, Tensor], halves: set[int], masters: dict[int, Parameter]

@@ -9,7 +9,8 @@ script that led to it, and on request replaces their seeds by ones of the trial:
   the script (an epoch's, a rank's) still differ.
 
 Generators (`torch.Generator`, `numpy.random.default_rng`) keep their seeds: fixed splits and
-made-up data come from them, and must not move to other examples.
+made-up data come from them, and must not move to other examples.  Those that a library makes for
+itself, as scipy does when it is imported and a DataLoader for its order, are not noted.
 
 Only this process is watched.  Workers of a DataLoader seed themselves from it.
 """
@@ -133,6 +134,8 @@ class OwnSeeds:
         return int.from_bytes(digest[:4], "big")  # numpy takes no more than 32 bits
 
     def _note(self, name: str, seed: Any, is_generator: bool) -> None:
+        if is_generator and _called_by_a_library():
+            return
         call = SeedCall(name, repr(seed)[:40], _place(), is_generator)
         if call not in self.calls and len(self.calls) < MOST_CALLS:
             self.calls.append(call)
@@ -172,6 +175,14 @@ class OwnSeeds:
                 return super().__getitem__(name)
 
         return Environment
+
+
+def _called_by_a_library() -> bool:
+    """Whether the call that is to be noted stands in a library, not in the script's own files."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is None or os.path.realpath(frame.f_code.co_filename).startswith(_LIBRARIES)
 
 
 def _place() -> str:

@@ -16,6 +16,7 @@ from ampatch.config.validation import whole_number
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import check_script
 from ampatch.sweep.execution import engines
+from ampatch.sweep.execution.default_dtypes import default_dtypes
 from ampatch.sweep.execution.directory import Directory, choose
 from ampatch.sweep.execution.early_stops import reason_to_stop
 from ampatch.sweep.execution.engines.options import Where, names
@@ -32,9 +33,10 @@ from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import is_due, short_steps
-from ampatch.sweep.measure.machine import fast_dtypes, versions
+from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import (
+    DTYPES,
     LEVELS,
     ROUNDS,
     WITHOUT_AMP,
@@ -66,8 +68,8 @@ class Sweep:
         script, arguments: the script's file and its own arguments, in which `{seed}`,
             `{steps}` and `{trial_dir}` (an empty directory for each trial) are replaced.
         levels: some of "O0" to "O3"; by default all.
-        dtypes: half dtypes, of "float16" and "bfloat16"; by default those that this machine
-            computes fast.
+        dtypes: half dtypes, of "float16" and "bfloat16"; by default those that
+            `ampatch doctor` calls fast on this machine, and bfloat16 if it calls none so.
         seeds: the number of seeds (0, 1, 2, ...); accuracy is tested with two or more.
         override_seeds: where the script seeds torch, numpy or `random` itself, its seeds become
             those of the trial (see `seeding.py`).
@@ -138,8 +140,13 @@ class Sweep:
         self.arguments = [str(argument) for argument in arguments]
         if levels is None:
             levels = WITHOUT_AMP if auto else LEVELS
+        levels = [levels] if isinstance(levels, str) else list(levels)
+        overrides = list(overrides)
+        path = choose(out, self.script, resume, overwrite)
         if dtypes is None:
-            dtypes = fast_dtypes()
+            is_needed = overrides or set(levels) != {"O0"}
+            dtypes = default_dtypes(path, resume) if is_needed else DTYPES
+        dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
         self.cases = cases(
             levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available(), auto=auto
         )
@@ -162,9 +169,9 @@ class Sweep:
         self._steps, self._timeout, self._auto = steps, timeout, auto
         self._metrics, self._better = patterns(metrics or {}), directions(better or {})
         self._judge, self._override_seeds = judge, override_seeds
-        path = choose(out, self.script, resume, overwrite)
         self.directory = path
-        self._held = Directory(path, self._settings(seeds, repeats, rounds), resume, overwrite)
+        settings = self._settings(dtypes, seeds, repeats, rounds)
+        self._held = Directory(path, settings, resume, overwrite)
         found = self._held.finished(self.trials, timeout)
         self.runs: list[Run] = []
         for run in (found[trial] for trial in self.trials if trial in found):
@@ -366,12 +373,13 @@ class Sweep:
     def _write(self) -> None:
         write_files(self.directory, self.results)
 
-    def _settings(self, seeds: int, repeats: int, rounds: int) -> dict[str, Any]:
+    def _settings(self, dtypes: list[str], seeds: int, repeats: int, rounds: int) -> dict[str, Any]:
         """The settings that a resumed sweep must share."""
         return {
             "script": str(Path(self.script).resolve()),
             "script_sha256": hashlib.sha256(Path(self.script).read_bytes()).hexdigest(),
             "arguments": self.arguments,
+            "dtypes": dtypes,
             "rows": [case.label for case in self.cases],
             "seeds": seeds,
             "override_seeds": self._override_seeds,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,6 @@ import torch
 from ampatch._version import __version__
 
 _CPUINFO = Path("/proc/cpuinfo")
-_FAST = {  # by half type: the instructions of which one is enough
-    "float16": ("avx512_fp16", "amx_fp16"),
-    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
-}
 _FREQUENCY = {
     "governor": Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
     "boost": Path("/sys/devices/system/cpu/cpufreq/boost"),
@@ -63,27 +57,6 @@ def usable_cores() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
-
-
-def fast_dtypes() -> list[str]:
-    """The half types whose products this machine computes in hardware, the GPU's if it has one.
-
-    Names as in `--dtypes`.  bfloat16 where there are none or nothing is known: it needs no more
-    than FP32's instructions, while float16 is then many times slower.
-    """
-    if torch.cuda.is_available():
-        return _fast_on_cuda()
-    asked = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.11
-    found = [name for name, needs in _FAST.items() if any(map(asked.get, needs))]
-    return found or ["bfloat16"]
-
-
-def _fast_on_cuda() -> list[str]:
-    """Asked in a process of its own: to ask here would occupy the GPU during the sweep."""
-    code = "import torch; print(*torch.cuda.get_device_capability())"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    major = int(answer.stdout.split()[0]) if answer.returncode == 0 else 0
-    return ["float16"] * (major >= 7) + ["bfloat16"] * (major >= 8) or ["float16"]
 
 
 def _text(path: Path) -> str | None:

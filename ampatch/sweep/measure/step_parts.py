@@ -107,8 +107,8 @@ class StepParts:
         self._parts.append(PARTS.index(self._part(notice)))
         self._ended.append(optimizer)
         self._last = notice
-        if len(self._moments) > BATCH:
-            self._read()
+        if len(self._moments) > 2 * BATCH:
+            self._read(BATCH)  # long past, so a device is not waited for
 
     def _part(self, notice: int) -> str:
         """The part that ends with `notice`, by the notice that it began with."""
@@ -123,10 +123,12 @@ class StepParts:
             return "optimizer"
         return "data" if notice == _FORWARD else UNSPLIT  # after a micro-batch
 
-    def _read(self) -> None:
+    def _read(self, count: int | None = None) -> None:
+        """Turn the first `count` moments, or all, into segments."""
         if self._clock is not None:
-            self._seconds.extend(self._clock.between(self._moments))
-            del self._moments[:-1]
+            past = self._moments[:count]
+            self._seconds.extend(self._clock.between(past))
+            del self._moments[: len(past) - 1]
 
 
 class ForwardNotice:
