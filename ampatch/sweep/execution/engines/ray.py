@@ -169,9 +169,9 @@ def _connect(address: str | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Where a trial asks for no GPU, the script sees what the machine has.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    own = {"include_dashboard": False} if starts else {}
+    own = {"address": "local", "include_dashboard": False} if starts else {"address": address}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"--engine ray: {address or 'Ray on this machine'} cannot be reached or started: "
