@@ -130,6 +130,18 @@ class WidenedCopies:
         self._originals.pop(id(half), None)
         return value
 
+    def hand_over(self, half: Tensor) -> Tensor | None:
+        """The copy of `half` that is held, up to date, to be the memory of its master; or None.
+
+        It is watched no longer.
+        """
+        copy = self.copies.pop(id(half), None)
+        if copy is None or copy.half is not half:
+            return None
+        with _plain_tensors():
+            value = self._compared(copy)
+        return value if value is not None and value.device == half.device else None
+
     def _compared(self, copy: _Copy) -> Tensor | None:
         """Bring a copy and its half tensor together; returns the copy, None if it is gone."""
         value, half = copy.value(), copy.half

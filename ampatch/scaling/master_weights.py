@@ -44,16 +44,22 @@ class MasterWeights:
 
     `by_half` and `by_master` have the pairs by an id, for reading.  `keeper` answers for `.grad`
     of the half weights and is set before the first `add`; `name_of` names weights in messages.
+    `held_copy` gives up an FP32 copy of a half weight that the user's code holds, or None.
     """
 
     keeper: Keeper
 
-    def __init__(self, name_of: Callable[[Tensor], str] = lambda half: "a weight") -> None:
+    def __init__(
+        self,
+        name_of: Callable[[Tensor], str] = lambda half: "a weight",
+        held_copy: Callable[[Tensor], Tensor | None] = lambda half: None,
+    ) -> None:
         self.by_half: dict[int, Pair] = {}
         self.by_master: dict[int, Pair] = {}
         self.is_shared = False  # another optimizer has some of the masters
         self.listed: tuple[list[Tensor], list[Tensor]] | None = None  # `lists`, while they hold
         self._name_of = name_of
+        self._held_copy = held_copy
         self._dtypes: dict[int, torch.dtype] = {}
         self._writers = Writers()
         self._comparison: Comparison | None = None
@@ -91,10 +97,14 @@ class MasterWeights:
         """Make the master of `half`, unless there is one already, and return it.
 
         It holds `original`, the FP32 values `half` was rounded from, where they
-        are known, so that converting a model loses nothing.
+        are known, so that converting a model loses nothing.  Where a `state_dict()` from before is
+        held, its values become the master's memory, as they would be an alias in FP32.
         """
+        held = None
         if master is None:
-            values = half.detach().float() if original is None else original
+            values = held = self._held_copy(half)
+            if values is None:
+                values = half.detach().float() if original is None else original
             master = Parameter(values)
         grad = half.grad
         pair = Pair(half, master)
@@ -108,6 +118,8 @@ class MasterWeights:
         if grad is not None and master.grad is None:
             master.grad = grad.float()
         redirect_grad(half, self.keeper)
+        if held is not None:
+            self._writers.handed_out.add(half, held)
         return master
 
     def remove(self, half: Tensor) -> None:

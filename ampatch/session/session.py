@@ -240,6 +240,7 @@ class Session:
             master_of=self.masters.share,
             process_group=self._process_group,
             name_of=lambda half: self.weights.names().get(id(half), "a weight"),
+            held_copy=self.values.widened.hand_over,
         )
         copies = OptimizerCopies(managed, self.weights.contain, self.plain_parameters)
         managed.add_methods(copies.methods())

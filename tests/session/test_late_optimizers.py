@@ -155,3 +155,33 @@ def test_what_is_refused():
         ampatch.add_optimizers(adam(build()))
     with pytest.raises(TypeError, match=r"ampatch\.add_optimizers\(optimizers=\.\.\.\)"):
         ampatch.add_optimizers(one)
+
+
+@pytest.mark.parametrize("come", ["add_optimizers", "unfrozen"])
+def test_a_state_dict_held_since_before_there_were_masters_is_an_alias_of_them(come):
+    """It undoes no write into a master, shows each step in FP32, and can be written into."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if come == "unfrozen":
+        model.requires_grad_(False)
+        ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+        held = model.state_dict()
+        model.requires_grad_(True)
+    else:
+        ampatch.initialize(model, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+        held = model.state_dict()
+        ampatch.add_optimizers(optimizer)
+    first, *_, last = ampatch.master_params(optimizer)
+    with torch.no_grad():
+        first.fill_(7.0)
+        model(torch.randn(4, 8))
+    assert (model[0].weight == 7).all() and (held["0.weight"] == 7).all()
+    held["0.weight"].numpy()[...] = 3.0
+    model(torch.randn(4, 8))
+    assert (model[0].weight == 3).all() and (first == 3).all()
+    optimizer.zero_grad()
+    with ampatch.scale_loss(model(torch.randn(4, 8)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert torch.equal(held["0.weight"], first) and torch.equal(held["3.bias"], last)
+    assert (first != 3).any() and torch.equal(first.bfloat16(), model[0].weight)
