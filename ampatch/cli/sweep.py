@@ -40,6 +40,7 @@ def add_parser(commands: Any) -> None:
     _add_what(parser)
     _add_measures(parser)
     _add_how(parser)
+    _add_where(parser)
     parser.set_defaults(command=run, parser=parser)
 
 
@@ -152,6 +153,58 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add_trackers(how)
 
 
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("which machines and devices")
+    where.add_argument(
+        "--devices",
+        type=name_list,
+        metavar="cuda:0,cuda:1",
+        help="give each trial one of these; timed trials run alone, on the first",
+    )
+    where.add_argument(
+        "--jobs",
+        type=positive_count,
+        metavar="N",
+        help="run N trials at a time, for accuracy; timed trials run alone",
+    )
+    where.add_argument(
+        "--engine",
+        default="local",
+        metavar="local|ray|slurm",
+        help="what runs the trials (default: local; the others need ampatch[ray], ampatch[slurm])",
+    )
+    where.add_argument(
+        "--address",
+        help="of a Ray cluster; auto finds a running one (default: Ray is started here)",
+    )
+    where.add_argument(
+        "--gpus-per-trial",
+        type=float,
+        metavar="N",
+        help="what a trial asks of the cluster (default: with Ray 1 a process where it has GPUs)",
+    )
+    where.add_argument(
+        "--cpus-per-trial",
+        type=positive_count,
+        metavar="N",
+        help="cores, and threads of a trial (default: with Ray a node's, or 1 beside GPUs)",
+    )
+    where.add_argument(
+        "--slurm",
+        type=name_and_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter for submitit, such as partition=gpu or timeout_min=120",
+    )
+    where.add_argument(
+        "--nproc-per-node",
+        type=positive_count,
+        metavar="N",
+        help="start each trial by torchrun with N processes; rank 0 reports",
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the sweep, print and write its results; returns the exit code."""
     from ampatch.sweep import SweepError
@@ -195,6 +248,14 @@ def _sweep(options: argparse.Namespace) -> Sweep:
             auto=options.auto,
             out=options.out,
             timeout=options.timeout,
+            engine=options.engine,
+            devices=options.devices,
+            jobs=options.jobs,
+            address=options.address,
+            gpus_per_trial=options.gpus_per_trial,
+            cpus_per_trial=options.cpus_per_trial,
+            slurm=dict(options.slurm),
+            nproc_per_node=options.nproc_per_node,
             resume=options.resume,
             overwrite=options.overwrite,
         )

@@ -22,6 +22,8 @@ What is where:
   part of a trial (`runner.py`), the child's part (`child.py`, `autocast_baseline.py`,
   `script_without_amp.py`, `seeding.py`), reasons to end early (`early_stops.py`), how long
   short runs are (`short_runs.py`), and the progress display.
+* `execution/engines/`: what starts the trials, on this machine or a cluster, and in which
+  order; `ranks.py`: trials of several processes.
 * `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`), what
   is read from the script's output, the machine, and the record of a trial (`record.py`).
 * `report/`: figures and verdicts (`judge.py`, `pace.py`) made of the records, and the format of

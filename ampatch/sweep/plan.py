@@ -11,6 +11,9 @@ Where there are fewer, short rounds follow, whose runs are ended after a few sec
 case.  So by default, with one seed, each row runs once as a whole and twice for a few seconds;
 with three seeds only the second O0 of each round is added.  Where there is no O0, or nothing
 else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
+
+Where whole runs go on beside each other (`--jobs`, `--devices`, a cluster) they say nothing of
+speed: then all rounds are short ones, and each of their runs is alone on its device.
 """
 
 from __future__ import annotations
@@ -72,23 +75,37 @@ def cases(
     return list(dict.fromkeys(rows))
 
 
-def trials(rows: Sequence[Case], seeds: int, repeats: int = 1, rounds: int = ROUNDS) -> list[Trial]:
+def trials(
+    rows: Sequence[Case],
+    seeds: int,
+    repeats: int = 1,
+    rounds: int = ROUNDS,
+    apart: bool = False,
+) -> list[Trial]:
     """The trials in their order.
 
     A whole round for each seed and repeat, and short ones, to have as many as `rounds`.
     Every second round runs backwards, so that a machine that gets slower slows the first
-    row and the last row by the same amount.
+    row and the last row by the same amount.  `apart`: whole runs go on beside each other and
+    say nothing of speed, so all `rounds` are short.
     """
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(repeat, seed) for repeat in range(repeats) for seed in range(seeds)]
-    short = [(repeats + more, 0) for more in range(rounds - len(whole) if times_speed else 0)]
+    lacking = rounds - (0 if apart else len(whole))
+    short = [(repeats + more, 0) for more in range(lacking if times_speed else 0)]
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
-        one = [Trial(case, seed, repeat, short=number >= len(whole)) for case in rows]
-        if times_speed:
+        is_short = number >= len(whole)
+        one = [Trial(case, seed, repeat, short=is_short) for case in rows]
+        if times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]
     return planned
+
+
+def is_timed(trial: Trial) -> bool:
+    """Whether a trial is there for its timing, where whole runs go on beside each other."""
+    return trial.short
 
 
 def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
@@ -99,7 +116,7 @@ def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
             f"--with {text!r}: expected an opt level and settings of ampatch.initialize, "
             f'such as "O2 keep_batchnorm_fp32=False"; levels are {", ".join(LEVELS)}.'
         )
-    return level, {name: _value(value) for name, _, value in (p.partition("=") for p in pairs)}
+    return level, {name: literal(value) for name, _, value in (p.partition("=") for p in pairs)}
 
 
 def placeholders(
@@ -165,7 +182,8 @@ def _dtypes(level: str, halves: Sequence[str]) -> Sequence[str | None]:
     return [None] if level == "O0" else halves
 
 
-def _value(text: str) -> Any:
+def literal(text: str) -> Any:
+    """The Python value that `text` writes, or `text` itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

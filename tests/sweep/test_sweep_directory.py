@@ -22,7 +22,7 @@ class Machine:
         self.ran = []
         self.fails = {}  # by number of the run
 
-    def run(self, runner, trial, progress):
+    def run(self, runner, trial, watch, place):
         failure = self.fails.get(len(self.ran))
         self.ran.append(trial.label)
         if isinstance(failure, BaseException):

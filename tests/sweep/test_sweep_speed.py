@@ -159,7 +159,7 @@ def ran(monkeypatch):
     """Stands for the processes; the trials that ran, and after how many steps they end."""
     ran = []
 
-    def run(runner, trial, progress):
+    def run(runner, trial, watch, place):
         ran.append((trial.label, runner.steps))
         made = run_of(trial, 10.0 if trial.case == BASE else 5.0)
         made.measured.error = "RuntimeError: no" if trial.case.opt_level == "O3" else ""

@@ -19,6 +19,7 @@ class ChildOptions:
     auto: bool = False  # the script has no AMP code
     mark_output: bool = False
     guard: int | None = None  # a pipe that closes when the sweep has ended
+    ranked: bool = False  # started by torchrun, as one of several ranks
 
     def to_text(self) -> str:
         return json.dumps(dataclasses.asdict(self))

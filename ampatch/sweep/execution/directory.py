@@ -158,6 +158,8 @@ class Directory:
         for ending in ("json", "log", "progress", "record", "part"):
             for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
                 path.unlink()
+        for path in self.runs.glob("*.seed*.repeat*.ranks"):
+            shutil.rmtree(path)
         for path in self.runs.glob("*.seed*.repeat*.dir"):
             trial_directory.remove(path)
         plots = [f"{PLOTS}/*.{form}" for form in ("svg", "pdf", "png")]

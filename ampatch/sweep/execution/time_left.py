@@ -19,39 +19,51 @@ class TimeLeft:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended: dict[bool, list[float]] = {False: [], True: []}  # by "is short"
-        self._began = 0.0
-        self._is_short = False
-        self._later = {False: 0, True: 0}  # runs after the present one
+        self._going: dict[object, tuple[float, bool]] = {}  # by name: when it began, is it short
+        self._later = {False: 0, True: 0}  # runs that have not started
 
     def started(
-        self, number: int, count: int, is_short: bool = False, short_later: int = 0
+        self,
+        number: int,
+        count: int,
+        is_short: bool = False,
+        short_later: int = 0,
+        name: object = None,
     ) -> None:
-        """Run `number` of `count` starts; `short_later` of those after it are short."""
-        self._began = self._clock()
-        self._is_short = is_short
+        """The run `name` starts, as number `number` of `count`.
+
+        Of those after it `short_later` are short.
+        """
+        self._going[name] = self._clock(), is_short
         self._later = {False: count - number - short_later, True: short_later}
 
-    def ended(self) -> None:
-        self._ended[self._is_short].append(self._clock() - self._began)
+    def ended(self, name: object = None) -> None:
+        began, is_short = self._going.pop(name)
+        self._ended[is_short].append(self._clock() - began)
 
-    def seconds(self, share: float | None = None) -> float | None:
+    def seconds(self, share: float | None = None, name: object = None) -> float | None:
         """Seconds for all remaining runs; None while nothing is known.
 
-        `share` is the finished part of the present run, 0 to 1, if known.
+        `share` is the finished part of the run `name`, 0 to 1, if known.  As many whole runs
+        are taken to go on beside each other as do now; short ones run alone.
         """
-        spent = self._clock() - self._began
-        if not any(self._ended.values()):
-            if share is None or share < LEAST_SHARE:
-                return None
-            each = self._each({self._is_short: spent / share})
-        else:
+        now = self._clock()
+        if any(self._ended.values()):
             each = self._each({kind: sum(s) / len(s) for kind, s in self._ended.items() if s})
-        present = max(0.0, each[self._is_short] - spent)
-        return present + sum(each[kind] * count for kind, count in self._later.items())
+        elif share is not None and share >= LEAST_SHARE:
+            began, is_short = self._going[name]
+            each = self._each({is_short: (now - began) / share})
+        else:
+            return None
+        present = sum(
+            max(0.0, each[is_short] - (now - began)) for began, is_short in self._going.values()
+        )
+        beside = (present + each[False] * self._later[False]) / max(1, len(self._going))
+        return beside + each[True] * self._later[True]
 
-    def text(self, share: float | None = None) -> str:
+    def text(self, share: float | None = None, name: object = None) -> str:
         """`1:05 left`, `2:00:10 left`, or "" while nothing is known."""
-        seconds = self.seconds(share)
+        seconds = self.seconds(share, name)
         if seconds is None:
             return ""
         minutes, rest = divmod(round(seconds), 60)

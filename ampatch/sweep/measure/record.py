@@ -102,6 +102,9 @@ class Run:
     measured: Measured | None  # None: the process ended without a record
     ended_by: str = ""  # why the parent ended it, if it did
     timeout: float | None = None  # seconds, as it was when the run was made
+    alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
+    host: str = ""
+    devices: tuple[str, ...] = ()  # those it was given, such as "cuda:1"
 
     @property
     def case(self) -> Case:
@@ -124,4 +127,7 @@ class Run:
             None if measured is None else Measured.from_json(measured),
             data["ended_by"],
             data["timeout"],
+            data.get("alone", True),
+            data.get("host", ""),
+            tuple(data.get("devices", ())),
         )

@@ -4,6 +4,7 @@
   time, so a machine that changes its speed changes both.  The row has the median and
   quartiles over the rounds; O0's are those of its second run, over as many steps as it took.
 * Losses, metrics, memory, steps and skips are of whole runs.
+* Times and speed are of runs that ran alone; runs beside others slow each other.
 * For accuracy each seed gives one value: a metric's last value, or the last loss; the
   mean, if the seed ran several times.  `judge.py` compares these values.
 """
@@ -60,6 +61,11 @@ def summarize(
     return [judged_row(row, ones) for row, ones in zip(rows, compared)]
 
 
+def alone(runs: Iterable[Run]) -> list[Run]:
+    """The runs whose times count: those that had their devices for themselves."""
+    return [run for run in runs if run.alone and run.measured is not None]
+
+
 def samples_of(runs: Iterable[Run]) -> Samples:
     """For each quantity one value per seed, from the runs with status "ok"."""
     values: dict[str, dict[int, list[float]]] = {}
@@ -87,10 +93,12 @@ def seeds_matter(runs: Iterable[Run]) -> bool:
 
 def _row(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Row:
     """The figures of a row, without a verdict."""
-    timed = [run.measured for run in runs if run.measured is not None]
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
     trouble = [said for said in map(status, runs) if said != OK]
-    times, speeds = _times(timed), _speeds(case, runs, base)
+    runs_alone, base_alone = alone(runs), alone(base)
+    timed = [run.measured for run in runs_alone]
+    times, speeds = _times(timed), _speeds(case, runs_alone, base_alone)
+    noise = _speeds(BASE, base_alone, base_alone)
     firsts, lasts = zip(*map(first_and_last, measured)) if measured else ((), ())
     return Row(
         label=case.label,
@@ -108,7 +116,7 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Row:
         parts=_parts(timed),
         speed=speeds and speeds.median,
         speeds=speeds,
-        pace="" if case == BASE or trouble else pace_of(speeds, _speeds(BASE, base, base)),
+        pace="" if case == BASE or trouble else pace_of(speeds, noise),
         samples_per_second=_median(map(samples_per_second, timed)),
         memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
         memory_kind=measured[0].memory_kind if measured else "resident",
