@@ -8,6 +8,7 @@ one's help says of its exit code.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
@@ -54,7 +55,7 @@ def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
 
 
 def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str]) -> str:
-    known = [text for action in options.parser._actions for text in action.option_strings]
+    known = re.findall(r"--[\w-]+", options.parser.format_help())
     meant = did_you_mean(unknown[0].partition("=")[0], known) if unknown[0][:2] == "--" else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if command in WITH_SEPARATOR:
