@@ -180,8 +180,11 @@ class SlurmEngine:
 
     def _outcome(self, job: _Job) -> Event | None:
         """What became of a job that has ended; None if it is submitted again."""
+        handle = job.handle
         try:
-            result = job.handle.result()
+            if self._cluster != "slurm" and not handle.paths.result_pickle.exists():
+                raise UncompletedJobError  # no file system that could show it later
+            result = handle.result()
         except FailedJobError as error:
             return self._close(job, Failed(job.trial, EngineError(f"--engine slurm: {error}")))
         except UncompletedJobError:
