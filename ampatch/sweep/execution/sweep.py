@@ -357,7 +357,8 @@ class Sweep:
                 f"Step time and speed are of the {len(timed)} of {len(self.runs)} runs that ran "
                 "alone on their device; the others ran beside each other, for accuracy."
             )
-        places = {f"{run.host} ({run.measured.device})" for run in timed if run.measured}
+        measured = [run for run in timed if run.measured and run.measured.device]
+        places = {f"{run.host} ({run.measured.device})" for run in measured}
         if len(places) > 1:
             notes.append(
                 f"Timed runs are from several machines or devices, {', '.join(sorted(places))}: "
