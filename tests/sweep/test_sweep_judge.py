@@ -187,7 +187,7 @@ def test_the_fastest_that_is_as_good_is_recommended():
 def test_with_nothing_to_compare_nothing_is_recommended():
     base, row = run_of("O0", 0, 0.9), run_of("O1", 0, error="RuntimeError: no")
     for runs, lacking in (
-        ([], "there is no O0 that went well"),
+        ([], "no run has ended"),
         ([run_of("O1", 0, 0.9)], "there is no O0 that went well"),
         ([base], "O0 alone has run"),
         ([base, row], "no row beside O0 has gone well"),

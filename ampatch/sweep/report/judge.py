@@ -157,6 +157,8 @@ def _judged(one: Comparison, p: float, rows: int) -> Comparison:
 
 
 def _what_lacks(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "no run has ended"
     if all(row.outcome != "baseline" for row in rows):
         return "there is no O0 that went well"
     return "O0 alone has run" if len(rows) == 1 else "no row beside O0 has gone well"
