@@ -59,7 +59,7 @@ def test_two_sweeps_beside_each_other(tmp_path, capsys):
     assert [row.split()[:2] for row in rows] == [["O1", "float16"], ["O1", "bfloat16"]]
     assert all(row.count("0.91 ± 0.01") == 1 for row in rows)
     lines = verdicts.splitlines()
-    assert lines[0].startswith("O1 float16: 1.00x the speed of A; worse than A: accuracy 0.8117")
+    assert lines[0].startswith("O1 float16: speed not told apart from A's: 1.00x; worse than A: ")
     assert lines[2:] == ["Only in A: O0 float32", "Only in B: O2-loss_scale=<b>$1$</b> float16"]
 
 
@@ -137,3 +137,25 @@ def test_where_they_differ_a_says_which_way_is_better(tmp_path):
     )
     pairs = side_by_side(first, second).pairs
     assert {pair.comparisons[0].better for pair in pairs} == {"higher"}
+
+
+@pytest.mark.parametrize(
+    ("pace", "noise", "said"),
+    [
+        (0.008, 0.0100, "1.25x the speed of A"),
+        (0.008, 0.0108, "not told apart"),  # O0 against O0 is off by 8 %
+        (0.010, 0.0100, "not told apart"),  # the quartiles overlap
+        (0.008, None, "not told apart"),  # O0 ran once
+    ],
+)
+def test_speeds_are_told_apart_on_quiet_machines(tmp_path, pace, noise, said):
+    again = {"short": True, "again": True}
+    for name, second, seconds in (("a", 0.010, 0.010), ("b", noise, pace)):
+        runs = [made_run(CASES[0], seed) for seed in (0, 1)]
+        runs += [made_run(CASES[1], step_seconds=[None, *[seconds] * 119])]
+        if second is not None:
+            times = [None, *[second] * 119]
+            runs += [made_run(CASES[0], seed, kind=again, step_seconds=times) for seed in (0, 1)]
+        made_sweep(tmp_path / name, runs)
+    pairs = side_by_side(read_sweep(tmp_path / "a"), read_sweep(tmp_path / "b")).pairs
+    assert said in pairs[1].verdict

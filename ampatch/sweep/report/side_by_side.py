@@ -14,8 +14,10 @@ from typing import Any
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.judge import compare, corrected, quality_text
+from ampatch.sweep.report.pace import is_noisy
 from ampatch.sweep.report.results import Comparison, Results, Row, read_results, read_runs
 from ampatch.sweep.report.summary import samples_of, seeds_matter
+from ampatch.sweep.trial import BASE
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,24 @@ class RowPair:
     first: Row
     second: Row
     comparisons: list[Comparison]
+    quiet: bool  # O0 against O0 was measured in both sweeps, and within the noise that is allowed
 
     @property
     def speed(self) -> float | None:
         """How many times as fast B's steps are as A's."""
         times = self.first.step_ms, self.second.step_ms
         return times[0] / times[1] if times[0] and times[1] else None
+
+    @property
+    def pace(self) -> str:
+        """Whether B is faster, in words; "" where a step time is missing."""
+        if self.speed is None:
+            return ""
+        times = self.first.step_times, self.second.step_times
+        apart = all(times) and (times[0].high < times[1].low or times[1].high < times[0].low)
+        if apart and self.quiet:
+            return f"{self.speed:.2f}x the speed of A"
+        return f"speed not told apart from A's: {self.speed:.2f}x"
 
     @property
     def verdict(self) -> str:
@@ -67,9 +81,8 @@ class RowPair:
         ]
         if failed:
             return "; ".join(failed)
-        pace = [] if self.speed is None else [f"{self.speed:.2f}x the speed of A"]
-        quality = [quality_text(self.comparisons[0], "A")] if self.comparisons else []
-        return "; ".join(pace + quality) or "nothing to compare"
+        quality = quality_text(self.comparisons[0], "A") if self.comparisons else ""
+        return "; ".join(filter(None, (self.pace, quality))) or "nothing to compare"
 
 
 @dataclass(frozen=True)
@@ -125,13 +138,19 @@ def side_by_side(first: Stored, second: Stored, judged: str | None = None) -> Si
         ]
     )
     _check_judged(judged, compared)
+    quiet = _is_quiet(first) and _is_quiet(second)
     return SideBySide(
         first,
         second,
         _differences(first.facts, second.facts),
-        [RowPair(*pair, ones) for pair, ones in zip(rows, compared)],
+        [RowPair(*pair, ones, quiet) for pair, ones in zip(rows, compared)],
         {"A": _alone(first, second), "B": _alone(second, first)},
     )
+
+
+def _is_quiet(sweep: Stored) -> bool:
+    noise = next((row.speeds for row in sweep.results.rows if row.label == BASE.label), None)
+    return noise is not None and not is_noisy(noise)
 
 
 def _check_judged(judged: str | None, compared: Sequence[Sequence[Comparison]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, TextIO
 
 from ampatch.sweep.report.judge import difference_text, mean_and_sd, method, p_text
 from ampatch.sweep.report.numbers import MISSING
+from ampatch.sweep.report.pace import NOISE
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.side_by_side import RowPair, SideBySide
 from ampatch.sweep.report.table import aligned_cells
@@ -21,7 +22,9 @@ _HEADS = (
 )
 _SPEED = (
     "B speed: how many times as fast as A, from the median step times. The two sweeps ran at "
-    "different times, so what else their machines did is in it."
+    "different times, so what else their machines did is in it. It is told apart where the "
+    "quartiles of the step times do not overlap and O0 against O0 was within "
+    f"{NOISE:.0%} in both sweeps."
 )
 _LONGEST = 40  # characters of a setting
 
