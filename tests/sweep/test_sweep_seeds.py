@@ -8,6 +8,7 @@ import torch
 
 from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.seeding import OwnSeeds
 from ampatch.sweep.measure.record import Measured, Run, SeedCall
 from ampatch.sweep.report.own_seeds import constant_seeds
 from ampatch.sweep.trial import BASE, Trial
@@ -130,6 +131,13 @@ def test_overridden_seeds_are_the_trials(tmp_path):
     assert zero["kept"] == one["kept"]
     assert not set(zero["epochs"]) & set(one["epochs"])
     assert plan.results.notes == []
+
+
+def test_a_seed_may_be_an_array_and_a_number_of_any_kind():
+    numpy = pytest.importorskip("numpy")
+    of_trial = OwnSeeds(5, override=True)._of_trial
+    assert of_trial(numpy.array([1, 2])) == of_trial([1, 2]) == 5
+    assert of_trial(numpy.int64(7)) == of_trial(torch.tensor(7)) == of_trial(7) != 5
 
 
 def test_a_seed_that_is_passed_on_is_no_constant(tmp_path):

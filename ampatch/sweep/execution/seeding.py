@@ -142,7 +142,8 @@ class OwnSeeds:
         return ((seed, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): seed})
 
     def _of_trial(self, given: Any) -> int:
-        """The seed of this trial in the place of `given`."""
+        """The seed of this trial in the place of `given`, a number, an array or a text."""
+        given = given.tolist() if hasattr(given, "tolist") else given
         if self._first is None:
             self._first = given
         if given == self._first:
