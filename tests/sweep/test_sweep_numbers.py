@@ -17,6 +17,8 @@ from ampatch.sweep.report.numbers import decimals, plus_minus, quantity
         (0.5, None, "0.5000"),
         (2e-5, None, "2.00e-05"),
         (math.nan, 0.1, "nan"),
+        (1e30, 2e29, "1.000e+30 ± 2.0e+29"),
+        (-2e30, None, "-2.000e+30"),
         (None, None, "-"),
     ],
 )
@@ -32,6 +34,8 @@ def test_a_column_has_the_same_decimals():
     assert decimals([0.5, 1e-5]) == 4  # not six for the sake of one row
     assert plus_minus(0.25, 1e-5, 4) == "0.25 ± 1.0e-05"
     assert decimals([None, 0.0]) is None
+    astray = decimals([0.004, 3e5])  # one row diverged, and hides nothing of the other
+    assert plus_minus(1.19861, 0.004, astray) == "1.1986 ± 0.0040"
 
 
 def test_a_value_is_four_decimals_or_three_digits():

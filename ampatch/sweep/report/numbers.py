@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 
 MISSING = "-"
 _SMALL = 1e-3  # below this four decimals would show nothing
+_LARGE = 1e7  # from here on they would show nothing else
 _MOST_DECIMALS = 6
+_PLAIN = 4  # decimals of a value without scatter
 
 
 def mean(values: Sequence[float]) -> float:
@@ -26,7 +28,9 @@ def number(value: float | None, form: str) -> str:
 
 
 def quantity(value: float | None) -> str:
-    """A loss or a metric: four decimals, or three digits of a small value."""
+    """A loss or a metric: four decimals, or a few digits of a small or large value."""
+    if value is not None and abs(value) >= _LARGE:
+        return number(value, "{:.3e}")
     small = value is not None and 0 < abs(value) < _SMALL
     return number(value, "{:.2e}" if small else "{:.4f}")
 
@@ -48,8 +52,13 @@ def plus_minus(value: float | None, sd: float | None, places: int | None = None)
     places = decimals([sd]) if places is None else places
     if value is None or not math.isfinite(value) or places is None:
         return quantity(value)
+    if max(abs(value), sd or 0) >= _LARGE:
+        return quantity(value) + (f" ± {sd:.1e}" if sd and math.isfinite(sd) else "")
     if not sd or not math.isfinite(sd):
         return f"{value:.{places}f}"
+    own = 1 - math.floor(math.log10(sd))
+    if round(sd, places) == 0 and own <= _PLAIN:  # a row that went astray has set the decimals
+        places = own
     if round(sd, places) == 0:
         return f"{value:.3g} ± {sd:.1e}"
     return f"{value:.{places}f} ± {sd:.{places}f}"
