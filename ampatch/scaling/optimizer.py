@@ -46,9 +46,9 @@ class ManagedOptimizer:
     `gradients` are on their way to the step, `masters` are the FP32 weights that it updates,
     `groups` the places of parameters, `counter` counts steps.  `after_step(self)` is called after
     each step, skipped or not.  `halves` gives the ids of the parameters that are to have masters
-    now, `master_of` the master that another optimizer has made for one of them, `held_copy` gives
-    up an FP32 copy of one that the user's code holds.  The ranks of `process_group` share their
-    overflow flag.
+    now, `master_of` the master that another optimizer has made for one of them, `half_of` the
+    parameter of such a master, `held_copy` gives up an FP32 copy of one that the user's code
+    holds.  The ranks of `process_group` share their overflow flag.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ManagedOptimizer:
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
         master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
+        half_of: Callable[[Tensor], Tensor | None] = lambda master: None,
         process_group: Any = None,
         name_of: Callable[[Tensor], str] = lambda half: "a weight",
         held_copy: Callable[[Tensor], Tensor | None] = lambda half: None,
@@ -68,7 +69,7 @@ class ManagedOptimizer:
         self.masters = MasterWeights(name_of, held_copy)
         self.gradients = GradientFlow(optimizer, self.masters, process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
-        self.groups = ParamGroups(optimizer, self.masters, master_of)
+        self.groups = ParamGroups(optimizer, self.masters, master_of, half_of)
         self.counter = StepCounter()
         self.found_states = FoundStates()
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked

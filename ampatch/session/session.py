@@ -235,6 +235,7 @@ class Session:
             after_step=self._after_step,
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
+            half_of=self.masters.half_of,
             process_group=self._process_group,
             name_of=lambda half: self.weights.names().get(id(half), "a weight"),
             held_copy=self.values.widened.hand_over,
