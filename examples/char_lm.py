@@ -5,6 +5,9 @@
 The text is that of the Python which runs the script, so nothing is downloaded,
 and figures from two Python versions are not comparable.  The last tenth is held
 out; its mean loss, in nats per character, is the metric.
+
+It seeds nothing unless `--seed` is given, so that `ampatch sweep --seeds 3`
+can give each run its own seed.
 """
 
 import argparse
@@ -116,23 +119,27 @@ def test(model, data, args, batches=16):
 
 
 def parse_args():
+    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="Character language model, mixed precision")
     parser.add_argument("--opt-level", default="O1")
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument(
+        "--dtype", default="float16" if cuda else "bfloat16", choices=["float16", "bfloat16"]
+    )
     parser.add_argument("--loss-scale", default=None, help='"dynamic" or a number')
     parser.add_argument("--epochs", type=int, default=4, help="held-out tests, evenly spaced")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--length", type=int, default=64, help="characters per window")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=None, help="for a run that can be repeated")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    torch.manual_seed(args.seed)
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
     train_data, test_data = load_text(args.device)
 
     model = CharLM(args.length).to(args.device)

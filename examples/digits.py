@@ -1,10 +1,14 @@
-"""Train a small convolutional network on scikit-learn's handwritten digits.
+"""Train a convolutional network on scikit-learn's handwritten digits.
 
     python examples/digits.py --opt-level O1 --dtype bfloat16
 
 The script is what it would be without ampatch, but for four places: the
 import, `initialize`, `with scale_loss`, and `log_metrics`, which does nothing
 but hand the accuracy to `ampatch sweep` when that is watching.
+
+It seeds nothing unless `--seed` is given, so that `ampatch sweep --seeds 3`
+can give each run its own seed.  The images that are held out are always the
+same.
 """
 
 import argparse
@@ -21,25 +25,30 @@ import ampatch as amp
 
 
 class Net(nn.Module):
-    """Two convolutions and two linear layers, for 8 x 8 grey images."""
+    """Two convolutions and three linear layers, for 8 x 8 grey images.
 
-    def __init__(self, width=12, classes=10):
+    Most of its work is in `fc1` and `fc2`, which have `width` inputs and outputs.
+    """
+
+    def __init__(self, width, classes=10):
         super().__init__()
-        self.conv1 = nn.Conv2d(1, width, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(2 * width)
-        self.fc1 = nn.Linear(2 * width * 2 * 2, 64)
-        self.fc2 = nn.Linear(64, classes)
+        channels = width // 16  # on 4 x 4 places after the pooling, so `width` numbers
+        self.conv1 = nn.Conv2d(1, channels // 2, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels // 2)
+        self.conv2 = nn.Conv2d(channels // 2, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.fc1 = nn.Linear(channels * 4 * 4, width)
+        self.fc2 = nn.Linear(width, width)
+        self.fc3 = nn.Linear(width, classes)
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
-        x = F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
+        x = F.relu(self.bn2(self.conv2(x)))
         x = F.relu(self.fc1(x.flatten(1)))
-        return self.fc2(x)
+        return self.fc3(F.relu(self.fc2(x)))
 
 
-def load(batch_size, seed):
+def load(batch_size):
     """Training and test batches; which images are which depends on no seed."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -47,11 +56,8 @@ def load(batch_size, seed):
     train, test = train_test_split(
         range(len(labels)), test_size=0.2, random_state=0, stratify=digits.target
     )
-    order = torch.Generator().manual_seed(seed)
-    train_loader = DataLoader(
-        TensorDataset(images[train], labels[train]), batch_size, shuffle=True, generator=order
-    )
-    return train_loader, DataLoader(TensorDataset(images[test], labels[test]), 128)
+    train_loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size, shuffle=True)
+    return train_loader, DataLoader(TensorDataset(images[test], labels[test]), batch_size)
 
 
 def train(model, loader, optimizer, device):
@@ -79,24 +85,29 @@ def test(model, loader, device):
 
 
 def parse_args():
+    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="Handwritten digits with mixed precision")
     parser.add_argument("--opt-level", default="O1")
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument(
+        "--dtype", default="float16" if cuda else "bfloat16", choices=["float16", "bfloat16"]
+    )
     parser.add_argument("--loss-scale", default=None, help='"dynamic" or a number')
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--width", type=int, default=1024, help="a multiple of 32")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=None, help="for a run that can be repeated")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    torch.manual_seed(args.seed)
-    train_loader, test_loader = load(args.batch_size, args.seed)
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    train_loader, test_loader = load(args.batch_size)
 
-    model = Net().to(args.device)
+    model = Net(args.width).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     model, optimizer = amp.initialize(
         model,

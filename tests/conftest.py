@@ -130,6 +130,20 @@ def native_cache(tmp_path_factory):
     return cache_with_build(tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def accelerator(request):
+    """The fake accelerator is known to torch, from now on: other tests may not run beside these."""
+    import fake_accelerator
+
+    others = [item for item in request.session.items if not item.get_closest_marker("accelerator")]
+    if others:
+        pytest.skip("changes torch for the whole process: run `pytest -m accelerator`")
+    if not fake_accelerator.has_compiler():
+        pytest.skip("no C++ compiler")
+    fake_accelerator.load()
+    return torch.device(fake_accelerator.NAME)
+
+
 @pytest.fixture
 def same_bits_with_native(native_cache):
     """`same_bits_with_native(program)`: see `native_runs.same_bits`."""

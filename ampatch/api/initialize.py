@@ -18,6 +18,7 @@ from ..session.registry import registry
 from ..session.session import Session
 from ..session.transfer import Transfer
 from . import argument_checks
+from .replacing import replaced
 
 
 def initialize(
@@ -119,7 +120,9 @@ def initialize(
     given["overrides"] = overrides
     argument_checks.unknown_keywords(initialize, unknown)
     set_verbosity(verbosity)
-    opt_level, dtype, given = _from_environment(opt_level, dtype, given)
+    asked = environment.read()
+    own = (opt_level, dtype, {name: given[name] for name in ARGUMENTS})
+    opt_level, dtype, given = _from_environment(asked, opt_level, dtype, given)
     overrides = given.pop("overrides")
     properties = properties_for(opt_level, dtype, **given)
     rules = parse(overrides)
@@ -140,6 +143,8 @@ def initialize(
         session.open(listed_models, listed_optimizers, transfer.trained)
     registry.close_empty()
     registry.observers.notify("on_initialize", properties)
+    if registry.observers.are_there and (changes := replaced(asked, *own, properties)):
+        registry.observers.notify("on_replaced", changes)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
         logger.warning(note)
@@ -199,14 +204,13 @@ def _session_of(optimizers: list[Any]) -> Session:
 
 
 def _from_environment(
-    opt_level: Any, dtype: Any, given: dict[str, Any]
+    asked: environment.Asked, opt_level: Any, dtype: Any, given: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Let the environment replace level, dtype, loss scale, `enabled` and other settings.
 
     Settings that a script chose for its own opt level (`keep_batchnorm_fp32=True`
     for O2) may contradict the one asked for; they are dropped, and a warning says so.
     """
-    asked = environment.read()
     given = {**given, "enabled": given["enabled"] if asked.enabled else False}
     if asked.loss_scale is not None:
         given["loss_scale"] = asked.loss_scale
@@ -313,10 +317,15 @@ def observe(observer: Any) -> Callable[[], None]:
     The methods, each optional:
 
         on_initialize(properties)
+        on_replaced(values): what the environment replaces, as `{name: (the script's, in force)}`.
         on_loss(loss, loss_id): the unscaled loss of each `scale_loss`.
         on_scale(scale, loss_id): the scale that this loss is multiplied by, a float, or a
             0-dim tensor whose value changes later.
-        on_step(optimizer, skipped): `skipped` is a bool, or a 0-dim tensor to be read later.
+        on_backward(loss_id): the backward pass of a `scale_loss` block has ended.
+        on_unscaled(loss_id): the block has ended; its gradients are unscaled.
+        on_step_begin(optimizer)
+        on_step(optimizer, skipped): a step has ended; `skipped` is a bool, or a 0-dim tensor to
+            be read later.
         on_metrics(values): the numbers of a `log_metrics`, as a dict.
         on_close(session)
         on_deactivate()

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import native
 from ..torch_private import foreach
-from ..torch_private.devices import place_of
+from ..torch_private.devices import copies_lists_at_once, place_of
 from ..torch_private.modules import (
     BACKWARD_HOOKS_CAN_BE_SEEN,
     GLOBAL_BACKWARD_TABLES,
@@ -50,7 +50,12 @@ from ..torch_private.tensors import (
 
 MOST_WEIGHTS = 32
 MOST_BYTES = 8 * 2**20
-"""A bucket's limits; the bytes are those of its FP32 weights."""
+MOST_BYTES_OF_LISTS = 32 * 2**20
+"""A bucket's limits; the bytes are those of its FP32 weights.
+
+The larger one is for devices that copy a list in one kernel: the fewer buckets, the fewer kernels.
+It is about that of DDP's buckets, so that gradients wait no longer for these than for those.
+"""
 
 HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
 """Without, no weights are cast together."""
@@ -260,7 +265,8 @@ def may_be_planned(weight: Tensor) -> bool:
 
 def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
     size = sum(one.numel() for one in bucket) + weight.numel()
-    return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= MOST_BYTES
+    most = MOST_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MOST_BYTES
+    return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= most
 
 
 def _below_hooks(parts: list[nn.Module]) -> set[int]:

@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..torch_private import attention
-from ..torch_private.devices import is_read_by_host
+from ..torch_private.devices import FUSED_ATTENTION, is_read_by_host
 from ..torch_private.modules import GLOBAL_FORWARD_TABLES, parts_of
 from ..torch_private.probes import is_recording
 from .cast_observers import observed, observers
@@ -33,9 +33,6 @@ from .cast_state import CastState
 from .handlers import call_handlers, is_asked, unseen_where_modes_are
 from .policy import Policy
 from .rules import SCALARS, TENSORS, cast, castable
-
-DEVICES = frozenset(("cpu", "cuda"))
-"""Where the kernels take half."""
 
 _PARTS: tuple[tuple[str, Any], ...] = (
     ("self_attn", nn.MultiheadAttention),
@@ -124,7 +121,7 @@ def _is_plain(given: Any, policy: Policy) -> bool:
     return (
         type(given) in TENSORS
         and not given.is_nested
-        and given.device.type in DEVICES
+        and given.device.type in FUSED_ATTENTION
         and castable(given, policy)
     )
 

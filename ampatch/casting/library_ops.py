@@ -19,12 +19,11 @@ import torch.library
 from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.custom_ops import OPERATOR_CLASSES, qualified_name, registered_kernels
+from ..torch_private.devices import autocast_keys
 from .autocast_answers import casting_policy
 from .cast_state import CastState
 from .patches import PatchSet
 from .torch_autocast import autocast_on
-
-_DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
 
 
 class LibraryOps:
@@ -83,4 +82,4 @@ class LibraryOps:
 def _devices_of(name: str) -> list[str]:
     place = name.replace("::", "/")
     registered = registered_kernels()
-    return [device for key, device in _DEVICES.items() if f"{place}/{key}" in registered]
+    return [device for key, device in autocast_keys().items() if f"{place}/{key}" in registered]

@@ -1,8 +1,4 @@
-"""The command `ampatch build`.
-
-Exit codes: 0 when there is a build that loads, or after `--clean`; 1 when it could not be made or
-does not load; 2 for a wrong command line.
-"""
+"""The command `ampatch build`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `ampatch doctor`.  Exit code: 0; 2 for a wrong command line."""
+"""The command `ampatch doctor`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The command `ampatch gradients`.
-
-Exit codes: 0; the script's own if it failed, after the answer so far; 1 if it never
-stepped an optimizer; 2 for a wrong command line.
-"""
+"""The command `ampatch gradients`: the answer so far is printed where the script fails, too."""
 
 from __future__ import annotations
 

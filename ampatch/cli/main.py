@@ -1,47 +1,69 @@
-"""The command `ampatch`: sweep, report, run, tables, gradients, explain, doctor, build.
+"""The command `ampatch`: sweep, report, compare, run, tables, gradients, explain, doctor, build.
 
 Each subcommand has a file of its own, with `add_parser`.  It imports what it needs
-when it runs, so that a wrong option is refused at once.  Exit codes: 0, or 1 when no
-run of a sweep went well, or the script's own; 2 for a wrong command line; 130 after
-Ctrl-C.
+when it runs, so that a wrong option is refused at once.  `exit_codes` has what each
+one's help says of its exit code.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import re
 import sys
 from collections.abc import Sequence
 
 from ampatch._version import __version__
-from ampatch.cli import build, doctor, explain, gradients, report, run, sweep, tables
+from ampatch.cli import build, compare, doctor, explain, gradients, report, run, sweep, tables
+from ampatch.cli.ending import end_quietly
+from ampatch.cli.exit_codes import OF_ALL, exit_status
+from ampatch.errors import did_you_mean
 
-# in the order of --help
-SUBCOMMANDS = (sweep, report, run, tables, gradients, explain, doctor, build)
+# in the order of --help; each file has the name of its command
+SUBCOMMANDS = (sweep, report, compare, run, tables, gradients, explain, doctor, build)
+NAMES = tuple(module.__name__.rpartition(".")[2] for module in SUBCOMMANDS)
 WITH_SEPARATOR = ("sweep", "gradients", "explain")
 """Subcommands with `--` between their own arguments and those of the script."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default the process's own; returns the exit code."""
-    own, script_arguments = _split(list(sys.argv[1:] if argv is None else argv))
-    options, unknown = build_parser().parse_known_args(own)
+    given = list(sys.argv[1:] if argv is None else argv)
+    name = f"ampatch {given[0]}" if given and given[0] in NAMES else "ampatch"
+    return end_quietly(lambda: _run(given), name)
+
+
+def _run(argv: list[str]) -> int:
+    own, script_arguments = _split(argv)
+    parser = build_parser()
+    _check_command(parser, own)
+    options, unknown = parser.parse_known_args(own)
     if unknown:
-        hint = ""
-        if own[0] in WITH_SEPARATOR:
-            hint = (
-                "\nThe script's own arguments go behind --: "
-                f"ampatch {own[0]} {options.script} -- {' '.join(unknown)}"
-            )
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        options.parser.error(_unrecognized(own[0], options, unknown))
     options.arguments = script_arguments
-    try:
-        code: int = options.command(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has ended: `ampatch tables | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    code: int = options.command(options)
     return code
+
+
+def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
+    """Refuse a command that there is not, with the one that was meant."""
+    if not own or own[0].startswith("-") or own[0] in NAMES:
+        return
+    meant = did_you_mean(own[0], NAMES)
+    if own[0].endswith(".py"):
+        meant = f" To run a script: ampatch run {own[0]}"
+    parser.error(f"there is no command {own[0]!r}.{meant}\nExpected one of {', '.join(NAMES)}.")
+
+
+def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str]) -> str:
+    known = re.findall(r"--[\w-]+", options.parser.format_help())
+    meant = did_you_mean(unknown[0].partition("=")[0], known) if unknown[0][:2] == "--" else ""
+    message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
+    if command in WITH_SEPARATOR:
+        message += (
+            "\nThe script's own arguments go behind --: "
+            f"ampatch {command} {options.script} -- {' '.join(unknown)}"
+        )
+    return message
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -61,10 +83,14 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line, with all subcommands."""
     parser = argparse.ArgumentParser(
-        prog="ampatch", description="Automatic mixed precision for PyTorch, by patching it."
+        prog="ampatch",
+        description="Automatic mixed precision for PyTorch, by patching it.",
+        epilog=f"Exit status: that of the command, see COMMAND --help; {OF_ALL}.",
     )
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for subcommand in SUBCOMMANDS:
         subcommand.add_parser(commands)
+    for name, command in commands.choices.items():
+        command.epilog = " ".join(filter(None, [command.epilog, exit_status(name)]))
     return parser

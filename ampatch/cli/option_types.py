@@ -1,16 +1,18 @@
 """Types of options: functions from text to a value, for argparse.
 
-argparse makes an error message of a `ValueError` and of an `ArgumentTypeError`.
+argparse makes an error message of an `ArgumentTypeError`.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import Any
 
 
 def positive_count(text: str) -> int:
     """A whole number above 0."""
-    number = int(text)
+    number = _number(int, text, "a whole number above 0")
     if number < 1:
         raise ArgumentTypeError(f"{text} is not above 0")
     return number
@@ -18,7 +20,7 @@ def positive_count(text: str) -> int:
 
 def positive_seconds(text: str) -> float:
     """A time above 0."""
-    seconds = float(text)
+    seconds = _number(float, text, "seconds, a number above 0")
     if not seconds > 0:
         raise ArgumentTypeError(f"{text} is not above 0")
     return seconds
@@ -26,10 +28,18 @@ def positive_seconds(text: str) -> float:
 
 def percentage(text: str) -> float:
     """A number from 0 to below 100."""
-    number = float(text)
+    number = _number(float, text, "percent, a number from 0 to below 100")
     if not 0 <= number < 100:
         raise ArgumentTypeError(f"{text} is not at least 0 and below 100")
     return number
+
+
+def _number(kind: Callable[[str], Any], text: str, expected: str) -> Any:
+    """`kind(text)`; argparse would show the name of a function of ours for a `ValueError`."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r}: expected {expected}") from None
 
 
 def name_list(text: str) -> list[str]:

@@ -1,7 +1,4 @@
-"""The command `ampatch report`: table, pictures and page of a stored sweep, without a run.
-
-Exit codes: 0; 1 when something cannot be written; 2 for a wrong command line.
-"""
+"""The command `ampatch report`: table, pictures and page of a stored sweep, without a run."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ampatch.cli.sweep_output import add_tensorboard, check_tensorboard, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 
 def add_parser(commands: Any) -> None:
@@ -18,21 +15,21 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="make a sweep's table, pictures and HTML page again, from stored results",
-        description="Prints the table of the sweep in DIR, and writes report.html, plots/*.png, "
-        "summary.csv and summary.md anew. Nothing is run; a sweep that was killed has its "
-        "report this way too.",
+        description="Prints the table of the sweep in DIR, and writes report.html, plots/, "
+        "figures.tex, summary.csv, .md and .tex anew. Nothing is run; a sweep that was killed "
+        "has its report this way too.",
     )
     parser.add_argument("directory", metavar="DIR", help="what ampatch sweep wrote to")
-    add_tensorboard(parser)
+    add_trackers(parser)
     parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table and write the files; returns the exit code."""
     from ampatch.sweep.report.results import read_results
-    from ampatch.sweep.report.table import write_results
+    from ampatch.sweep.report.terminal import write_results
 
-    check_tensorboard(options)
+    trackers = check_trackers(options)
     directory = Path(options.directory)
     parser: argparse.ArgumentParser = options.parser
     try:
@@ -43,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
         parser.error(f"{directory}: there are no results of a sweep in this directory.")
     write_results(results, sys.stdout)
     try:
-        write_shown(directory, options.tensorboard)
+        write_shown(directory, trackers)
     except OSError as error:
-        print(f"ampatch report: {error}", file=sys.stderr)
+        print(f"ampatch report: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 1
     return 0

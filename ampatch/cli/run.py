@@ -1,20 +1,21 @@
-"""The command `ampatch run`: its options, and what is set up before the script starts.
-
-Exit codes: the script's own; 1 if an exception ends it; 130 after Ctrl-C; 2 for a wrong
-command line.
-"""
+"""The command `ampatch run`: its options, and what is set up before the script starts."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ampatch.cli.debugging import run_debugged
 from ampatch.errors import AmpatchError
 
-_WITH_VALUE = ("--opt-level", "--dtype", "--loss-scale")
+_VARIABLE = {
+    "--opt-level": "AMPATCH_OPT_LEVEL",
+    "--dtype": "AMPATCH_DTYPE",
+    "--loss-scale": "AMPATCH_LOSS_SCALE",
+}
+_WITH_VALUE = (*_VARIABLE, "--stop-at")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -36,8 +37,7 @@ def add_parser(commands: Any) -> None:
         description="Runs SCRIPT as Python would. These options replace the arguments of its "
         "initialize; with --auto a script without AMP code runs in mixed precision. `from apex "
         "import amp` finds ampatch, unless an apex is installed. Options come before SCRIPT.",
-        epilog="Exit status: the script's own; 1 if an exception ends it; 130 after Ctrl-C; 2 for "
-        "a wrong command line. Under torchrun: torchrun --nproc-per-node 2 -m ampatch run SCRIPT",
+        epilog="Under torchrun: torchrun --nproc-per-node 2 -m ampatch run SCRIPT.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -64,7 +64,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--debug",
         action="store_true",
-        help="say where the first inf or NaN comes from: operator, module, parameter (slow)",
+        help="say where the first inf or NaN comes from: operator, module, line; the script ends "
+        "there (slow)",
+    )
+    parser.add_argument(
+        "--stop-at",
+        choices=("unabsorbed", "any"),
+        help="what --debug stops at: what the dynamic loss scale does not absorb, or any inf or "
+        "NaN (default: unabsorbed)",
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     parser.add_argument("script", nargs="?", metavar="SCRIPT")
@@ -90,23 +97,40 @@ def run(options: argparse.Namespace) -> int:
     """Run the script or module; returns its exit code."""
     if options.module is None and options.script is None:
         options.parser.error("the following arguments are required: SCRIPT")
+    if options.stop_at is not None and not options.debug:
+        options.parser.error("--stop-at goes with --debug")
     from ampatch.launch import children
     from ampatch.launch.script import check_script
 
     given = {
-        "AMPATCH_OPT_LEVEL": options.opt_level,
-        "AMPATCH_DTYPE": options.dtype,
-        "AMPATCH_LOSS_SCALE": options.loss_scale,
+        "--opt-level": options.opt_level,
+        "--dtype": options.dtype,
+        "--loss-scale": options.loss_scale,
     }
-    os.environ.update({name: value for name, value in given.items() if value is not None})
+    os.environ.update({_VARIABLE[name]: text for name, text in given.items() if text is not None})
     try:
         children.check(options.auto)
         if options.script is not None:
             check_script(options.script)
     except (AmpatchError, OSError, ValueError) as error:
         options.parser.error(str(error))
-    children.start(options.auto)
-    return run_debugged(lambda: _execute(options)) if options.debug else _execute(options)
+    from ampatch.cli.run_notes import RunNotes
+
+    notes = RunNotes(options.script or f"-m {options.module}", given)
+    children.start(options.auto, notes.child_started)
+
+    def execute() -> int:
+        try:
+            code = _execute(options)
+        finally:
+            notes.close()
+        if code == 0 and not options.auto:
+            notes.say_unused()
+        return code
+
+    if options.debug:
+        return run_debugged(execute, options.stop_at or "unabsorbed")
+    return execute()
 
 
 def _execute(options: argparse.Namespace) -> int:
@@ -119,18 +143,3 @@ def _execute(options: argparse.Namespace) -> int:
     except ModuleMissing as error:
         parser: argparse.ArgumentParser = options.parser
         parser.error(str(error))
-
-
-def run_debugged(execute: Callable[[], int]) -> int:
-    """`execute()` with every model watched; the finding goes to the standard error at the end.
-
-    `execute` runs the script and returns its exit code.
-    """
-    from ampatch.diagnose.nonfinite import debug
-
-    with debug() as debugger:
-        code = execute()
-    found = debugger.report
-    steps = f"{debugger.step} optimizer steps"
-    print(f"ampatch: {found or f'no inf or NaN in {steps}.'}", file=sys.stderr)
-    return code

@@ -16,7 +16,7 @@ from ampatch.cli.option_types import (
     positive_count,
     positive_seconds,
 )
-from ampatch.cli.sweep_output import add_tensorboard, check_tensorboard, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 if TYPE_CHECKING:
     from ampatch.sweep import Sweep
@@ -32,13 +32,15 @@ def add_parser(commands: Any) -> None:
         "and prints a table, verdicts and a recommendation. SCRIPT is not edited: its "
         "ampatch.initialize takes opt level and dtype from AMPATCH_OPT_LEVEL and AMPATCH_DTYPE. "
         "O0 runs once per seed, and torch.autocast with GradScaler once per dtype and seed.",
-        epilog="In the script's arguments {seed} and {steps} are replaced. A script without such "
-        "an option can read AMPATCH_SEED; one that seeds nothing is seeded before it starts.",
+        epilog="In the script's arguments {seed}, {steps} and {trial_dir} (an empty directory for "
+        "each trial) are replaced. A script without such options can read AMPATCH_SEED and "
+        "AMPATCH_TRIAL_DIR; one that seeds nothing is seeded before it starts.",
     )
     parser.add_argument("script", metavar="SCRIPT")
     _add_what(parser)
     _add_measures(parser)
     _add_how(parser)
+    _add_where(parser)
     parser.set_defaults(command=run, parser=parser)
 
 
@@ -52,8 +54,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--dtypes",
         type=name_list,
-        default=["float16"],
-        help="half dtypes: float16,bfloat16 (default: float16)",
+        help="half dtypes: float16,bfloat16 (default: those that ampatch doctor calls fast "
+        "here, or bfloat16)",
     )
     what.add_argument(
         "--with",
@@ -82,11 +84,24 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         help="run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: 1)",
     )
     what.add_argument(
+        "--override-seeds",
+        action="store_true",
+        help="where SCRIPT seeds torch, numpy or random itself, use the trial's seed instead",
+    )
+    what.add_argument(
         "--repeats",
         type=positive_count,
         default=1,
         metavar="N",
-        help="run each seed N times, for more timings; rows take turns (default: 1)",
+        help="run each seed N times (default: 1)",
+    )
+    what.add_argument(
+        "--rounds",
+        type=positive_count,
+        default=3,
+        metavar="N",
+        help="measure speed in N rounds at least: each seed is one, short ones are added; with "
+        "--resume N may grow (default: 3)",
     )
     what.add_argument(
         "--steps", type=positive_count, metavar="N", help="end each run after N optimizer steps"
@@ -135,7 +150,59 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end a run that takes longer, and go on with the next",
     )
-    add_tensorboard(how)
+    add_trackers(how)
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("which machines and devices")
+    where.add_argument(
+        "--devices",
+        type=name_list,
+        metavar="cuda:0,cuda:1",
+        help="give each trial one of these; timed trials run alone, on the first",
+    )
+    where.add_argument(
+        "--jobs",
+        type=positive_count,
+        metavar="N",
+        help="run N trials at a time, for accuracy; timed trials run alone",
+    )
+    where.add_argument(
+        "--engine",
+        default="local",
+        metavar="local|ray|slurm",
+        help="what runs the trials (default: local; the others need ampatch[ray], ampatch[slurm])",
+    )
+    where.add_argument(
+        "--address",
+        help="of a Ray cluster; auto finds a running one (default: Ray is started here)",
+    )
+    where.add_argument(
+        "--gpus-per-trial",
+        type=float,
+        metavar="N",
+        help="what a trial asks of the cluster (default: with Ray 1 a process where it has GPUs)",
+    )
+    where.add_argument(
+        "--cpus-per-trial",
+        type=positive_count,
+        metavar="N",
+        help="cores, and threads of a trial (default: with Ray a node's, or 1 beside GPUs)",
+    )
+    where.add_argument(
+        "--slurm",
+        type=name_and_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter for submitit, such as partition=gpu or timeout_min=120",
+    )
+    where.add_argument(
+        "--nproc-per-node",
+        type=positive_count,
+        metavar="N",
+        help="start each trial by torchrun with N processes; rank 0 reports",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -143,7 +210,7 @@ def run(options: argparse.Namespace) -> int:
     from ampatch.sweep import SweepError
     from ampatch.sweep.execution.progress import progress_on
 
-    check_tensorboard(options)
+    trackers = check_trackers(options)
     sweep = _sweep(options)
     stopped, code = "", 0
     try:
@@ -154,7 +221,7 @@ def run(options: argparse.Namespace) -> int:
         stopped, code = f"{error}. With that put right, --resume goes on.", 1
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
-    return _report(sweep, stopped, options.tensorboard) or code
+    return _report(sweep, stopped, trackers) or code
 
 
 def _sweep(options: argparse.Namespace) -> Sweep:
@@ -169,7 +236,9 @@ def _sweep(options: argparse.Namespace) -> Sweep:
             levels=options.levels,
             dtypes=options.dtypes,
             seeds=options.seeds,
+            override_seeds=options.override_seeds,
             repeats=options.repeats,
+            rounds=options.rounds,
             steps=options.steps,
             overrides=options.overrides,
             metrics=dict(options.metric),
@@ -179,6 +248,14 @@ def _sweep(options: argparse.Namespace) -> Sweep:
             auto=options.auto,
             out=options.out,
             timeout=options.timeout,
+            engine=options.engine,
+            devices=options.devices,
+            jobs=options.jobs,
+            address=options.address,
+            gpus_per_trial=options.gpus_per_trial,
+            cpus_per_trial=options.cpus_per_trial,
+            slurm=dict(options.slurm),
+            nproc_per_node=options.nproc_per_node,
             resume=options.resume,
             overwrite=options.overwrite,
         )
@@ -188,14 +265,14 @@ def _sweep(options: argparse.Namespace) -> Sweep:
         parser.error(str(error))
 
 
-def _report(sweep: Sweep, stopped: str, tensorboard: bool) -> int:
+def _report(sweep: Sweep, stopped: str, trackers: list[str]) -> int:
     """Print and write the results so far; returns 1 if no run went well."""
-    from ampatch.sweep.report.table import write_results
+    from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
     write_results(results, sys.stdout)
     try:
-        write_shown(sweep.directory, tensorboard)
+        write_shown(sweep.directory, trackers)
     except OSError as error:
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1

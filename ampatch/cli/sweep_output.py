@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-
-def add_tensorboard(parser: Any) -> None:
-    """Add the option --tensorboard."""
-    parser.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="also write event files for TensorBoard, to DIR/tensorboard",
-    )
+_TRACKERS = {
+    "tensorboard": "also write event files for TensorBoard, to DIR/tensorboard",
+    "wandb": "also write the runs to Weights & Biases; with WANDB_MODE=offline to DIR/wandb",
+    "mlflow": "also write the runs to MLflow: MLFLOW_TRACKING_URI, or else DIR/mlflow.db",
+}
 
 
-def check_tensorboard(options: argparse.Namespace) -> None:
-    """End the command if --tensorboard is asked for and tensorboard is missing."""
-    from ampatch.sweep.report.tensorboard_events import check
+def add_trackers(parser: Any) -> None:
+    """Add an option for each experiment tracker."""
+    for name, text in _TRACKERS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
 
-    if options.tensorboard:
+
+def check_trackers(options: argparse.Namespace) -> list[str]:
+    """The trackers that are asked for; ends the command if the library of one is missing."""
+    from ampatch.sweep.report.trackers import TRACKERS
+
+    chosen = [name for name in _TRACKERS if getattr(options, name)]
+    for name in chosen:
         try:
-            check()
+            TRACKERS[name].check()
         except ImportError as error:
-            options.parser.error(f"--tensorboard: {error}")
+            options.parser.error(f"--{name}: {error}")
+    return chosen
 
 
-def write_shown(directory: Path, tensorboard: bool) -> None:
+def write_shown(directory: Path, trackers: Sequence[str]) -> None:
     """Write pages, pictures and tables of the stored results, and print where they are."""
     from ampatch.sweep.report.render import write_report
-    from ampatch.sweep.report.tensorboard_events import write_events
+    from ampatch.sweep.report.trackers import TRACKERS
 
     lacking = write_report(directory)
-    if tensorboard:
-        write_events(directory)
-    events = ", tensorboard/" if tensorboard else ""
     print(
-        f"Written to {directory}: report.html, plots/{events}, summary.json, .csv, .md; runs and "
-        "their logs in runs/."
+        f"Written to {directory}: report.html, plots/, summary.json, .csv, .md, .tex, "
+        "figures.tex; runs and their logs in runs/."
     )
     if lacking:
         print(lacking, file=sys.stderr)
+    for name in trackers:
+        print(TRACKERS[name].write(directory))

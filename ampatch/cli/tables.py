@@ -1,8 +1,4 @@
-"""The command `ampatch tables`.
-
-Exit codes: 0; 1 where no row names NAME, or --check finds a function out of reach; 2 for
-a wrong command line or a MODULE that cannot be imported.
-"""
+"""The command `ampatch tables`."""
 
 from __future__ import annotations
 
@@ -18,8 +14,6 @@ def add_parser(commands: Any) -> None:
         help="which function gets which dtype, and why",
         description="Prints what is patched, where, by which rule and why, what this torch lacks "
         "of it, and where torch.autocast for CUDA and apex differ.",
-        epilog="Exit status: 0; 1 where no row names NAME, or --check finds a function out of "
-        "reach; 2 for a wrong command line or a MODULE that cannot be imported.",
     )
     parser.add_argument(
         "name",
@@ -38,7 +32,8 @@ def add_parser(commands: Any) -> None:
         "--check",
         metavar="MODULE",
         help="import a module or a .py file and name each patched function that it holds from "
-        "before the patches: what is rebound, what is out of reach and how to write it",
+        "before the patches: what is rebound, what is out of reach and how to write it; "
+        "`from apex import amp` finds ampatch",
     )
     parser.set_defaults(command=run, parser=parser)
 
@@ -75,9 +70,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from ampatch.diagnose.tables import bound
+    from ampatch.launch.script import install_apex
 
     if (options.rule, options.name, options.format) != (None, None, "text"):
         options.parser.error("--check goes with no other option")
+    install_apex()
     try:
         found = bound.check(options.check)
     except ImportError as error:

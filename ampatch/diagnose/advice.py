@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from . import doctor
-from .dtype_names import dtype_name
+from . import speed
 
 if TYPE_CHECKING:
     from .explain import CastReport
@@ -27,22 +26,18 @@ def _slow_halves(found: CastReport) -> Iterator[str]:
     used = {dtype for device, dtype in found.used if device == "cpu"}
     if not used:
         return
-    speeds = doctor.measure("cpu")
+    speeds = speed.measure("cpu")
     for dtype in sorted(used, key=str):
-        here = speeds[dtype]
-        slow = [f"{name} at {ratio:.2g}x" for name, ratio in here.items() if ratio < 1]
+        slow = [one for one in speeds if one.dtype is dtype and one.verdict == "slower"]
         if slow:
-            fast = [
-                other for other, ratios in speeds.items() if all(r > 1 for r in ratios.values())
-            ]
+            fast = speed.fast(speeds)
             what = (
-                f'{fast[0]} is faster than FP32 here: dtype="{dtype_name(fast[0])}".'
+                f'torch.{fast[0]} is faster than FP32 here: dtype="{fast[0]}".'
                 if fast
                 else 'opt_level="O0" would be faster here.'
             )
-            yield (
-                f"{dtype} is slow on this CPU: {', '.join(slow)} of FP32's speed (measured). {what}"
-            )
+            figures = ", ".join(f"{one.operation} at {one.shown()}" for one in slow)
+            yield f"{dtype} is slow on this CPU: {figures} of FP32's speed (measured). {what}"
 
 
 def _bounces(found: CastReport) -> Iterator[str]:

@@ -5,40 +5,40 @@ A report about a problem should begin with it.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 import torch
 
-import ampatch
 from ampatch import native
 from ampatch._version import __version__
 from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
 from ampatch.diagnose.dtype_names import dtype_name
+from ampatch.diagnose.speed import HALF_TYPES, SMALLEST, Speed, devices, fast, measure
 from ampatch.diagnose.tables import content
 
-MEASURE_FOR = 0.15  # seconds for each operator and dtype
-
-
+SPEEDS = (
+    "Speed relative to FP32, forward and backward, with the range of three measurements.\n"
+    "Above 1 is faster; less than 10 %, or a range that reaches across 1, is a tie."
+)
 EXTRAS = ("numpy", "rich", "matplotlib", "scikit-learn", "scipy", "tensorboard")
 
 
 def write_report(stream: TextIO) -> None:
-    """Write everything to `stream`; takes about two seconds."""
+    """Write everything to `stream`; takes about a second per device."""
     for name, value in facts():
         print(f"{name:<22}{value}", file=stream)
-    print("\nSpeed relative to FP32, forward and backward; below 1 is slower:", file=stream)
+    print(f"\n{SPEEDS}", file=stream)
     for device in devices():
         speeds = measure(device)
         for line in speed_lines(device, speeds):
             print(f"  {line}", file=stream)
-        print(f"  Faster than FP32 on {device}: {fast(speeds)}.", file=stream)
+        fastest = ", ".join(fast(speeds)) or "no half type"
+        print(f"  Faster than FP32 on {device}: {fastest}.", file=stream)
 
 
 def as_dict() -> dict[str, Any]:
@@ -56,11 +56,16 @@ def as_dict() -> dict[str, Any]:
         "cuda_devices": cuda_devices(),
         "apex": _apex(),
         "environment": environment(),
-        "speed": {
-            device: {dtype_name(dtype): ratios for dtype, ratios in found.items()}
-            for device, found in speeds.items()
-        },
+        "speed": {device: _by_dtype(found) for device, found in speeds.items()},
+        "fast": {device: list(fast(found)) for device, found in speeds.items()},
     }
+
+
+def _by_dtype(speeds: list[Speed]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for speed in speeds:
+        found.setdefault(dtype_name(speed.dtype), {})[speed.operation] = speed.as_dict()
+    return found
 
 
 def facts() -> Iterator[tuple[str, str]]:
@@ -106,78 +111,19 @@ def _apex() -> str:
     return f"importable, from {spec.origin or 'a directory without __init__.py'}"
 
 
-def devices() -> list[str]:
-    """The device types that are measured."""
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+def speed_lines(device: str, speeds: list[Speed]) -> Iterator[str]:
+    """A line for each operation and dtype; FP32's are the noise of the machine."""
+    for dtype in (*HALF_TYPES, torch.float32):
+        for speed in speeds:
+            if speed.dtype is dtype:
+                name = dtype_name(dtype)
+                said = f"{name} {speed.verdict}" if dtype in HALF_TYPES else "(against itself)"
+                yield f"{device:<6}{name:<10}{speed.operation:<8}{_figure(speed):<24}{said}"
 
 
-def measure(device: str) -> dict[torch.dtype, dict[str, float]]:
-    """Speed of a matmul and a convolution in each half type, relative to FP32."""
-    with ampatch.disable_casts():
-        single = [_time(run, device) for run in operators(device, torch.float32)]
-        found = {}
-        for dtype in (torch.float16, torch.bfloat16):
-            half = [_time(run, device) for run in operators(device, dtype)]
-            ratios = [base / seconds for base, seconds in zip(single, half, strict=True)]
-            found[dtype] = dict(zip(("matmul", "conv2d"), ratios, strict=True))
-    return found
-
-
-def speed_lines(device: str, speeds: dict[torch.dtype, dict[str, float]]) -> Iterator[str]:
-    """A line for each half type."""
-    for dtype, ratios in speeds.items():
-        yield (
-            f"{device:<6}{dtype_name(dtype):<10}"
-            + "   ".join(f"{name} {ratio:.2g}x" for name, ratio in ratios.items())
-        )
-
-
-def fast(speeds: dict[torch.dtype, dict[str, float]]) -> str:
-    """Names of the half types that are faster than FP32 in every measurement."""
-    found = [dtype_name(dtype) for dtype, ratios in speeds.items() if min(ratios.values()) > 1]
-    return ", ".join(found) or "no half type"
-
-
-def operators(device: str, dtype: Any) -> list[Callable[[], Any]]:
-    """A matmul and a convolution, each with its backward pass, which can be slower."""
-
-    def leaf(*shape: int) -> Any:
-        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
-
-    side, batch, channels = (256, 8, 16) if device == "cpu" else (4096, 128, 64)
-    pairs = [
-        (leaf(side, side), leaf(side, side)),
-        (leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)),
-    ]
-    functions: list[Callable[..., Any]] = [
-        torch.matmul,
-        functools.partial(torch.nn.functional.conv2d, padding=1),
-    ]
-
-    def training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
-        result = function(*inputs)
-        grad = torch.ones_like(result)
-        return lambda: torch.autograd.grad(function(*inputs), inputs, grad)
-
-    return [training(function, inputs) for function, inputs in zip(functions, pairs)]
-
-
-def _time(run: Callable[[], Any], device: str) -> float:
-    """The shortest time of `run` within `MEASURE_FOR` seconds."""
-
-    def once() -> float:
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    once()
-    end = time.perf_counter() + MEASURE_FOR
-    best = once()
-    while time.perf_counter() < end:
-        best = min(best, once())
-    return best
+def _figure(speed: Speed) -> str:
+    spread = f" ({speed.low:.2f} to {speed.high:.2f})" if speed.high >= SMALLEST else ""
+    return f"{speed.shown()}{spread}"
 
 
 def _version(package: str) -> str | None:

@@ -1,9 +1,10 @@
-"""The report of `ampatch.debug` about the first non-finite value."""
+"""The report of `ampatch.debug` about a non-finite value."""
 
 from __future__ import annotations
 
 import dataclasses
 import linecache
+import math
 from types import CodeType
 
 import torch
@@ -13,7 +14,7 @@ SHOWN = 10  # the text names so many parameters; `parameters` holds all
 
 @dataclasses.dataclass
 class Report:
-    """The first non-finite value, and the operator that made it.
+    """A non-finite value, and the operator that made it.
 
     Attributes:
         operator: PyTorch's name of the operator ("aten.addmm"); "" if it could not be seen,
@@ -30,6 +31,9 @@ class Report:
         where: where the value was noticed: a module's output, a gradient, the loss, a weight.
         step: the number of optimizer steps since `debug`, from 0.
         rank: the rank in torch.distributed; None without it.
+        loss_scale: the scale of the `scale_loss` block in which it was noticed; None outside.
+        at_scale_1: the largest absolute value that the operator would have given at loss scale 1,
+            inf if no scale makes it finite; None outside of backward and where it is unknown.
         parameters: names of the parameters with non-finite gradients (weights, if a step made
             the value) in the same step; more may come until the step ends.
     """
@@ -46,32 +50,45 @@ class Report:
     operator: str = ""
     location: str = ""
     rank: int | None = None
+    loss_scale: float | None = None
+    at_scale_1: float | None = None
     parameters: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", on rank {self.rank}"
-        made = f"made by {self.operator}" if self.operator else "made where operators are not seen"
-        at = f" at {self.location}" if self.location else ""
         largest = "unknown" if self.largest_input is None else f"{self.largest_input:g}"
         first = (
             f"First non-finite value ({self.value}) at step {self.step}{rank}, in {self.phase}: "
-            f"{made} in {self.dtype}, {self._module()}{at}. "
-            f"Largest finite input: {largest}. Noticed in the {self.where}."
+            f"{self._made()}. Largest finite input: {largest}. Noticed in the {self.where}."
         )
         lines = [first]
         if not self.input_is_finite:
             lines.append("What went into it was not finite either: look at the data or the loss.")
-        if self.phase == "backward":
-            lines.append(
-                "Under a dynamic loss scale a single one is normal: the step is skipped and the "
-                "scale halved."
-            )
+        if self.loss_scale is not None and self.phase == "backward":
+            lines.append(f"The loss scale was {self.loss_scale:g}{self._at_1()}.")
         if self.parameters:
             left = len(self.parameters) - SHOWN
             more = f" and {left} more" if left > 0 else ""
             what = "Parameters" if self.phase == "step" else "Parameters with such gradients"
             lines.append(f"{what}: {', '.join(self.parameters[:SHOWN])}{more}.")
         return " ".join(lines)
+
+    def in_short(self) -> str:
+        """Step, loss scale, value and operator, for a list."""
+        scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale:g}"
+        return f"step {self.step}{scale}: {self.value} {self._made()}"
+
+    def _at_1(self) -> str:
+        if self.at_scale_1 is None:
+            return ""
+        if math.isinf(self.at_scale_1):
+            return "; the value is finite at no scale"
+        return f"; at scale 1 the value is {self.at_scale_1:.3g}"
+
+    def _made(self) -> str:
+        made = f"made by {self.operator}" if self.operator else "made where operators are not seen"
+        at = f" at {self.location}" if self.location else ""
+        return f"{made} in {self.dtype}, {self._module()}{at}"
 
     def _module(self) -> str:
         if self.phase == "step" and self.module is None:

@@ -7,7 +7,8 @@
 It checks the outputs of modules, the loss, the gradients of parameters and, after a
 step, the weights.  If one is not finite, the report names the operator that made it.
 For that every operator's output is checked and the device is waited for, which is
-much too slow for training.
+much too slow for training.  Overflows of gradients that the dynamic loss scale absorbs
+are no finding: `passed_over` lists them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.optim.optimizer import (
 
 import ampatch
 
+from .absorbing import LossScale
 from .finding import Report, location
 from .models import Models, check_model
 from .operators import CHECKED, Operators, Origin, Place, is_finite, largest, values
@@ -35,8 +37,15 @@ from .trees import tensors_in
 logger = logging.getLogger("ampatch")
 
 
-def debug(model: nn.Module | None = None) -> Debugger:
+STOP_AT = ("unabsorbed", "any")
+
+
+def debug(model: nn.Module | None = None, *, stop_at: str = "unabsorbed") -> Debugger:
     """Watch a model for its first inf or NaN, logged as one error on the logger "ampatch".
+
+    With `stop_at="unabsorbed"` an overflow in the backward pass is passed over, and listed,
+    where the dynamic loss scale absorbs it: at a smaller scale, of 1 or more, it is a finite
+    number.  With `stop_at="any"` the first non-finite value is reported, whichever it is.
 
     Works on managed models at any opt level and on plain ones, before or after
     `initialize`.  None watches every model; names then begin with the model's class.  Only
@@ -45,18 +54,26 @@ def debug(model: nn.Module | None = None) -> Debugger:
     `ampatch.deactivate()` if a model was given.  An inf that the code writes itself, as
     into a mask, is not reported.
 
-    Raises `TypeError` if `model` is not a module.
+    Raises `TypeError` if `model` is not a module, `ValueError` for another `stop_at`.
     """
     check_model(model, "debug")
-    return Debugger(model)
+    if stop_at not in STOP_AT:
+        raise ValueError(f'ampatch.debug(stop_at={stop_at!r}): expected "unabsorbed" or "any".')
+    return Debugger(model, stop_at)
 
 
 class Debugger:
-    """Watches one model, or all; `report` is None until something is found."""
+    """Watches one model, or all; `report` is None until something is found.
 
-    def __init__(self, model: nn.Module | None) -> None:
+    `passed_over` holds the first overflow of each step that the loss scale absorbed.
+    """
+
+    def __init__(self, model: nn.Module | None, stop_at: str = "unabsorbed") -> None:
         self.report: Report | None = None
+        self.passed_over: list[Report] = []
         self.is_active = True
+        self._passes_over = stop_at == "unabsorbed"
+        self._loss_scale = LossScale()
         self._is_stepping = False
         self._steps: dict[int, int] = {}
         self._handles: list[Any] = []
@@ -96,6 +113,11 @@ class Debugger:
         """Optimizer steps since the start, with skipped ones; of several optimizers the maximum."""
         return max(self._steps.values(), default=0)
 
+    @property
+    def running(self) -> list[nn.Module]:
+        """The watched modules whose forward runs in this thread, outermost first."""
+        return self._models.running
+
     def _now(self) -> tuple[str, nn.Module | None]:
         """Phase and module that run now, outside of backward; asked by `Operators`."""
         running = self._models.running
@@ -108,6 +130,14 @@ class Debugger:
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
         """A `scale_loss` block begins."""
         self._check("loss", tensors_in(loss), Place(None, None, 0), [])
+
+    def on_block(self, scaler: Any) -> None:
+        """A `scale_loss` block begins, with its scaler."""
+        self._loss_scale.enter(scaler)
+
+    def on_backward(self, loss_id: int = 0) -> None:
+        """Its backward pass has ended."""
+        self._loss_scale.leave()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         """Counts a skipped step of a managed optimizer; torch's hook counts the others."""
@@ -164,9 +194,11 @@ class Debugger:
                 return
             place = Place(self._models.owner(name), None, 0)
             self._check(f"gradient of the parameter {name}", [gradient], place, [], "backward")
-            report = self.report
-            if report is not None and report.step == self.step and name not in report.parameters:
-                report.parameters.append(name)
+            for report in (self.report, *self.passed_over[-1:]):
+                if report is not None and report.step == self.step:
+                    if name not in report.parameters:
+                        report.parameters.append(name)
+                    break
 
         return look
 
@@ -191,14 +223,26 @@ class Debugger:
                 origin = _unseen(
                     tensor, place, [one for one in inputs if one.dtype in CHECKED], phase
                 )
-            if not origin.is_written:
-                self._found(origin, where)
-                return True
+            if origin.is_written:
+                continue
+            if phase == "backward" and self._pass_over(origin, where):
+                continue
+            self.report = self._made_report(origin, where)
+            logger.error("%s", self.report)
+            return True
         return False
 
-    def _found(self, origin: Origin, where: str) -> None:
+    def _pass_over(self, origin: Origin, where: str) -> bool:
+        """Note an overflow that the loss scale absorbs; False for any other value."""
+        if not self._passes_over or not self._loss_scale.absorbs(origin):
+            return False
+        if not self.passed_over or self.passed_over[-1].step != self.step:
+            self.passed_over.append(self._made_report(origin, where))
+        return True
+
+    def _made_report(self, origin: Origin, where: str) -> Report:
         module, code, line = origin.place
-        self.report = Report(
+        return Report(
             None if module is None else self._models.names.get(module, ""),
             "" if module is None else type(module).__name__,
             origin.phase,
@@ -211,8 +255,9 @@ class Debugger:
             origin.operator,
             location(code, line),
             _rank(),
+            self._loss_scale.value,
+            self._loss_scale.at_1(origin),
         )
-        logger.error("%s", self.report)
 
 
 def _unseen(tensor: Tensor, place: Place, inputs: list[Tensor], phase: str) -> Origin:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +23,15 @@ from torch import Tensor, nn
 from ampatch.torch_private import custom_ops, dispatch_modes
 from ampatch.torch_private.foreach import TORCH_NAMES
 
+from .exact import largest_exact
 from .storages import StorageNotes, storage_key, values
 
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OVERWRITING = ("copy_", TORCH_NAMES["copy_"])  # what their first argument held does not count
 MOST_NODES = 200_000  # nodes of the graph whose place in the code is remembered
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 
 
 class Place(NamedTuple):
@@ -40,7 +44,11 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass
 class Origin:
-    """The operator that made the first non-finite numbers of what descends from it."""
+    """The operator that made the first non-finite numbers of what descends from it.
+
+    `exact` is the largest number that it gives in float64, inf where that is not finite
+    either; None outside of the backward pass and where it could not be computed.
+    """
 
     operator: str
     phase: str
@@ -51,6 +59,7 @@ class Origin:
     input_is_finite: bool
     is_written: bool  # an inf that the code itself put there
     order: int
+    exact: float | None = None
 
 
 class Operators(dispatch_modes.TorchDispatchMode):
@@ -148,6 +157,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
                 before.is_finite,
                 value == "inf" and any(map(math.isinf, _numbers(call))),
                 self._count,
+                _exact(func, call, before) if phase == "backward" else None,
             )
         self._origins.set(output, origin)
 
@@ -161,6 +171,14 @@ class _Inputs:
     from_outside: set[int]
     is_finite: bool
     origins: list[Origin]
+
+
+def _exact(func: Any, call: tuple[tuple, dict], before: _Inputs) -> float | None:
+    if not before.is_finite:  # of an inf of the code itself, or from where operators are not seen
+        return math.inf if before.origins else None
+    if custom_ops.base_name(func) in OVERWRITING:
+        return before.largest
+    return largest_exact(func, *call)
 
 
 def is_finite(tensor: Tensor) -> bool:

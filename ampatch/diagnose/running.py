@@ -7,11 +7,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
 from ampatch.launch.script import Ending, EnoughSteps, check_script, run_script
-from ampatch.session.facade import session_of
+from ampatch.session.facade import current_backward_pass, session_of
+
+from .nonfinite import Debugger
 
 __all__ = ["check_script", "run_watched"]
 
@@ -55,6 +59,50 @@ def counting(limit: int | None) -> Iterator[StepLimit]:
         yield steps
     finally:
         steps.remove()
+
+
+class FoundEnough(SystemExit):
+    """Raised in the script when what it was run for is found; its exit code is 1."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+class EndAtFinding:
+    """Ends the script when `debugger` has a report, after the step or before the next forward.
+
+    Until then the backward pass adds the names of parameters to the report.
+    """
+
+    def __init__(self, debugger: Debugger) -> None:
+        self._debugger = debugger
+        self._handles = [
+            register_optimizer_step_post_hook(self._stepped),
+            register_module_forward_pre_hook(self._before_forward),
+        ]
+        self._stop = ampatch.observe(self)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._stop()
+
+    def on_step(self, optimizer: Any, skipped: Any) -> None:
+        """Called after each step of a managed optimizer, also after a skipped one."""
+        self._end()
+
+    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if session_of(optimizer) is None:
+            self._end()
+
+    def _before_forward(self, module: nn.Module, args: tuple) -> None:
+        is_outermost = len(self._debugger.running) <= 1
+        if is_outermost and current_backward_pass() == -1:  # not computed again in a backward
+            self._end()
+
+    def _end(self) -> None:
+        if self._debugger.report is not None:
+            raise FoundEnough
 
 
 def run_watched(

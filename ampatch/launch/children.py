@@ -43,10 +43,13 @@ def check(is_auto: bool) -> None:
         auto.check(asked)
 
 
-def start(is_auto: bool) -> None:
-    """Set up this process, and make its children and their children do the same."""
+def start(is_auto: bool, spawned: Callable[[], None] = lambda: None) -> None:
+    """Set up this process, and make its children and their children do the same.
+
+    `spawned` is called when this process spawns one.
+    """
     spawn = multiprocessing.spawn
-    spawn.get_preparation_data = _with_set_up(spawn.get_preparation_data, is_auto)
+    spawn.get_preparation_data = _with_set_up(spawn.get_preparation_data, is_auto, spawned)
     if is_auto:
         auto.start(environment.read())
 
@@ -58,9 +61,12 @@ def start_child(is_auto: bool, has_apex: bool) -> None:
     start(is_auto)
 
 
-def _with_set_up(original: Callable[[str], dict], is_auto: bool) -> Callable[[str], dict]:
+def _with_set_up(
+    original: Callable[[str], dict], is_auto: bool, spawned: Callable[[], None]
+) -> Callable[[str], dict]:
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict:
+        spawned()
         return {**original(name), "ampatch": _SetUp(is_auto)}
 
     return get_preparation_data

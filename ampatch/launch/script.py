@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import select
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -48,7 +50,10 @@ def check_script(script: str) -> None:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> Ending:
-    """Run `script` as `__main__`, and report an exception as Python does."""
+    """Run `script` as `__main__`, and report an exception as Python does.
+
+    A `BrokenPipeError` is raised where nobody reads the standard output any more.
+    """
     check_script(script)
     _set_path(str(Path(script).resolve().parent))
     sys.argv[:] = [script, *arguments]
@@ -155,11 +160,21 @@ def _run(main: types.ModuleType, code: Callable[[], CodeType]) -> Ending:
 def _ended_by(error: BaseException) -> Ending:
     if isinstance(error, SystemExit):
         return _exited(error.code)
+    if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
+        raise error  # `| head` has enough: no news of the script
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     trace = _from_script(error.__traceback__)
     # The hook shows the traceback of the exception, not its third argument.
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return Ending(code, describe(error))
+
+
+def _has_lost_its_reader(stream: Any) -> bool:
+    if not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(stream, 0)
+    return bool(poll.poll(0))
 
 
 def _exited(code: object) -> Ending:

@@ -17,12 +17,9 @@ from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_TYPES
 from ..log import logger
+from ..torch_private.devices import has_values, is_captured, is_read_by_host
 from ..torch_private.probes import is_recording
 from .conversion import CASTABLE, caster, half_cannot_hold, map_tensors
-
-_IN_HOST_MEMORY = frozenset(("cpu",))
-_NOT_THERE = frozenset(("meta",))
-
 
 _Given = tuple[list[tuple[Tensor, Tensor]], list[tuple[Any, Any, Any]]]
 """What one forward was given.
@@ -108,7 +105,7 @@ class ModelInputs:
         if found is torch.float32 and self._is_half and self._stays_float(tensor, place):
             return tensor
         is_later = place in self._seen_places
-        if is_later and self._saturates and tensor.device.type not in _IN_HOST_MEMORY:
+        if is_later and self._saturates and not is_read_by_host(tensor):
             cast = self._saturated(tensor)
         else:
             cast = tensor.to(self._dtype)
@@ -121,10 +118,9 @@ class ModelInputs:
             return True
         if not tensor.numel() or tensor.layout is not torch.strided:
             return False
-        device = tensor.device.type
-        if device in _NOT_THERE or (device not in _IN_HOST_MEMORY and place in self._seen_places):
-            return False
-        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not is_read_by_host(tensor) and (
+            place in self._seen_places or not has_values(tensor.device) or is_captured(tensor)
+        ):
             return False
         smallest, largest = torch.aminmax(tensor.detach() if tensor.requires_grad else tensor)
         if type(smallest) is not Tensor:  # some mode of the caller's computes without values

@@ -44,11 +44,12 @@ class ManagedOptimizer:
     """An optimizer whose step looks for overflow and moves half weights along.
 
     `gradients` are on their way to the step, `masters` are the FP32 weights that it updates,
-    `groups` the places of parameters, `counter` counts steps.  `after_step(self)` is called after
-    each step, skipped or not.  `halves` gives the ids of the parameters that are to have masters
-    now, `master_of` the master that another optimizer has made for one of them, `half_of` the
-    parameter of such a master, `held_copy` gives up an FP32 copy of one that the user's code
-    holds.  The ranks of `process_group` share their overflow flag.
+    `groups` the places of parameters, `counter` counts steps.  `before_step(self)` and
+    `after_step(self)` are called around each step, skipped or not.  `halves` gives the ids of
+    the parameters that are to have masters now, `master_of` the master that another optimizer
+    has made for one of them, `half_of` the parameter of such a master, `held_copy` gives up an
+    FP32 copy of one that the user's code holds.  The ranks of `process_group` share their
+    overflow flag.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ManagedOptimizer:
         optimizer: Any,
         *,
         casts: Casts,
+        before_step: Callable[[ManagedOptimizer], None],
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
         master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
@@ -75,7 +77,7 @@ class ManagedOptimizer:
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self.step_had_block = True  # a `scale_loss` block came before the last step
         self._has_warned = False
-        self._after_step = after_step
+        self._before_step, self._after_step = before_step, after_step
         self._halves = halves
         self._methods = Methods(optimizer)
         self._own_methods: dict[str, Callable] = {}
@@ -189,6 +191,7 @@ class ManagedOptimizer:
 
     def before_step(self) -> None:
         """Bring parameters, gradients and scalers up to date."""
+        self._before_step(self)
         state = self.gradients.state
         if state.in_block:
             state.refuse(Event.STEP)

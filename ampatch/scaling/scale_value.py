@@ -19,6 +19,7 @@ from torch import Tensor
 from ..config.scale_settings import ScaleSettings
 from ..native import part
 from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
+from ..torch_private.devices import is_owned_by_host
 
 Flag = Tensor | bool
 
@@ -41,11 +42,6 @@ def either(first: Flag, second: Flag) -> Flag:
 def is_set(flag: Flag) -> bool:
     """Whether the flag is set.  Waits for the device, if the flag is a tensor there."""
     return flag if isinstance(flag, bool) else bool(flag.item())
-
-
-def is_owned_by_host(device: torch.device) -> bool:
-    """Whether the host reads this device's memory without a wait."""
-    return device.type == "cpu"
 
 
 def numbers_on(device: torch.device, scale: float, unskipped: int = 0) -> Numbers:
@@ -102,7 +98,7 @@ class HostNumbers:
                 return met
         bad = False
         for device, group in alike(grads):
-            if device.type == "cpu":
+            if is_owned_by_host(device):
                 found = self._unset()
                 check_and_unscale_(group, found, inverse)
                 if found.tolist():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..torch_private import foreach
-from ..torch_private.devices import is_captured
+from ..torch_private.devices import LateCopy, is_captured, is_read_by_host
 
 
 class StepCounts(NamedTuple):
@@ -46,7 +46,7 @@ class StepCounter:
         self._searched = 0  # of the skipped, those in front of the first that was taken
         self._on_device: Tensor | None = None  # all steps, the skipped, those in a row
         self._places: list[Tensor] = []  # the same, one by one
-        self._copy: _Copy | None = None
+        self._copy: LateCopy | None = None
         self._unseen = 0  # steps since the last look
         self._reported = False
         self._rate = _SkipRate()
@@ -130,13 +130,13 @@ class StepCounter:
 
     def _numbers_on_device(self, numbers: Tensor, every: int) -> list[float] | None:
         """All steps, the skipped and those in a row, or None if that is not known now."""
-        if numbers.device.type == "cpu":
+        if is_read_by_host(numbers):
             return numbers.tolist()  # memory of the host: nothing to wait for
         self._unseen += 1
         if is_captured(numbers):
             return None
         if self._copy is None and self._unseen >= every:
-            self._copy, self._unseen = _Copy(numbers), 0
+            self._copy, self._unseen = LateCopy(numbers), 0
         value = None if self._copy is None else self._copy.value()
         if value is not None:
             self._copy = None
@@ -175,23 +175,3 @@ class _SkipRate:
         if reported or not self._reported:
             return None
         return News(inside, min(steps - looks[0][0], WINDOW), False)
-
-
-class _Copy:
-    """Numbers on their way to the host."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._event = None
-        if numbers.device.type == "cuda":
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(numbers.device))
-        else:  # no way known to ask whether it has arrived
-            self._host = numbers.cpu()
-
-    def value(self) -> list[float] | None:
-        """The numbers, once they have arrived."""
-        if self._event is not None and not self._event.query():
-            return None
-        return self._host.tolist()

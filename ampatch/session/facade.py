@@ -24,6 +24,7 @@ from ..config.opt_levels import Properties
 from ..scaling.master_weights import Pair
 from ..scaling.optimizer import ManagedOptimizer
 from ..torch_private import foreach
+from ..torch_private.devices import have_fused_optimizers
 from ..torch_private.probes import current_backward_pass
 from .registry import registry
 from .session import Session
@@ -40,6 +41,7 @@ __all__ = [
     "edit_tables",
     "foreach",
     "half_of",
+    "have_fused_optimizers",
     "listed_function",
     "manage_optimizer",
     "managed_optimizer",

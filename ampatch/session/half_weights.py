@@ -101,7 +101,9 @@ class HalfWeights:
     def broadcast_masters(
         self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]
     ) -> None:
-        """Have `send` make the masters of these parameters equal on all ranks."""
+        """Have `send` make the masters of these parameters, and to be, equal on all ranks."""
+        for session in self._registry.sessions:
+            session.waiting.broadcast(parameters, send)
         for managed in self._optimizers():
             for parameter in parameters:
                 if managed.masters.of(parameter) is not None:

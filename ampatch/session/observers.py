@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+from torch import Tensor
 
 
 class Observers:
@@ -36,3 +39,24 @@ class Observers:
             method = getattr(observer, event, None)
             if method is not None:
                 method(*values)
+
+
+class ObservedBlock:
+    """A `scale_loss` block; observers are told when its backward pass and when it has ended."""
+
+    def __init__(
+        self, block: AbstractContextManager[Tensor], observers: Observers, loss_id: int
+    ) -> None:
+        self._block = block
+        self._observers = observers
+        self._loss_id = loss_id
+
+    def __enter__(self) -> Tensor:
+        return self._block.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is None:
+            self._observers.notify("on_backward", self._loss_id)
+        self._block.__exit__(kind, *rest)
+        if kind is None:
+            self._observers.notify("on_unscaled", self._loss_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ..torch_private import half_grads
 from . import half_weights, masters, members, policies
 from .masters import Masters, ModelWeights
 from .members import Members
+from .observers import ObservedBlock
 from .optimizer_copies import OptimizerCopies
 from .policies import Policies
 from .registry import registry
@@ -232,6 +234,7 @@ class Session:
         managed = ManagedOptimizer(
             optimizer,
             casts=StepCasts(registry.state),
+            before_step=self._before_step,
             after_step=self._after_step,
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
@@ -258,22 +261,12 @@ class Session:
         try:
             added = [self.manage_optimizer(one, (known, halves)) for one in optimizers]
         except BaseException:
-            self._give_back(optimizers)
+            _give_back(optimizers, self.optimizers)
             raise
         for managed in added:
             managed.found_states.forget()
         self.waiting.give_to(added)
         registry.refresh()
-
-    def _give_back(self, optimizers: list[Any]) -> None:
-        undo = UndoAll("ampatch.add_optimizers(...) fails")
-        for optimizer in optimizers:
-            managed = self.optimizers.find(optimizer)
-            if managed is not None:
-                undo.do(managed.uninstall)
-                undo.do(managed.found_states.restore)
-            self.optimizers.remove(optimizer)
-        undo.end()
 
     def _halves_to_step_on(self) -> set[int]:
         """Ids of the half parameters that get masters; they are up to date, to be stepped on."""
@@ -304,7 +297,7 @@ class Session:
         loss_id: int,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> ScaledBackward:
+    ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`."""
         registry.state.drop_interrupted()
         for optimizer in managed:
@@ -319,7 +312,8 @@ class Session:
         if registry.observers.are_there:
             registry.observers.notify("on_loss", loss, loss_id)
             registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
-        return ScaledBackward(
+            registry.observers.notify("on_block", self.scalers[loss_id])
+        block = ScaledBackward(
             loss,
             managed,
             self.scalers[loss_id],
@@ -329,6 +323,9 @@ class Session:
             self.policies.cache.close,
             together=self.policies.tables.apex_tables,
         )
+        if registry.observers.are_there:
+            return ObservedBlock(block, registry.observers, loss_id)
+        return block
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
@@ -339,6 +336,10 @@ class Session:
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
                 managed.gradients.in_halves.before_forward(reduces, unscaled)
+
+    def _before_step(self, managed: ManagedOptimizer) -> None:
+        if registry.observers.are_there:
+            registry.observers.notify("on_step_begin", managed.optimizer)
 
     def _after_step(self, managed: ManagedOptimizer) -> None:
         self.policies.cache.close()
@@ -428,6 +429,18 @@ class Session:
         originals, halves = self.weights.originals(), self.weights.halves(trained)
         for managed in self.optimizers.alive():
             managed.adopt_parameters(originals, halves, masters)
+
+
+def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
+    """The optimizers that have just come are as they were, since one of them cannot be managed."""
+    undo = UndoAll("ampatch.add_optimizers(...) fails")
+    for optimizer in given:
+        managed = optimizers.find(optimizer)
+        if managed is not None:
+            undo.do(managed.uninstall)
+            undo.do(managed.found_states.restore)
+        optimizers.remove(optimizer)
+    undo.end()
 
 
 def _scaler(properties: Properties) -> Any:

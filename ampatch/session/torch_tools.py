@@ -109,8 +109,8 @@ def tools(registry: Registry) -> list[Tool]:
             is_over_tables=True,
         ),
         Tool(
-            "DistributedDataParallel: masters are broadcast too",
-            lambda needs: needs.optimizers,
+            "DistributedDataParallel: masters are broadcast too, and values that wait for them",
+            lambda needs: needs.optimizers or needs.master_levels,
             lambda: ddp.replacements(halves.broadcast_masters, registry.wrapped.note),
             is_over_tables=True,
         ),

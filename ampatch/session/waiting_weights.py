@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from ..log import logger
@@ -30,6 +32,16 @@ class WaitingWeights:
     def originals(self) -> dict[int, Tensor]:
         """The values, by ids of the half parameters; what was written into these counts."""
         return {id(half): self._values.of(half) for half in self.halves}
+
+    def broadcast(self, parameters: Sequence[Tensor], send: Callable[[Tensor], None]) -> None:
+        """Ranks have made these half weights equal; `send` makes the values that wait equal too."""
+        keys = set(map(id, self.halves)) if self.halves else set()
+        for half in parameters:
+            if id(half) in keys:
+                values = self._values.of(half)
+                send(values)
+                self._values.widened.forget_original(half)
+                self._values.widened.keep_original(half, values)
 
     def let_go(self) -> None:
         """A model runs without an optimizer."""

@@ -8,21 +8,29 @@ level, dtype and settings from the environment.
 
 The seed reaches the script in three ways: as `{seed}` in its arguments, as the
 variable `AMPATCH_SEED`, and by seeding torch, `random` and numpy before the script
-starts, for scripts that seed nothing themselves.
+starts, for scripts that seed nothing themselves.  Where a script seeds itself with a
+constant, the first run says so, and `override_seeds` gives it the trial's seed instead.
+Files that a script would find again go to the trial's own directory, `{trial_dir}`.
 
 torch is imported before the script starts.  Variables such as `OMP_NUM_THREADS`
 that the script itself sets come too late; set them in the shell.
 
 What is where:
 
-* `plan.py`, `trial.py`: what is run.
+* `plan.py`, `trial.py`: what is run, and why in whole and in short runs.
 * `execution/`: the sweep and its directory (`sweep.py`, `directory.py`), the parent's
   part of a trial (`runner.py`), the child's part (`child.py`, `autocast_baseline.py`,
-  `script_without_amp.py`), and the progress display.
-* `measure/`: what is measured in the child (`recorder.py`, `probes.py`), what is read
-  from the script's output, and the record of a trial (`record.py`).
-* `report/`: figures and verdicts made of the records, the format of the results
-  (`results.py`), and how they are shown: table, CSV, pictures, HTML page, TensorBoard.
+  `script_without_amp.py`, `seeding.py`), reasons to end early (`early_stops.py`), how long
+  short runs are (`short_runs.py`), and the progress display.
+* `execution/engines/`: what starts the trials, on this machine or a cluster, and in which
+  order; `ranks.py`: trials of several processes.
+* `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`), what
+  is read from the script's output, the machine, and the record of a trial (`record.py`).
+* `report/`: figures and verdicts (`judge.py`, `pace.py`) made of the records, and the format of
+  the results (`results.py`).  `paired.py` has the tests of accuracy, `side_by_side.py` compares
+  two sweeps.  How results are shown: `table.py` has the columns for `terminal.py`, `page.py`,
+  `summary_files.py` and `latex.py`; `plots.py` the pictures, made of `curves.py` by
+  `drawing.py`; `trackers.py` TensorBoard, Weights & Biases and MLflow.
 """
 
 from __future__ import annotations
@@ -36,6 +44,7 @@ from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import DTYPES, LEVELS, cases
 from ampatch.sweep.report.render import write_report
 from ampatch.sweep.report.results import Results, Row, read_results, read_runs
+from ampatch.sweep.report.side_by_side import SideBySide, read_sweep, side_by_side
 from ampatch.sweep.trial import Case, Trial
 
 __all__ = [
@@ -45,12 +54,15 @@ __all__ = [
     "Results",
     "Row",
     "Run",
+    "SideBySide",
     "Sweep",
     "SweepError",
     "Trial",
     "cases",
     "read_results",
     "read_runs",
+    "read_sweep",
+    "side_by_side",
     "sweep",
     "write_report",
 ]

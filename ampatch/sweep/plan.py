@@ -1,4 +1,20 @@
-"""The plan of a sweep: its rows, from levels, dtypes and settings, and the order of the trials."""
+"""The plan of a sweep: its rows, from levels, dtypes and settings, and the order of the trials.
+
+Accuracy needs whole runs, one for each row and seed.  Speed needs rounds: in a round every row
+runs once, close together in time, and O0 once more, so that each round has its own comparison
+with O0 and its own measure of the machine's noise.  Three rounds are the least from which a
+median and quartiles say something.
+
+Both come from one list.  The whole runs of a seed are a round: with three seeds there are three.
+Where there are fewer, short rounds follow, whose runs are ended after a few seconds of training
+(`execution/short_runs.py` says after how many steps).  The second O0 of a round is short in any
+case.  So by default, with one seed, each row runs once as a whole and twice for a few seconds;
+with three seeds only the second O0 of each round is added.  Where there is no O0, or nothing
+else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
+
+Where whole runs go on beside each other (`--jobs`, `--devices`, a cluster) they say nothing of
+speed: then all rounds are short ones, and each of their runs is alone on its device.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +28,13 @@ import torch
 
 from ampatch.config.opt_levels import LEVELS, properties_for
 from ampatch.errors import did_you_mean
-from ampatch.sweep.trial import Case, Trial
+from ampatch.sweep.trial import BASE, Case, Trial
 
 WITHOUT_AMP = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
+SEED_VARIABLE = "AMPATCH_SEED"
+ROUNDS = 3
 
 
 def cases(
@@ -57,18 +75,37 @@ def cases(
     return list(dict.fromkeys(rows))
 
 
-def trials(rows: Sequence[Case], seeds: int, repeats: int) -> list[Trial]:
-    """The trials in their order: in each round every row runs once, with the same seed.
+def trials(
+    rows: Sequence[Case],
+    seeds: int,
+    repeats: int = 1,
+    rounds: int = ROUNDS,
+    apart: bool = False,
+) -> list[Trial]:
+    """The trials in their order.
 
+    A whole round for each seed and repeat, and short ones, to have as many as `rounds`.
     Every second round runs backwards, so that a machine that gets slower slows the first
-    row and the last row by the same amount.
+    row and the last row by the same amount.  `apart`: whole runs go on beside each other and
+    say nothing of speed, so all `rounds` are short.
     """
-    rounds = [(repeat, seed) for repeat in range(repeats) for seed in range(seeds)]
-    return [
-        Trial(case, seed, repeat)
-        for number, (repeat, seed) in enumerate(rounds)
-        for case in (rows if number % 2 == 0 else rows[::-1])
-    ]
+    times_speed = rounds > 1 and BASE in rows and len(rows) > 1
+    whole = [(repeat, seed) for repeat in range(repeats) for seed in range(seeds)]
+    lacking = rounds - (0 if apart else len(whole))
+    short = [(repeats + more, 0) for more in range(lacking if times_speed else 0)]
+    planned = []
+    for number, (repeat, seed) in enumerate([*whole, *short]):
+        is_short = number >= len(whole)
+        one = [Trial(case, seed, repeat, short=is_short) for case in rows]
+        if times_speed and (is_short or not apart):
+            one.append(Trial(BASE, seed, repeat, short=True, again=True))
+        planned += one if number % 2 == 0 else one[::-1]
+    return planned
+
+
+def is_timed(trial: Trial) -> bool:
+    """Whether a trial is there for its timing, where whole runs go on beside each other."""
+    return trial.short
 
 
 def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
@@ -79,13 +116,22 @@ def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
             f"--with {text!r}: expected an opt level and settings of ampatch.initialize, "
             f'such as "O2 keep_batchnorm_fp32=False"; levels are {", ".join(LEVELS)}.'
         )
-    return level, {name: _value(value) for name, _, value in (p.partition("=") for p in pairs)}
+    return level, {name: literal(value) for name, _, value in (p.partition("=") for p in pairs)}
 
 
-def placeholders(arguments: Sequence[str], seed: int, steps: int | None) -> list[str]:
-    """The script's arguments with `{seed}` and `{steps}` replaced."""
-    filled = [argument.replace("{seed}", str(seed)) for argument in arguments]
-    return filled if steps is None else [a.replace("{steps}", str(steps)) for a in filled]
+def placeholders(
+    arguments: Sequence[str], seed: int, steps: int | None, directory: str
+) -> list[str]:
+    """The script's arguments with `{seed}`, `{steps}` and `{trial_dir}` replaced."""
+    values = {"{seed}": str(seed), "{trial_dir}": directory}
+    if steps is not None:
+        values["{steps}"] = str(steps)
+    filled = []
+    for argument in arguments:
+        for name, value in values.items():
+            argument = argument.replace(name, value)
+        filled.append(argument)
+    return filled
 
 
 def counts_its_steps(arguments: Sequence[str]) -> bool:
@@ -136,7 +182,8 @@ def _dtypes(level: str, halves: Sequence[str]) -> Sequence[str | None]:
     return [None] if level == "O0" else halves
 
 
-def _value(text: str) -> Any:
+def literal(text: str) -> Any:
+    """The Python value that `text` writes, or `text` itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -55,28 +55,48 @@ class Case:
         return cls(**{**data, "settings": pairs})
 
 
+BASE = Case("O0")  # what the other rows are compared with
+
+
 @dataclass(frozen=True)
 class Trial:
-    """One process to start: a case, its seed, and which repeat of the same it is (from 0)."""
+    """One process to start: a case, its seed, and which repeat of the same it is (from 0).
+
+    A whole run trains as the script does.  A `short` one ends after a few seconds of training
+    and is there for its timing alone.  `again` is the second O0 of a round, a short one: what
+    it and the first differ by is the noise of the machine.
+    """
 
     case: Case
     seed: int = 0
     repeat: int = 0
+    short: bool = False
+    again: bool = False
+
+    @property
+    def round(self) -> tuple[int, int]:
+        """Equal for the trials of one round."""
+        return self.repeat, self.seed
 
     @property
     def label(self) -> str:
-        """`O1-float16 seed 2`, and the repeat from the second on."""
-        again = f" repeat {self.repeat}" if self.repeat else ""
-        return f"{self.case.label} seed {self.seed}{again}"
+        """`O1-float16 seed 2`, the repeat from the second on, and what kind of run it is."""
+        parts = [f"{self.case.label} seed {self.seed}"]
+        parts += [f"repeat {self.repeat}"] if self.repeat else []
+        parts += ["again"] if self.again else []
+        return " ".join([*parts, "(timing)"] if self.short else parts)
 
     @property
     def file_stem(self) -> str:
-        """`O1-float16.seed2.repeat0`; characters that a file name should not have are replaced."""
+        """`O1-float16.seed2.repeat0`, `O0.seed0.repeat1.again`.
+
+        Characters that a file name should not have are replaced.
+        """
         label = self.case.label
         plain = re.sub(r"[^\w+.=,-]", "_", label)[:80]
         if plain != label:
             plain += "-" + hashlib.sha256(label.encode()).hexdigest()[:8]
-        return f"{plain}.seed{self.seed}.repeat{self.repeat}"
+        return f"{plain}.seed{self.seed}.repeat{self.repeat}" + (".again" if self.again else "")
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trial:

@@ -121,6 +121,13 @@ def test_check_is_content_with_what_can_be_rebound(tmp_path):
     ]
 
 
+def test_check_takes_scripts_written_for_apex(tmp_path):
+    (tmp_path / "legacy.py").write_text("from apex import amp\nfrom torch import mm\n")
+    done = check("legacy.py", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == "legacy: mm holds torch.mm: found and rebound"
+
+
 @pytest.mark.parametrize(
     "name, text, message",
     [
@@ -135,6 +142,7 @@ def test_what_cannot_be_checked_is_refused(name, text, message, tmp_path, monkey
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("ampatch.launch.script.install_apex", lambda: None)
     with pytest.raises(SystemExit) as stop:
         main.main(["tables", "--check", name])
     assert stop.value.code == 2 and message in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_an_overflow_is_skipped_where_torchs_fused_kernel_does_not_look(
 
     from ampatch.compat.apex.optimizers import adam
 
-    monkeypatch.setattr(adam, "all_on_cuda", lambda params: True)  # torch has them on the CPU too
+    monkeypatch.setattr(adam, "can_be_fused", lambda params: True)  # torch has them on the CPU too
     model = nn.Linear(2, 2)
     optimizer = FusedAdam([model.weight], lr=0.1, bias_correction=corrected or late)
     optimizer.add_param_group({"params": [model.bias], "bias_correction": corrected})

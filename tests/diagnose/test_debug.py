@@ -89,7 +89,7 @@ def test_a_gradient_overflow_through_the_scale(level):
     model = nn.Sequential(linear(0.5), GradientBomb(), linear(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with ampatch.debug(model) as debugger:
+    with ampatch.debug(model, stop_at="any") as debugger:
         loss = model(torch.ones(1, 4)).sum()
         with ampatch.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
@@ -154,3 +154,106 @@ def test_reset_looks_again():
 def test_only_modules():
     with pytest.raises(TypeError, match="ampatch.debug"):
         ampatch.debug("model")
+
+
+# What the dynamic loss scale absorbs
+
+
+class Backward(nn.Module):
+    """Harmless forward; its backward is `function`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        function = self.function
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return function(gradient)
+
+        return Function.apply(x)
+
+
+def debugged_steps(function, count, *, lr=0.0, **settings):
+    """The debugger after `count` steps of a small model with `function` in its backward."""
+    model = nn.Sequential(linear(0.5), Backward(function), linear(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    settings = {"opt_level": "O2", "init_scale": 2.0**10, **settings}
+    ampatch.initialize(model, optimizer, verbosity=0, **settings)
+    with ampatch.debug(model) as debugger:
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 4)).sum()
+            with ampatch.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    return debugger
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflows_that_the_scale_absorbs_are_listed_and_no_finding(level):
+    """float16 ends at 65504: 1000 times a gradient of 1 fits from scale 32 on."""
+    debugger = debugged_steps(lambda gradient: gradient * 1000, 8, opt_level=level)
+    assert debugger.report is None
+    found = [(one.step, one.loss_scale, one.value, one.at_scale_1) for one in debugger.passed_over]
+    assert found == [(step, 2.0 ** (10 - step), "inf", 2000.0) for step in range(5)]
+    assert debugger.passed_over[0].operator == "aten.mul"
+    assert debugger.passed_over[0].parameters == ["0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "at_1"),
+    [
+        (lambda gradient: gradient * 1000, {"loss_scale": 1024.0}, 2000.0),
+        (lambda gradient: gradient * 60000, {}, 120000.0),
+        (lambda gradient: gradient / 0, {}, float("inf")),
+        (lambda gradient: (gradient - gradient) / 0, {}, float("inf")),
+        (lambda gradient: gradient * 1000, {"min_loss_scale": 64.0}, 2000.0),
+        (lambda gradient: gradient * 60000, {"init_scale": 1.0}, 120000.0),
+    ],
+    ids=["static", "large", "division", "nan", "floor", "scale 1"],
+)
+def test_what_no_scale_absorbs_is_reported_at_once(function, settings, at_1):
+    debugger = debugged_steps(function, 2, **settings)
+    assert (debugger.report.step, debugger.report.phase) == (0, "backward")
+    assert debugger.report.at_scale_1 == at_1 and debugger.report.module == "1"
+    assert debugger.passed_over == []
+
+
+def test_an_operator_that_cannot_be_computed_again_is_waited_for_until_scale_1():
+    def overwriting(gradient):
+        return gradient.clone().mul_(60000).mul_(60000)
+
+    debugger = debugged_steps(overwriting, 6, init_scale=8.0)
+    assert [one.loss_scale for one in debugger.passed_over] == [8.0, 4.0, 2.0]
+    assert (debugger.report.step, debugger.report.loss_scale) == (3, 1.0)
+
+
+def test_a_pass_outside_of_a_block_has_no_scale_to_absorb():
+    model = nn.Sequential(linear(0.5), Backward(lambda gradient: gradient * 60000), linear(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with ampatch.debug(model) as debugger:
+        with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * 1e-6, optimizer) as scaled:
+            scaled.backward()
+        assert debugger.report is None
+        model(torch.ones(1, 4)).sum().backward()
+    assert debugger.report.loss_scale is None and debugger.report.phase == "backward"
+
+
+def test_a_step_that_breaks_the_weights_is_reported_after_absorbed_overflows():
+    debugger = debugged_steps(lambda gradient: gradient * 1000, 8, lr=1e38)
+    assert len(debugger.passed_over) == 5
+    assert (debugger.report.step, debugger.report.phase) == (5, "step")
+
+
+def test_only_known_ways_to_stop():
+    with pytest.raises(ValueError, match='stop_at=\'first\'.*"unabsorbed" or "any"'):
+        ampatch.debug(stop_at="first")

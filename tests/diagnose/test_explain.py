@@ -9,17 +9,18 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from quick_speed import measure_quickly
 from torch import nn
 
 import ampatch
-from ampatch.diagnose import advice, doctor
+from ampatch.diagnose import advice, speed
 
 HALF = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
 def _measured_quickly(monkeypatch):
-    monkeypatch.setattr(doctor, "MEASURE_FOR", 0.001)
+    measure_quickly(monkeypatch)
 
 
 def initialized(model, level="O1", **settings):
@@ -180,10 +181,9 @@ def test_sizes_for_tensor_cores():
 
 
 def measured(float16, bfloat16):
-    return lambda device: {
-        torch.float16: {"matmul": float16, "conv2d": float16},
-        torch.bfloat16: {"matmul": bfloat16, "conv2d": bfloat16},
-    }
+    found = zip(speed.HALF_TYPES, (float16, bfloat16), strict=True)
+    speeds = [speed.Speed("matmul", dtype, ratio, ratio, ratio) for dtype, ratio in found]
+    return lambda device: speeds
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def measured(float16, bfloat16):
     ],
 )
 def test_a_slow_half_type_is_measured(dtype, speeds, expected, monkeypatch):
-    monkeypatch.setattr(doctor, "measure", measured(*speeds))
+    monkeypatch.setattr(speed, "measure", measured(*speeds))
     model = ampatch.initialize(nn.Linear(8, 8), opt_level="O1", dtype=dtype, verbosity=0)
     with ampatch.report(model) as found:
         model(torch.ones(1, 8))
@@ -214,7 +214,7 @@ def test_nothing_in_half_is_said():
 
 
 def test_text_and_json(monkeypatch):
-    monkeypatch.setattr(doctor, "measure", measured(2.0, 2.0))
+    monkeypatch.setattr(speed, "measure", measured(2.0, 2.0))
     model = initialized(nn.Linear(8, 8))
     with ampatch.report(model) as found:
         model(torch.ones(2, 8))

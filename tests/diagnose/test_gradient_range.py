@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -264,6 +265,20 @@ def test_json_round_trip(report):
 def test_the_plot(report, tmp_path):
     report.plot(tmp_path / "gradients.png")
     assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["gradients", "none"])
+def test_the_plot_has_logarithmic_axes(counted, report, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *path, **dpi: shown.append(figure))
+    total = report.total if counted else type(report.total)()
+    dataclasses.replace(report, total=total).plot(tmp_path / "gradients.png")
+    [axes] = shown[0].axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    heights = [bar.get_height() for bar in axes.patches if bar.get_width() == bar.get_x()]
+    assert sum(heights) == pytest.approx(100 if counted else 0)
 
 
 def test_a_missing_matplotlib_is_said(report, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from repository import EXAMPLES
 
-from ampatch.sweep import DTYPES, sweep
+from ampatch.sweep import DTYPES, Sweep, sweep
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -16,14 +16,21 @@ pytestmark = pytest.mark.usefixtures("warm_trials")
 def run_everywhere(example, arguments, out):
     pytest.importorskip("sklearn")
     return sweep(
-        str(EXAMPLES / example), arguments, dtypes=DTYPES, autocast=False, out=out, timeout=120
+        str(EXAMPLES / example),
+        arguments,
+        dtypes=DTYPES,
+        autocast=False,
+        rounds=1,
+        out=out,
+        timeout=120,
     )
 
 
 def test_digits_learns_everywhere(tmp_path):
-    rows = run_everywhere("digits.py", ["--epochs", "2", "--device", "cpu"], tmp_path)
+    arguments = ["--epochs", "4", "--device", "cpu", "--width", "128", "--batch-size", "64"]
+    rows = run_everywhere("digits.py", arguments, tmp_path)
     assert [row.status for row in rows] == ["ok"] * 7
-    assert [row.steps for row in rows] == [46] * 7
+    assert [row.steps for row in rows] == [92] * 7
     assert all(row.last_loss < 0.5 < 2 < row.first_loss for row in rows)
     assert all(row.metrics["test_accuracy"] > 0.85 for row in rows)
 
@@ -59,6 +66,27 @@ def test_digits_reaches_its_accuracy(tmp_path):
     script = str(EXAMPLES / "digits.py")
     [row] = sweep(script, ["--device", "cpu"], levels=["O0"], out=tmp_path)
     assert row.metrics["test_accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize(
+    "example, arguments",
+    [("digits.py", ["--width", "32"]), ("char_lm.py", ["--batch-size", "2", "--length", "16"])],
+)
+def test_the_seeds_of_a_sweep_reach_an_example(example, arguments, tmp_path):
+    """Without `{seed}` in its arguments, and without a note on seeds: not even on generators
+    that scikit-learn and a DataLoader make for themselves."""
+    pytest.importorskip("sklearn")
+    ran = Sweep(
+        str(EXAMPLES / example),
+        [*arguments, "--device", "cpu"],
+        levels=["O0"],
+        seeds=2,
+        steps=2,
+        out=tmp_path,
+    ).run()
+    first_losses = {run.measured.losses["0"].values[0] for run in ran.runs}
+    assert len(first_losses) == 2
+    assert [run.measured.seed_calls for run in ran.runs] == [[], []]
 
 
 @pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])

@@ -11,6 +11,8 @@ from repository import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+REPOSITORY = "https://github.com/ampatch/ampatch"
+IN_REPOSITORY = re.compile(rf"{REPOSITORY}/(?:blob|raw|tree)/main/(.+)")
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 NAMED = re.compile(r"`([\w./-]*\w/[\w./-]*)`")  # a code span with a path in it
 ENGINE = ("api", "config", "session", "interop", "models", "casting", "scaling", "native")
@@ -28,8 +30,9 @@ def named(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
     links = LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
-    here = [link for link in links if "://" not in link]
-    assert [link for link in here if not (page.parent / link).exists()] == []
+    absolute = [ROOT / found[1] for found in map(IN_REPOSITORY.fullmatch, links) if found]
+    relative = [page.parent / link for link in links if "://" not in link]
+    assert [path for path in absolute + relative if not path.exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

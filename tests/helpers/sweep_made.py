@@ -5,6 +5,7 @@ import math
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.judge import recommendation
+from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import write_files
@@ -19,7 +20,7 @@ CASES = (
 )
 
 
-def made_run(case, seed=0, steps=120, diverges=False, **fields):
+def made_run(case, seed=0, steps=120, diverges=False, kind=None, **fields):
     """A loss that falls from 2 to 0.02, 10 ms a step at O0 and 5 ms elsewhere."""
     pace = 0.010 if case == CASES[0] else 0.005
     values = [2 * math.exp(-4.6 * step / steps) + 0.01 * seed for step in range(steps)]
@@ -36,17 +37,22 @@ def made_run(case, seed=0, steps=120, diverges=False, **fields):
         loss_scales={"0": Series([0, 4], [65536.0, 32768.0]) if half else Series([0], [1.0])},
         loss_scale=32768.0 if half else 1.0,
         device="cpu",
+        cpu_seconds=[None, *[2 * pace] * (steps - 1)],
+        parts={"data": [None, *[pace / 2] * (steps - 1)]},
+        machine={"load_at_start": 0.5, "load_at_end": 1.5, "threads": 2, "cores": 2},
         memory_bytes=(400 if case == CASES[0] else 300) * 2**20,
     )
     for name, value in fields.items():
         setattr(measured, name, value)
-    return Run(Trial(case, seed), 0, 2.5, measured)
+    return Run(Trial(case, seed, **(kind or {})), 0, 2.5, measured)
 
 
 def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
     """Write `runs` (by default two seeds of each of `CASES`); returns the `Results`."""
     if runs is None:
         runs = [made_run(case, seed) for case in CASES for seed in (0, 1)]
+        again = {"short": True, "again": True}
+        runs += [made_run(CASES[0], seed, kind=again) for seed in (0, 1)]
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     for run in runs:
         write_json(directory / "runs" / f"{run.trial.file_stem}.json", run.to_json())
@@ -58,10 +64,16 @@ def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
         planned=len(runs),
         settings={"seeds": 2, "rows": [case.label for case in CASES], "steps": None},
         versions={"ampatch": "1.2.3", "torch": "2.9", "cpu": "Some CPU, 2 cores"},
+        machine=machine_state(runs),
         rows=rows,
         done=len(runs),
         recommendation=recommendation(rows),
         notes=list(notes),
+        provenance={
+            "command": "ampatch sweep",
+            "git": "0123abc, dirty: 1 changed file",
+            "device": "cpu",
+        },
     )
     write_files(directory, results)
     return results

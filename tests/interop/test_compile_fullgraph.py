@@ -239,7 +239,12 @@ variables.TorchInGraphFunctionVariable._get_handlers.cache_clear()
 for kept, fresh in zip(after, tables()):
     # all but torch.manual_seed, which Dynamo itself replaces after it has filled its tables
     assert {row for row in {*kept} ^ {*fresh} if "manual_seed" not in repr(row)} == set()
-assert not [row for table in after for row in table if "ampatch" in repr(row)]
+rows = [thing for row in rules.get_torch_obj_rule_map().items() for thing in row]
+rows += [*rules.get_tensor_method(), *getattr(variables, "ops_consuming_unbacked_scalars", ())]
+for row in variables.TorchInGraphFunctionVariable._get_handlers().items():
+    rows += row
+modules = {str(getattr(thing, "__module__", "")).partition(".")[0] for thing in rows}
+assert "torch" in modules and "ampatch" not in modules
 """
 
 

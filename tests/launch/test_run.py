@@ -32,6 +32,12 @@ LEGACY = """
 NO_AMP = "print('started')\n"
 
 
+def without_note(err):
+    """What a script wrote: these scripts never call `initialize`, which `run` says at the end."""
+    said = re.compile(r"^ampatch: .* never called ampatch.initialize: .*\n\Z", re.MULTILINE)
+    return said.sub("", err)
+
+
 def python(folder, *arguments):
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True
@@ -71,7 +77,7 @@ def test_a_wrong_command_line_starts_nothing(arguments, message, tmp_path, monke
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr("ampatch.launch.script.install_apex", lambda: None)
-    monkeypatch.setattr("ampatch.launch.children.start", lambda is_auto: None)
+    monkeypatch.setattr("ampatch.launch.children.start", lambda is_auto, spawned: None)
     with pytest.raises(SystemExit) as stop:
         main.main(["run", *arguments])
     written = capsys.readouterr()
@@ -132,13 +138,14 @@ def in_process(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr("ampatch.launch.script.install_apex", lambda: None)
-    monkeypatch.setattr("ampatch.launch.children.start", lambda is_auto: None)
+    monkeypatch.setattr("ampatch.launch.children.start", lambda is_auto, spawned: None)
     known = set(sys.modules)
 
     def run(*arguments):
         theirs = python(tmp_path, *arguments)
         code = main.main(["run", *arguments])
-        return (code, *capfd.readouterr()), (theirs.returncode, theirs.stdout, theirs.stderr)
+        out, err = capfd.readouterr()
+        return (code, out, without_note(err)), (theirs.returncode, theirs.stdout, theirs.stderr)
 
     yield run
     for name in set(sys.modules) - known:
@@ -204,7 +211,7 @@ def test_endings_from_a_shell(text, code, out, err, tmp_path):
     write(tmp_path / "train.py", text)
     done = ampatch_run(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (code, out)
-    assert done.stderr.replace(f"{tmp_path}/", "") == err
+    assert without_note(done.stderr).replace(f"{tmp_path}/", "") == err
 
 
 def test_a_package_that_raises_on_the_way_to_its_module(tmp_path, in_process):
@@ -231,7 +238,7 @@ def test_interrupted(tmp_path):
     done = ampatch_run(tmp_path, "train.py")
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
-    assert "ampatch" not in done.stderr
+    assert set(re.findall('File "(.*)", line', done.stderr)) == {str(tmp_path / "train.py")}
 
 
 # What the script sees
@@ -273,6 +280,50 @@ def test_options_override_what_the_script_gives(options, expected, tmp_path):
     done = ampatch_run(tmp_path, *options, "train.py", AMPATCH_OPT_LEVEL="O2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "replaced"),
+    [
+        (
+            ["--opt-level", "O1", "--dtype", "bfloat16"],
+            "opt_level O2 -> O1, dtype float16 -> bfloat16",
+        ),
+        (["--opt-level", "O2", "--dtype", "float16", "--loss-scale", "8"], None),
+        (["--opt-level", "O0", "--dtype", "bfloat16"], "opt_level O2 -> O0"),
+        (["--loss-scale", "dynamic"], "loss_scale 8.0 -> dynamic"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_an_option_replaces_is_said_in_one_line(options, replaced, tmp_path):
+    write(tmp_path / "train.py", LEGACY.replace("8.0)", "8.0, verbosity=0)") + "\n    print('end')")
+    done = ampatch_run(tmp_path, *options, "train.py")
+    said = (
+        ""
+        if replaced is None
+        else f"ampatch: in force instead of what the script gives: {replaced}\n"
+    )
+    assert (done.returncode, done.stderr) == (0, said)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        (NO_AMP, [], True),
+        (NO_AMP, ["--opt-level", "O2"], True),
+        (NO_AMP + "import sys; sys.exit(3)\n", [], False),
+        (NO_AMP, ["--auto", "--opt-level", "O0"], False),
+        (NO_AMP + "import ampatch; ampatch.init(enabled=False)\n", [], False),
+        (NO_AMP + "import ampatch; ampatch.init()._deactivate()\n", [], False),
+    ],
+    ids=["plain", "option", "failed", "auto", "init", "ended"],
+)
+def test_a_script_that_never_calls_initialize_is_told(text, options, said, tmp_path):
+    write(tmp_path / "train.py", text)
+    *_, last = ampatch_run(tmp_path, *options, "train.py").stderr.splitlines() or [""]
+    assert ("train.py never called ampatch.initialize" in last) == said
+    assert ("ampatch run --auto train.py" in last) == said
+    assert ("without effect of --opt-level" in last) == (said and bool(options))
 
 
 def test_variables_count_without_the_command(monkeypatch):

@@ -30,6 +30,8 @@ INIT_SCALE = 1024.0
 class Driver:
     """What both sides share: what was started, and what is compared in the end."""
 
+    device = "cpu"
+
     def __init__(self, level: str, half: torch.dtype) -> None:
         self.level = level
         self.half = half
@@ -96,7 +98,7 @@ class Ampatch(Driver):
 
         With one model and a list of optimizers they all are that model's.
         """
-        nets, optimizers = _made(net, make)
+        nets, optimizers = _made(net, make, self.device)
         settings = {"verbosity": 1, "init_scale": INIT_SCALE, **settings}
         ampatch.initialize(
             nets,
@@ -179,7 +181,7 @@ class ByHand(Driver):
         wanted = settings.get("loss_scale") or ("dynamic" if scaled else 1.0)
         self._dynamic = wanted == "dynamic"
         self._scale = settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
-        nets, optimizers = _made(net, make)
+        nets, optimizers = _made(net, make, self.device)
         trained = [p for o in filter(None, optimizers) for g in o.param_groups for p in g["params"]]
         for one in nets:
             self._convert(one, trained)
@@ -316,10 +318,10 @@ class ByHand(Driver):
     def casts(self) -> AbstractContextManager:
         if self.level != "O1":
             return contextlib.nullcontext()
-        return torch.autocast("cpu", self.half)
+        return torch.autocast(self.device, self.half)
 
     def no_casts(self) -> AbstractContextManager:
-        return torch.autocast("cpu", enabled=False)
+        return torch.autocast(self.device, enabled=False)
 
     def uncast(self, model: nn.Module, *args: Any) -> Any:
         return super(type(model), model).__call__(*args)
@@ -353,8 +355,10 @@ class ByHand(Driver):
         return self._scale
 
 
-def _made(net: Any, make: Any) -> tuple[list[nn.Module], list[Any]]:
+def _made(net: Any, make: Any, device: str) -> tuple[list[nn.Module], list[Any]]:
     nets = net if isinstance(net, list) else [net]
+    for model in nets:
+        model.to(device)
     makes = make if isinstance(make, list) else [make] * len(nets)
     owners = nets if len(nets) > 1 else nets * len(makes)
     optimizers = [

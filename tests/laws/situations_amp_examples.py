@@ -216,31 +216,31 @@ def clip_after_an_overflow(amp):
         optimizer.step()
 
 
-class Product(torch.autograd.Function):
-    """`MyMM` of the page."""
+def products(device):
+    """`MyMM` of the page, and `MyFloat32Func`: its inputs come in FP32, it runs without casts."""
 
-    @staticmethod
-    @custom_fwd(device_type="cpu")
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a.mm(b)
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type=device)
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return a.mm(b)
 
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        return grad.mm(b.t()), a.t().mm(grad)
+        @staticmethod
+        @custom_bwd(device_type=device)
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            return grad.mm(b.t()), a.t().mm(grad)
 
+    class FloatProduct(Product):
+        @staticmethod
+        @custom_fwd(device_type=device, cast_inputs=torch.float32)
+        def forward(ctx, a, b):
+            assert a.dtype is b.dtype is torch.float32
+            ctx.save_for_backward(a, b)
+            return a.mm(b)
 
-class FloatProduct(Product):
-    """`MyFloat32Func` of the page: its inputs come in FP32, and it runs without casts."""
-
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx, a, b):
-        assert a.dtype is b.dtype is torch.float32
-        ctx.save_for_backward(a, b)
-        return a.mm(b)
+    return Product, FloatProduct
 
 
 class Custom(nn.Module):
@@ -256,14 +256,14 @@ class Custom(nn.Module):
 
 @situation(letter="g")
 def a_function_with_custom_fwd_and_bwd(amp):
-    model, optimizer = amp.start(Custom(Product))
+    model, optimizer = amp.start(Custom(products(amp.device)[0]))
     plain_loop(amp, model, optimizer)
 
 
 @situation("O1", letter="g")
 def a_function_whose_inputs_are_cast_to_fp32(amp):
     """Its product in half precision would be 4e-4 (float16) or 4e-3 away, and differ in bits."""
-    model, optimizer = amp.start(Custom(FloatProduct))
+    model, optimizer = amp.start(Custom(products(amp.device)[1]))
     plain_loop(amp, model, optimizer)
 
 

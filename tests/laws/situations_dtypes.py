@@ -33,7 +33,7 @@ def double_after_initialize(amp):
 def to_the_device_it_is_on(amp):
     model, optimizer = amp.start(mlp())
     plain_loop(amp, model, optimizer, 1)
-    model.to("cpu")
+    model.to(amp.device)
     plain_loop(amp, model, optimizer, 2)
 
 

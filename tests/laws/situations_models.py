@@ -46,7 +46,7 @@ class Recurrent(nn.Module):
         self.rnn, self.head = kind(4, 5, batch_first=True), nn.Linear(5, 2)
 
     def forward(self, x):
-        lengths = torch.tensor([3, 2, 2])
+        lengths = torch.tensor([3, 2, 2], device="cpu")  # torch wants them there
         packed = pack_padded_sequence(x.view(3, -1, 4)[:, :3], lengths, batch_first=True)
         out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
         return self.head(out)
@@ -253,7 +253,7 @@ def forward_hooks_of_the_users(amp):
     plain_loop(amp, model, optimizer)
 
 
-@situation(within=2e-2)
+@situation(within=3e-2)
 def forward_hooks_from_before(amp):
     """For the tolerance see above."""
     net = mlp()

@@ -165,7 +165,7 @@ def swapped_parameters_on_conversion_between_steps(amp):
         model, optimizer = amp.start(mlp())
         plain_loop(amp, model, optimizer, 2)
         optimizer.zero_grad()
-        model.to("cpu")
+        model.to(amp.device)
         plain_loop(amp, model, optimizer, 2)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(was)

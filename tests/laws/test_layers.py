@@ -42,7 +42,7 @@ ALLOWED = {
     "compat": ABOVE,
     "launch": ABOVE | {"auto", "compat"},
     "diagnose": ABOVE | {"launch"},
-    "sweep": ABOVE | {"launch"},
+    "sweep": ABOVE | {"launch", "diagnose.speed"},
     "cli": ABOVE | {"launch", "diagnose", "sweep"},
     "__main__": {"cli"},
 }

@@ -17,8 +17,7 @@ TOPICS = (
     *("amp_examples", "graphs", "hooks", "weights", "parameters", "saved", "gradients"),
     *("optimizers", "models", "dtypes", "functions"),
 )
-for _topic in TOPICS:
-    importlib.import_module(f"situations_{_topic}")
+MODULES = [importlib.import_module(f"situations_{topic}") for topic in TOPICS]
 
 ROWS = [
     pytest.param(row, level, half, id=f"{row.name}-{level}-{half}")
@@ -31,6 +30,10 @@ ROWS = [
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("row", "level", "half"), ROWS)
 def test_situation(row: Situation, level: str, half: str, caplog) -> None:
+    check(row, level, half, caplog)
+
+
+def check(row: Situation, level: str, half: str, caplog: pytest.LogCaptureFixture) -> None:
     """Losses, recorded values and final weights are the oracle's."""
     ours = Ampatch(level, HALVES[half])
     if row.refuses:
@@ -43,7 +46,7 @@ def test_situation(row: Situation, level: str, half: str, caplog) -> None:
         found = everything(row, ours)
     for index, (want, have) in enumerate(zip(expected, found, strict=True)):
         what = f"number {index} of {len(oracle.seen)} recorded and {len(expected)} in all"
-        assert want.shape == have.shape, what
+        assert (want.shape, want.device) == (have.shape, have.device), what
         gap = (want - have).abs().nan_to_num().max().item() if want.numel() else 0.0
         if row.within:
             assert gap <= row.within, f"{what}: {gap} apart"

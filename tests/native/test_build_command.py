@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from native_runs import run_native
+from quick_speed import measure_quickly
 from warm_python import environment
 
 import ampatch
@@ -129,7 +130,7 @@ STATES = [
 @pytest.mark.parametrize("status", STATES, ids=lambda status: status.reason.split()[0])
 def test_doctor_and_report_say_which_is_in_force(status, monkeypatch, capsys):
     monkeypatch.setattr(native, "_status", status)
-    monkeypatch.setattr(doctor, "MEASURE_FOR", 0.001)
+    measure_quickly(monkeypatch)
     assert dict(doctor.facts())["native part"] == status.reason
     assert main.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -22,7 +22,7 @@ class Machine:
         self.ran = []
         self.fails = {}  # by number of the run
 
-    def run(self, runner, trial, progress):
+    def run(self, runner, trial, watch, place):
         failure = self.fails.get(len(self.ran))
         self.ran.append(trial.label)
         if isinstance(failure, BaseException):
@@ -52,7 +52,8 @@ def script(tmp_path, monkeypatch):
 
 
 def make(script, out="out", **options):
-    return Sweep(script, levels=["O0", "O1"], autocast=False, seeds=2, out=out, **options)
+    settings = {"levels": ["O0", "O1"], "dtypes": ["float16"], "seeds": 2, "rounds": 1, **options}
+    return Sweep(script, autocast=False, out=out, **settings)
 
 
 ALL = ["O0 seed 0", "O1-float16 seed 0", "O1-float16 seed 1", "O0 seed 1"]
@@ -121,7 +122,7 @@ def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
     plan = Sweep(script, levels=["O0"], out="out", overwrite=True)
 
     left = {str(path.relative_to("out")) for path in plan.directory.rglob("*") if path.is_file()}
-    left -= {"summary.json", "summary.csv", "summary.md", ".lock"}
+    left -= {"summary.json", "summary.csv", "summary.md", "summary.tex", ".lock"}
     assert left == {"mine.txt", "runs/mine.json"}
     assert read_results("out").done == 0
 
@@ -170,5 +171,5 @@ def test_a_disk_that_fills_up_ends_the_sweep_and_keeps_what_there_is(script, mac
 def test_results_of_another_format_are_refused(script, machine, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/summary.json").write_text(json.dumps({"format": 1}))
-    with pytest.raises(ValueError, match="in format 1, expected 2"):
+    with pytest.raises(ValueError, match=r"in format 1\. This version reads format 3.*--overwrite"):
         make(script, resume=True)

@@ -54,6 +54,8 @@ def ran(warm_trials, tmp_path_factory):
         ["s{seed}"],
         levels=["O0", "O1"],
         overrides=["O2 keep_batchnorm_fp32=False"],
+        dtypes=["float16"],
+        rounds=1,
         steps=STEPS,
         metrics={"accuracy": r"accuracy: ([\d.]+)"},
         out=directory / "out",
@@ -98,6 +100,7 @@ def test_the_autocast_row_is_plain_pytorch(ran):
     changes = [scales[0], *(b for a, b in itertools.pairwise(scales) if a != b)]
     assert measured.loss_scales["0"].values == changes == [2.0**16, 2.0**15]
     assert measured.loss_scales["0"].steps == [0, OVERFLOW + 1]
+    assert list(measured.parts) == ["data", "forward", "backward", "optimizer"]
     assert measured.opt_level == "autocast" and measured.properties["grad_scaler"] == "True"
 
 
@@ -166,7 +169,7 @@ def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):
     fixed = textwrap.dedent(SEEDED).replace("model = torch", "torch.manual_seed(0)\nmodel = torch")
     Path(seeded).write_text(fixed)
     plan = Sweep(seeded, ["", "9"], levels=["O0"], seeds=2, out=tmp_path / "out").run()
-    assert "The seed does not reach the script" in plan.results.notes[0]
+    assert "The seed does not reach the script" in plan.results.notes[-1]
     with pytest.raises(SweepError, match="--metric acc=acc .*: nothing in the output of O0 seed 0"):
         Sweep(
             seeded,
@@ -199,13 +202,16 @@ def test_a_script_without_amp_code(tmp_path):
             print(loss.item())
     """)
     )
-    plan = Sweep(script, dtypes=["bfloat16"], auto=True, out=tmp_path / "out").run()
+    plan = Sweep(script, dtypes=["bfloat16"], auto=True, rounds=2, out=tmp_path / "out").run()
     assert [(row.label, row.status, row.steps) for row in plan.rows] == [
         ("O0", "ok", 15),
         ("O1-bfloat16", "ok", 15),
     ]
+    assert [len(list(read_runs(plan.directory, row.label))) for row in plan.rows] == [4, 2]
+    for run in plan.runs:  # the model is not known
+        assert list(run.measured.parts) == ["backward", "optimizer", "unsplit"]
     curves = []
-    for run in plan.runs:
+    for run in plan.runs[:2]:
         log = plan.directory / "runs" / f"{run.trial.file_stem}.log"
         curves.append([float(line) for line in log.read_text().splitlines()])
         assert run.measured.losses["0"].values == pytest.approx(curves[-1], rel=1e-6)

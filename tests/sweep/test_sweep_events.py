@@ -1,6 +1,10 @@
-"""TensorBoard's event files of a sweep, and the refusal where tensorboard is missing."""
+"""A sweep's runs in experiment trackers, and the refusal where the library of one is missing."""
 
 import importlib
+import json
+import os
+import struct
+import subprocess
 import sys
 
 import pytest
@@ -8,7 +12,9 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Sweep
+from ampatch.sweep.report.scalars import figures, scalars, settings
 from ampatch.sweep.report.tensorboard_events import write_events
+from ampatch.sweep.trial import Trial
 
 
 @pytest.fixture
@@ -59,4 +65,126 @@ def test_events_read_back_are_the_runs_series(tmp_path):
     )
     assert [(e.step, e.value) for e in events.Scalars("loss scale")] == [(0, 65536), (4, 32768)]
     assert sum(event.value for event in events.Scalars("skipped")) == 1
+    (origin,) = events.Tensors("where the figures come from/text_summary")
+    assert b"0123abc, dirty" in origin.tensor_proto.string_val[0]
     assert [event.value for event in events.Scalars("step ms")] == pytest.approx([5.0] * 119)
+
+
+# Weights & Biases, MLflow
+
+
+@pytest.fixture
+def sweep_of_two(tmp_path):
+    """A run that diverges and a short one, which is left out."""
+    run = made_run(CASES[1], diverges=True)
+    short = made_run(CASES[1])
+    short.trial = Trial(CASES[1], repeat=1, short=True)
+    made_sweep(tmp_path, [run, short])
+    return tmp_path, run
+
+
+@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_without_its_library_no_report_is_begun(name, module, tmp_path, monkeypatch, capsys):
+    made_sweep(tmp_path, [made_run(CASES[0])])
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path), f"--{name}"])
+    assert f"--{name}: " in (error := capsys.readouterr().err)
+    assert f"pip install ampatch[{name}]" in error
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_trackers_get_series_settings_and_figures():
+    run = made_run(CASES[3], seed=1)
+    assert settings(run) == {
+        "opt_level": "O2", "dtype": "float16", "engine": "ampatch",
+        "settings": '{"loss_scale": "<b>$1$</b>"}', "seed": 1, "repeat": 0,
+    }  # fmt: skip
+    found = figures(run)
+    assert found["final/accuracy"] == pytest.approx(0.91) and found["final/memory MiB"] == 300
+    assert found["final/step ms"] == pytest.approx(5)
+    assert {tag for tag, _ in scalars(run)} == {
+        "loss", "loss scale", "metrics/accuracy", "step ms", "skipped"
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # MLflow uses what sqlalchemy is about to drop
+def test_mlflow_has_each_run_once(sweep_of_two, monkeypatch, capsys):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("alembic", reason="alembic is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    directory, run = sweep_of_two
+    for _ in range(2):
+        assert main(["report", str(directory), "--mlflow"]) == 0
+    uri = f"sqlite:///{directory / 'mlflow.db'}"
+    assert f"mlflow ui --backend-store-uri {uri}" in capsys.readouterr().out
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (experiment,) = (one for one in client.search_experiments() if one.name != "Default")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.data.params["dtype"] == "float16" and found.info.run_name == run.trial.label
+    assert found.info.status == "FAILED" and "diverged" in found.data.tags["status"]
+    assert found.data.tags["from.git"] == "0123abc, dirty: 1 changed file"
+    history = sorted(client.get_metric_history(found.info.run_id, "loss"), key=lambda m: m.step)
+    series = run.measured.losses["0"]
+    assert [one.step for one in history] == series.steps
+    assert [one.value for one in history] == pytest.approx(series.values, nan_ok=True)
+    assert history[-1].timestamp - history[0].timestamp == pytest.approx(595, abs=1)
+
+
+def report_to_wandb(directory, **variables):
+    """In a process of its own: wandb reads the environment once."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    command = [sys.executable, "-m", "ampatch", "report", str(directory), "--wandb"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_each_run_once(sweep_of_two):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    directory, run = sweep_of_two
+    for _ in range(2):
+        done = report_to_wandb(directory, WANDB_MODE="offline")
+        assert done.returncode == 0, done.stderr
+    assert f"wandb sync {directory}/wandb/offline-run-*" in done.stdout
+    (file,) = directory.glob("wandb/offline-run-*/*.wandb")
+    records = list(wandb_records(file.read_bytes()))
+    (about,) = (one.run for one in records if one.WhichOneof("record_type") == "run")
+    assert about.display_name == run.trial.label and about.run_group.startswith("train & <test>")
+    config = {item.key: json.loads(item.value_json) for item in about.config.update}
+    assert config["dtype"] == "float16" and config["from"]["git"].startswith("0123abc")
+    losses = [
+        float(json.loads(item.value_json))
+        for one in records
+        if one.WhichOneof("record_type") == "history"
+        for item in one.history.item
+        if "loss" in (item.key, *item.nested_key)
+    ]
+    assert losses == pytest.approx(run.measured.losses["0"].values, nan_ok=True)
+
+
+def wandb_records(data):
+    """What wandb wrote: a header of 7 bytes, and LevelDB's log of messages."""
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    place, parts, block = 7, b"", 32768
+    while place + 7 <= len(data):
+        if block - place % block < 7:  # too little for another header: the rest is empty
+            place += block - place % block
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        parts += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = records.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+@pytest.mark.slow
+def test_a_refusal_of_wandb_leaves_the_report(sweep_of_two):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    directory, _ = sweep_of_two
+    done = report_to_wandb(directory, WANDB_MODE="online", WANDB_API_KEY="no key")
+    assert done.returncode == 1 and "--wandb` tries again" in done.stderr
+    assert (directory / "report.html").exists()

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from ampatch.sweep.measure.probes import BATCH, Readings, Timeline
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.figures import first_and_last, status, step_ms
 from ampatch.sweep.report.summary import summarize
-from ampatch.sweep.report.table import plain_table, write_table
+from ampatch.sweep.report.table import plain_table
+from ampatch.sweep.report.terminal import write_table
 from ampatch.sweep.trial import Case, Trial
 
 # What to run
@@ -82,7 +84,7 @@ def test_speed_needs_o0():
     timed = {"skipped": [False] * 3, "step_seconds": [None, 0.5, 0.5]}
     fast = {"skipped": [False] * 3, "step_seconds": [None, 0.25, 0.25]}
     with_base = summarize([run_of("O1", **fast), run_of("O0", **timed)])
-    assert [row.speed for row in with_base] == [2.0, 1.0]
+    assert [row.speed for row in with_base] == [2.0, None]
     assert summarize([run_of("O1", **fast)])[0].speed is None
 
 
@@ -105,13 +107,16 @@ def test_json_keeps_every_value(tmp_path):
         samples=Series([1, 2], [64.0, 32.0], [0.25, 0.75]),
         output_marks=[(1, 10), (2, 30)],
         matmul_precision="high",
+        cpu_seconds=[None, 0.5],
+        parts={"data": [None, 0.125]},
+        machine={"load_at_start": 1.5, "threads": 2},
     )
     case = Case("O2", "float16", tf32=True, settings=(("overrides", "x"), ("loss_scale", 2.0)))
-    trial = Trial(case, seed=3, repeat=1)
+    trial = Trial(case, seed=3, repeat=1, short=True)
     run = Run(trial, 1, 2.5, measured, ended_by="timed out: after 2 s", timeout=2.0)
     write_json(tmp_path / "run.json", run.to_json())
     written = read_json(tmp_path / "run.json")
-    assert (written["format"], written["planned"]["seed"]) == (2, 3)  # as in earlier sweeps
+    assert (written["format"], written["planned"]["seed"]) == (3, 3)
     assert Run.from_json(read_json(tmp_path / "run.json")) == run
 
 
@@ -155,11 +160,31 @@ def test_on_a_terminal_of_any_width_nothing_is_cut_off(width, monkeypatch):
     terminal = Terminal()
     write_table(summarize([ok, lost]), terminal)
     text = terminal.getvalue()
-    words = ("float16", "0/300", "65536", "0.9750", "400", "12.34", "diverged at step 1: loss nan")
-    for word in words:
+    words = ("float16", "0/300", "65536", "0.9750", "400", "12.34")
+    for word in (*words, "diverged", "step", "loss", "nan"):
         assert word in text
-    table = text.partition("Step time")[0].splitlines()
-    assert width == 60 or max(map(len, table)) <= width
+    assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize(("width", "parts"), [(60, 2), (160, 1)])
+def test_a_narrow_terminal_gets_the_table_in_parts(width, parts, monkeypatch):
+    """Each part names its rows; a part that would say "ok" only is left out."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    write_table(summarize([run_of("O0", **MEASURED), run_of("O3", **MEASURED)]), terminal)
+    table = terminal.getvalue().partition("Step time")[0]
+    assert len(re.findall(r"(?m)^O3 +float16", table)) == parts
+    assert sum("0.9750" in line for line in table.splitlines()) == 2
+
+
+MEASURED = {
+    "skipped": [False] * 300,
+    "losses": {"0": Series([0, 1], [1.0, 0.5])},
+    "metrics": {"test_accuracy": Series([2], [0.975])},
+    "memory_bytes": 400 * 2**20,
+}
 
 
 class Terminal(io.StringIO):

@@ -66,7 +66,7 @@ def test_a_pipe_gets_lines():
     assert isinstance(shown, Lines)
     with shown:
         shown.started(1, 2, Trial(Case("O0")))
-        shown.reached(3, 0.5)
+        shown.reached(Trial(Case("O0")), 3, 0.5)
         shown.ended(made_run(Case("O0")))
         shown.started(2, 2, Trial(Case("O1", "float16"), seed=1))
     first, second, third = stream.getvalue().splitlines()
@@ -86,7 +86,7 @@ def test_a_terminal_gets_level_seed_step_loss_and_time_left(monkeypatch):
         shown.started(1, 2, Trial(Case("O0")))
         shown.ended(made_run(Case("O0")))
         shown.started(2, 2, Trial(Case("O1", "float16"), seed=1))
-        shown.reached(60, 0.25)
+        shown.reached(Trial(Case("O1", "float16"), seed=1), 60, 0.25)
     last = stream.getvalue()
     for word in ("(2/2) O1-float16 seed 1", "step 60/120", "loss 0.25", "0:00 left"):
         assert word in last

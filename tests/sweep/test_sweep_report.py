@@ -2,11 +2,15 @@
 
 import base64
 import csv
+import functools
+import html
 import html.parser
 import io
 import json
 import math
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -15,9 +19,17 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, read_runs, write_report
+from ampatch.sweep.measure.provenance import command_line, repository
 from ampatch.sweep.measure.record import Series
-from ampatch.sweep.report.curves import POINTS, loss_curves, scale_curves
-from ampatch.sweep.report.plots import COLOURS, pictures
+from ampatch.sweep.report.curves import (
+    POINTS,
+    difference_curves,
+    loss_curves,
+    near_base,
+    scale_curves,
+)
+from ampatch.sweep.report.drawing import FORMATS, logarithmic
+from ampatch.sweep.report.plots import COLOURS, gallery
 from ampatch.sweep.report.summary import summarize
 
 NAMES = ["loss-by-step", "loss-by-time", "speed", "memory", "loss-scale"]
@@ -77,12 +89,29 @@ def test_the_page_holds_everything(made, page):
     assert results.recommendation in page.text and "Few seeds." in page.text
     for row in results.rows:
         assert row.verdict in page.text
-    for fact in ("ampatch 1.2.3", "torch 2.9", "cpu Some CPU, 2 cores", "seeds 2", "ran on cpu"):
+    for fact in (
+        "ampatch 1.2.3",
+        "torch 2.9",
+        "cpu Some CPU, 2 cores",
+        "seeds 2",
+        "device cpu",
+        "dirty: 1",
+    ):
         assert fact in page.text
     for run in read_runs(made[0]):
         assert f"runs/{run.trial.file_stem}.log" in page.text
     assert page.text.count("O2-loss_scale=<b>$1$</b>") > 3  # a setting is text, never markup
     assert not page.all("b")
+
+
+def test_recommendation_and_table_come_first_and_the_rest_is_folded(made, page):
+    source = (made[0] / "report.html").read_text(encoding="utf-8")
+    order = ["Recommendation.", 'aria-label="Figures per row"', "<details>", "Pictures</h2>"]
+    places = [source.index(text) for text in order]
+    assert places == sorted(places)
+    verdict = source.index(html.escape(made[1].rows[0].verdict))
+    assert source.rindex("<details>", 0, verdict) > source.rfind("</details>", 0, verdict)
+    assert not any("open" in attrs for attrs in page.all("details"))
 
 
 def test_the_page_needs_nothing_else(made, page):
@@ -103,7 +132,7 @@ def test_the_page_suits_a_phone_and_a_reader(page):
     )
     assert page.all("html") == [{"lang": "en"}]
     around = [attrs for attrs in page.all("div") if attrs.get("class") == "scroll"]
-    assert len(around) == len(page.all("table")) == 3
+    assert len(around) == len(page.all("table")) == 4
     assert all(attrs["aria-label"] and attrs["tabindex"] == "0" for attrs in around)
     assert len(page.all("h1")) == 1
 
@@ -113,7 +142,7 @@ def test_every_picture_says_what_it_shows(made, page):
     assert len(images) == len(NAMES)
     for name, image in zip(NAMES, images):
         data = base64.b64decode(image["src"].partition("base64,")[2])
-        assert data == (made[0] / "plots" / f"{name}.png").read_bytes()
+        assert data == (made[0] / "plots" / f"{name}.svg").read_bytes()
     by_name = dict(zip(NAMES, (image["alt"] for image in images)))
     assert "O0 float32: 1.931 to" in by_name["loss-by-step"]  # 3 steps' mean of 2 seeds
     assert re.search(r"O1 bfloat16: 1\.\d+ to 0\.\d+ in 0\.59 seconds", by_name["loss-by-time"])
@@ -128,7 +157,8 @@ def test_a_failed_row_is_called_so(tmp_path):
     made_sweep(tmp_path, runs)
     write_report(tmp_path)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert [item.get("class") for item in page.all("li")] == ["baseline", "failed"]
+    classes = [item.get("class") for item in page.all("li")]
+    assert classes == ["failed", "baseline", "failed"]  # below the table, and among the verdicts
     assert "crashed: RuntimeError: <boom>" in page.text
 
 
@@ -145,7 +175,7 @@ def test_there_may_be_next_to_nothing_to_show(tmp_path, runs):
 @pytest.mark.parametrize("name", NAMES)
 def test_pictures_are_not_blank(made, name):
     with Image.open(made[0] / "plots" / f"{name}.png") as image:
-        assert image.width == 1120 and image.height > 400
+        assert image.width == 1104 and image.height > 400
         seen = {rgb for _, rgb in image.convert("RGB").getcolors(maxcolors=2**24)}
     by_level = {"O1": COLOURS[1], "O2": COLOURS[2], "autocast": COLOURS[3]}
     for colour in by_level.values():
@@ -186,7 +216,82 @@ def test_a_loss_scale_that_is_always_1_is_not_drawn():
 def test_other_runs_may_leave_out_losses(tmp_path):
     runs = [made_run(CASES[0]), made_run(CASES[1], losses={}, loss_scales={"0": Series()})]
     results = made_sweep(tmp_path, runs)
-    assert [one.name for one in pictures(results, runs)] == NAMES[:4]
+    names = [one.name for one in gallery(results, runs).pictures]
+    assert names == ["loss-by-step", "speed", "memory"]  # one line says the same against time
+
+
+def test_captions_say_units_and_what_bands_are(made, page):
+    captions = (made[0] / "plots" / "captions.md").read_text(encoding="utf-8")
+    for said in (
+        "Bands: the range over 2 seeds.",
+        "Below: the difference from O0 at the same step and seed",
+        "Whiskers: quartiles of the ratios of 2 rounds.",
+        "1 MiB is 2^20 bytes.",
+    ):
+        assert said in captions and said in page.text
+    assert page.text.count("torch 2.9") >= len(NAMES) == len(page.all("figcaption"))
+
+
+def test_what_would_show_nothing_is_left_out_and_said(tmp_path):
+    runs = [
+        made_run(case, memory_bytes=(400 + n) * 2**20, loss_scales={"0": Series([0], [128.0])})
+        for n, case in enumerate(CASES)
+    ]
+    made_sweep(tmp_path, runs)
+    assert write_report(tmp_path) == ""
+    assert {path.stem for path in (tmp_path / "plots").glob("*.png")} == set(NAMES[:3])
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "Peak memory is not drawn: it is 400 to 404 MiB" in page.text
+    assert "The loss scale is not drawn: it stayed at 128." in page.text
+
+
+def test_noise_between_runs_of_a_row_hides_as_large_a_difference_between_rows(tmp_path):
+    sizes = {("O0", 0): 400, ("O0", 1): 300, ("O1", 0): 340, ("O1", 1): 310}
+    runs = [
+        made_run(case, seed, memory_bytes=sizes[case.opt_level, seed] * 2**20)
+        for case in CASES[:2]
+        for seed in (0, 1)
+    ]
+    assert "memory" not in {one.name for one in gallery(made_sweep(tmp_path, runs), runs).pictures}
+
+
+def test_differences_are_between_equal_steps_and_seeds():
+    """O1's loss is O0's plus a tenth of the seed number; O0's seeds are 0.02 apart."""
+
+    def of(case, seed, more):
+        values = [2.0 + 0.01 * seed + more, math.nan, 1.0 + 0.01 * seed + more]
+        return made_run(case, seed, losses={"0": Series([0, 1, 2], values, [0.0, 1.0, 2.0])})
+
+    runs = [of(CASES[0], seed, 0.0) for seed in (0, 2)]
+    runs += [of(CASES[1], seed, 0.1 * seed) for seed in (0, 2)]
+    own, other = difference_curves(summarize(runs), runs)
+    assert [own.y[0], own.low[0], own.high[0]] == pytest.approx([0, -0.01, 0.01])
+    assert [other.y[0], other.low[0], other.high[0]] == pytest.approx([0.1, 0, 0.2])
+    assert math.isnan(other.y[1])
+
+
+def test_only_lines_that_lie_on_o0_are_drawn_as_differences():
+    def of(case, more):
+        values = [2.0 - step + more for step in range(3)]
+        return made_run(case, losses={"0": Series([0, 1, 2], values, [0.0, 1.0, 2.0])})
+
+    runs = [of(CASES[0], 0.0), of(CASES[1], 0.01), of(CASES[2], 0.5)]
+    rows = summarize(runs)
+    curves = loss_curves(rows, runs, by_time=False)
+    near = near_base(curves, difference_curves(rows, runs), logarithmic=False)
+    assert [curve.name for curve in near] == ["O1 float16"]
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"), [((0.001, 1.0), {r"$\mathdefault{10^{-3}}$"}), ((1.0, 60.0), {"1", "2"})]
+)
+def test_wide_axes_have_ticks_at_decades_and_narrow_ones_plain_numbers(values, labels):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    axes.plot([0, 1], values)
+    logarithmic(axes, values)
+    figure.canvas.draw()
+    assert labels <= {label.get_text() for label in axes.get_yticklabels()}
 
 
 def test_many_rows_keep_apart(tmp_path):
@@ -194,9 +299,9 @@ def test_many_rows_keep_apart(tmp_path):
     cases = [Case("O0"), *(Case("O2", "float16", settings=(("number", n),)) for n in range(12))]
     runs = [made_run(case) for case in cases]
     results = made_sweep(tmp_path, runs)
-    drawn = {one.name: one for one in pictures(results, runs)}
-    with Image.open(io.BytesIO(drawn["loss-by-step"].png)) as image:
-        assert image.width == 1120 and image.height > 900
+    drawn = {one.name: one for one in gallery(results, runs).pictures}
+    with Image.open(io.BytesIO(drawn["loss-by-step"].files["png"])) as image:
+        assert image.width == 1104 and image.height > 900
 
 
 def test_without_matplotlib_the_page_says_so(made, tmp_path, monkeypatch, capsys):
@@ -210,20 +315,90 @@ def test_without_matplotlib_the_page_says_so(made, tmp_path, monkeypatch, capsys
     assert "No plots: matplotlib is not installed" in page.text and not page.all("img")
 
 
+# Where the figures come from
+
+
+def text_of(path):
+    """What a file says, the metadata of a picture too."""
+    if path.suffix == ".png":
+        with Image.open(path) as image:
+            return " ".join(map(str, image.text.values()))
+    if path.suffix == ".html":
+        return Page(path.read_text(encoding="utf-8")).text
+    return path.read_bytes().decode("utf-8", "replace").replace("\\(", "(").replace("\\)", ")")
+
+
+def test_every_file_says_where_it_comes_from(made):
+    files = [made[0] / name for name in ("report.html", "figures.tex", "plots/captions.md")]
+    files += sorted(made[0].glob("summary.*"))
+    files += [made[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
+    assert len(files) == 3 + 4 + 15
+    for path in files:
+        text = text_of(path)
+        for fact in ("ampatch sweep", "0123abc, dirty: 1 changed file", "Some CPU", "0.5 to 1.5"):
+            assert fact in text, (path, fact)
+
+
+def git(folder, *words):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_repository_is_the_scripts(tmp_path, monkeypatch):
+    script = tmp_path / "inner" / "train.py"
+    script.parent.mkdir()
+    script.write_text("")
+    assert repository(script).startswith("no commit: ")
+    git(tmp_path, "init")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as in a hook of another repository
+    (tmp_path / "other.py").write_text("")
+    git_here = functools.partial(git, tmp_path, f"--git-dir={tmp_path / '.git'}")
+    git_here("add", "other.py")
+    git_here("commit", "-m", "one")
+    assert repository(script).endswith(", without train.py, which is in no commit")
+    git_here(f"--work-tree={tmp_path}", "add", "inner/train.py")
+    git_here("commit", "-m", "two")
+    assert re.fullmatch("[0-9a-f]{40}, clean", repository(script))
+    (tmp_path / "other.py").write_text("changed")
+    assert repository(script).endswith(", dirty: 1 changed file")
+
+
+def test_the_command_can_be_typed_again():
+    assert command_line(["/v/bin/python", "/v/bin/ampatch", "sweep", "a b.py"]) == (
+        "ampatch sweep 'a b.py'"
+    )
+    assert command_line(["/v/bin/python3", "-m", "ampatch", "sweep"]) == "python3 -m ampatch sweep"
+
+
+def test_a_sweep_keeps_where_it_began_and_how_it_went_on(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    options = {"script": str(tmp_path / "train.py"), "out": tmp_path / "out"}
+    monkeypatch.setattr(sys, "orig_argv", ["python", "ampatch", "sweep", "first"])
+    Sweep(**options).close()
+    monkeypatch.setattr(sys, "orig_argv", ["python", "ampatch", "sweep", "second"])
+    Sweep(**options, resume=True).close()
+    kept = read_results(tmp_path / "out").provenance
+    assert kept["command"] == "ampatch sweep first"
+    assert kept["command, resumed"] == "ampatch sweep second"
+
+
 # The command, and what can be read back
 
 
 def test_report_makes_again_what_was_lost(made, capsys):
     directory, results = made
     paths = [directory / name for name in ("report.html", "summary.md", "summary.csv")]
-    paths += [directory / "plots" / f"{name}.png" for name in NAMES]
+    paths += [directory / name for name in ("summary.tex", "figures.tex")]
+    paths += [directory / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
     before = [path.read_bytes() for path in paths]
     for path in paths:
         path.unlink()
     (directory / "plots" / "of-an-earlier-sweep.png").write_bytes(b"")
     assert main(["report", str(directory)]) == 0
     assert [path.read_bytes() for path in paths] == before
-    assert sorted(path.stem for path in (directory / "plots").iterdir()) == sorted(NAMES)
+    shown = {path.stem for path in (directory / "plots").iterdir()}
+    assert shown == {*NAMES, "captions"}
     assert f"Recommendation: {results.recommendation}" in capsys.readouterr().out
 
 
@@ -243,7 +418,7 @@ def test_another_sweep_takes_pictures_and_page_away(tmp_path):
 def test_report_wants_a_sweep(tmp_path, capsys):
     for wrong, message in [
         (None, "there are no results of a sweep in this directory"),
-        ('{"format": 1}', "in format 1, expected"),
+        ('{"format": 1}', "in format 1. This version reads"),
         ("{", "Expecting property name"),
     ]:
         if wrong is not None:

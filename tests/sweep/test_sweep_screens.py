@@ -67,7 +67,7 @@ def test_the_page_is_drawn(report, tmp_path, width, dark):
             part = (0, 0, width, 300) if name == "headline" else (0, 900, width, image.height)
             assert ImageStat.Stat(image.convert("L").crop(part)).stddev[0] > 10, name
         colours = {rgb for _, rgb in image.convert("RGB").getcolors(maxcolors=2**24)}
-        assert (0, 0x72, 0xB2) in colours  # O1's bars
+        assert (0xD5, 0x5E, 0) in colours  # O2's bars
 
 
 @pytest.mark.parametrize("width", WIDTHS)

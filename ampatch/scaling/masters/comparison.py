@@ -18,8 +18,20 @@ from ...torch_private import foreach
 from ...torch_private.devices import is_read_by_host
 from ..tensor_lists import places
 
-_PART = 2**16  # elements: half a megabyte of scratch memory
-_LARGE_PART = 2**18  # elements, as much
+
+class _Sizes(NamedTuple):
+    """How many elements of weights are compared at once, which bounds the scratch memory."""
+
+    row: int  # small weights together
+    small: int  # the largest of these
+    large: int  # of one weight
+
+
+_OF_HOST = _Sizes(2**16, 2**15, 2**18)
+"""Half a megabyte of scratch memory: it stays in the cache."""
+_OF_DEVICE = _Sizes(2**22, 2**20, 2**24)
+"""Some 100 MB: an accelerator wants few and large kernels."""
+
 plain_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """`.data`, past the property that watches reads of it."""
 set_plain_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -46,17 +58,21 @@ class Comparison:
             flat = _flat(pair)
             if flat is None:
                 self._odd.append(pair)
-            elif pair.half.numel() > _PART // 2:
-                self._parts.append(_Large(pair, *flat))
+                continue
+            sizes = _OF_HOST if is_read_by_host(pair.half) else _OF_DEVICE
+            if pair.half.numel() > sizes.small:
+                self._parts.append(_Large(pair, *flat, sizes.large))
             else:
-                self._add_small(rows, pair, flat)
+                self._add_small(rows, pair, flat, sizes.row)
         for row in rows.values():
             row.fill_up()
 
-    def _add_small(self, rows: dict[tuple, _Row], pair: Pair, flat: tuple[Tensor, Tensor]) -> None:
+    def _add_small(
+        self, rows: dict[tuple, _Row], pair: Pair, flat: tuple[Tensor, Tensor], limit: int
+    ) -> None:
         key = (pair.half.device, pair.half.dtype)
         row = rows.get(key)
-        if row is None or row.size + pair.half.numel() > _PART:
+        if row is None or row.size + pair.half.numel() > limit:
             if row is not None:
                 row.fill_up()
             row = rows[key] = _Row()
@@ -120,7 +136,8 @@ class _Row:
 
     def sync_masters(self) -> None:
         """As `sync_master_from_half`, for all, without waiting for the device."""
-        chosen = _chosen(torch.cat(self._halves), torch.cat(self._masters))
+        masters = torch.cat(self._masters)
+        chosen = _choose(torch.cat(self._halves), masters, out=masters)
         parts = chosen.split(list(map(Tensor.numel, self._masters)))
         foreach.copy_(self._masters, list(parts))
 
@@ -128,13 +145,13 @@ class _Row:
 class _Large:
     """One weight, compared where it lies, a part at a time."""
 
-    def __init__(self, pair: Pair, half: Tensor, master: Tensor) -> None:
+    def __init__(self, pair: Pair, half: Tensor, master: Tensor, size: int) -> None:
         self.pairs = [pair]
         self._half, self._master = half, master
         whole = half.numel() % 4 == 0 and half.storage_offset() % 4 == 0
         self._kind = torch.int64 if whole else torch.int16
-        halves = half.view(self._kind).split(_LARGE_PART * 2 // self._kind.itemsize)
-        self._parts = list(zip(halves, master.split(_LARGE_PART), strict=True))
+        halves = half.view(self._kind).split(size * 2 // self._kind.itemsize)
+        self._parts = list(zip(halves, master.split(size), strict=True))
         self._dtype = half.dtype
 
     def agrees(self) -> bool:
@@ -154,7 +171,7 @@ class _Large:
     def sync_masters(self) -> None:
         """As `sync_master_from_half`, without waiting for the device."""
         for half, master in self._parts:
-            master.copy_(_chosen(half.view(self._dtype), master))
+            _choose(half.view(self._dtype), master, out=master)
 
 
 def agrees(pair: Pair) -> bool:
@@ -186,20 +203,27 @@ def sync_master_from_half(pair: Pair) -> None:
         if half.shape != master.shape:
             pair.master.data = half.to(master.dtype, copy=True)
         else:
-            master.copy_(_chosen(half, master))
+            _choose(half, master, out=master)
 
 
-def _chosen(half: Tensor, master: Tensor) -> Tensor:
-    return torch.where(_alike(half, master.to(half.dtype)), master, half.to(master.dtype))
+def _choose(half: Tensor, master: Tensor, out: Tensor) -> Tensor:
+    """Elementwise the master where the half has its rounding, else the half.
+
+    Some NaN may be taken for another: either way the result is NaN.
+    """
+    same = _bits(half) == _bits(master.to(half.dtype))
+    return torch.where(same, master, half.to(master.dtype), out=out)
 
 
 def _alike(half: Tensor, rounded: Tensor) -> Tensor:
     """Elementwise: equal to the bit (-0.0 is not 0.0), any NaN like any other."""
-    if half.dtype in (torch.float16, torch.bfloat16):
-        bits = half.view(torch.int16) == rounded.view(torch.int16)
-    else:
-        bits = half == rounded
-    return bits | (half.isnan() & rounded.isnan())
+    return (_bits(half) == _bits(rounded)) | (half.isnan() & rounded.isnan())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of half numbers, so that -0.0 is not 0.0; of others the numbers."""
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.view(torch.int16) if is_half else tensor
 
 
 def _flat(pair: Pair) -> tuple[Tensor, Tensor] | None:

@@ -5,17 +5,16 @@
 Runs the script under a recorder and writes what was measured to RECORD, also
 when the script crashes, calls `sys.exit` or receives SIGTERM.  While it runs,
 RECORD.progress holds the number of steps and the loss.  The exit code is the
-script's.  OPTIONS is the text of a `ChildOptions`.
+script's.  OPTIONS is the text of a `ChildOptions`.  Under torchrun only rank 0 records.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,9 +23,11 @@ import ampatch
 from ampatch.config import environment
 from ampatch.launch import children
 from ampatch.launch.script import describe, run_script
-from ampatch.sweep.execution import script_without_amp
+from ampatch.sweep.execution import ranks, script_without_amp
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.child_options import ChildOptions
+from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
+from ampatch.sweep.execution.untouched import stop_untouched
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
@@ -49,24 +50,38 @@ def main(argv: Sequence[str]) -> int:
     record, text, script, *arguments = argv
     options = ChildOptions.from_text(text)
     path = Path(record).resolve()  # the script may change the directory
-    _end_with_parent(options.guard)
+    rank = ranks.this_rank() if options.ranked else 0
+    _end_with_parent(_guard(options))
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    progress = progress_path(path)
     recorder = Recorder(
-        lambda steps, loss: write_json(progress, {"steps": steps, "loss": loss}),
+        _ignore if rank else _to_file(progress_path(path)),
         steps=options.steps,
-        output=sys.stdout.fileno() if options.mark_output else None,
+        output=sys.stdout.fileno() if options.mark_output and not rank else None,
     )
     _start_engine(options, recorder)
     if options.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(options.seed)
+    own_seeds = OwnSeeds(options.seed, options.override_seeds)
+    own_seeds.watch()
     ending = run_script(script, arguments)
-    measured = _measured(recorder)
-    measured.error = ending.error or measured.error
-    write_json(path, measured)
+    if options.ranked:
+        ranks.leave_word(ending.error)
+    if not rank:
+        measured = _measured(recorder)
+        measured.error = ending.error or measured.error
+        measured.seed_calls, measured.seed_read = own_seeds.calls, own_seeds.seed_read
+        write_json(path, measured)
     return ending.exit_code
+
+
+def _to_file(progress: Path) -> Callable[[int, float | None], None]:
+    return lambda steps, loss: write_json(progress, {"steps": steps, "loss": loss})
+
+
+def _ignore(steps: int, loss: float | None) -> None:
+    """For ranks but the first, which report nothing."""
 
 
 def _start_engine(options: ChildOptions, recorder: Recorder) -> None:
@@ -78,14 +93,7 @@ def _start_engine(options: ChildOptions, recorder: Recorder) -> None:
         script_without_amp.watch(recorder, environment.read())
     else:
         ampatch.observe(recorder)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), `random` and, if torch has imported it, numpy."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        stop_untouched()
 
 
 def _measured(recorder: Recorder) -> Measured:
@@ -97,6 +105,12 @@ def _measured(recorder: Recorder) -> Measured:
 
 def _exit_on_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)
+
+
+def _guard(options: ChildOptions) -> int | None:
+    if options.guard is None or not options.ranked:
+        return options.guard
+    return ranks.open_guard(options.guard)
 
 
 def _end_with_parent(pipe: int | None) -> None:

@@ -12,12 +12,14 @@ class ChildOptions:
     """Written on the child's command line by `runner.py`, read by `child.py`."""
 
     seed: int = 0
+    override_seeds: bool = False  # the script's own seeds become those of the trial
     steps: int | None = None  # end the script after so many optimizer steps
     tf32: bool = False
     autocast: str = ""  # the half type of the autocast baseline; "" for other trials
     auto: bool = False  # the script has no AMP code
     mark_output: bool = False
     guard: int | None = None  # a pipe that closes when the sweep has ended
+    ranked: bool = False  # started by torchrun, as one of several ranks
 
     def to_text(self) -> str:
         return json.dumps(dataclasses.asdict(self))

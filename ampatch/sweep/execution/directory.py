@@ -17,15 +17,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ampatch.sweep.execution import trial_directory
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.json_files import read_json
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.results import EVENTS, PLOTS, REPORT, RUNS, SUMMARY, Results, read_results
+from ampatch.sweep.report.results import (
+    CAPTIONS,
+    EVENTS,
+    FIGURES,
+    PLOTS,
+    REPORT,
+    RUNS,
+    SUMMARY,
+    TABLES,
+    Results,
+    read_results,
+)
 from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
+GROWING = ("rounds",)  # settings that a resumed sweep may change: its trials are added
 _LOCK = ".lock"
-_FILES = (SUMMARY, "summary.csv", "summary.md", REPORT)
+_FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
 
 
 def choose(out: str | Path | None, script: str, resume: bool, overwrite: bool) -> Path:
@@ -145,7 +158,12 @@ class Directory:
         for ending in ("json", "log", "progress", "record", "part"):
             for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
                 path.unlink()
-        for shown in (f"{PLOTS}/*.png", f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
+        for path in self.runs.glob("*.seed*.repeat*.ranks"):
+            shutil.rmtree(path)
+        for path in self.runs.glob("*.seed*.repeat*.dir"):
+            trial_directory.remove(path)
+        plots = [f"{PLOTS}/*.{form}" for form in ("svg", "pdf", "png")]
+        for shown in (*plots, f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
             for path in self.path.glob(shown):
                 path.unlink()
 
@@ -161,6 +179,7 @@ def _longer(timeout: float | None, before: float | None) -> bool:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    names = [name for name in names if name not in GROWING]
     return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
 
 

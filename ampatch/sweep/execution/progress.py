@@ -28,14 +28,23 @@ class Progress(Protocol):
     def __exit__(self, *exception: object) -> None:
         """The sweep has ended or was interrupted."""
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
-        """A trial starts, the one with this `number` (from 1) of `count`."""
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
+        """A trial starts, as the one with this `number` (from 1) of `count`.
 
-    def reached(self, steps: int, loss: float | None) -> None:
-        """The running trial has taken so many steps; `loss` is its latest, if known."""
+        Of the trials after it `short_later` are short.
+        """
+
+    def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
+        """A running trial has taken so many steps; `loss` is its latest, if known."""
 
     def ended(self, run: Run) -> None:
-        """The trial that started last has ended."""
+        """A trial that had started has ended."""
+
+    def lost(self, trial: Trial, reason: str) -> None:
+        """A trial will have no run, since what ran it died again and again."""
+
+    def said(self, text: str) -> None:
+        """Something that the user should know before the sweep has ended."""
 
 
 class Silent(Progress):
@@ -47,24 +56,31 @@ class Lines(Progress):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._name = ""
+        self._names: dict[Trial, str] = {}
         self._left = TimeLeft()
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
-        self._name = f"[{number}/{count}] {trial.label}"
-        self._left.started(number, count)
-        self._say(", about ".join(filter(None, ("started", self._left.text()))))
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
+        self._names[trial] = f"[{number}/{count}] {trial.label}"
+        self._left.started(number, count, trial.short, short_later, trial)
+        self._say(trial, ", about ".join(filter(None, ("started", self._left.text()))))
 
     def ended(self, run: Run) -> None:
-        self._left.ended()
-        self._say(outcome(run))
+        self._left.ended(run.trial)
+        self._say(run.trial, outcome(run))
 
-    def _say(self, text: str) -> None:
-        print(f"{self._name}: {text}", file=self._stream, flush=True)
+    def lost(self, trial: Trial, reason: str) -> None:
+        self._say(trial, f"lost: {reason}")
+
+    def said(self, text: str) -> None:
+        print(f"Note: {text}", file=self._stream, flush=True)
+
+    def _say(self, trial: Trial, text: str) -> None:
+        name = self._names.get(trial, trial.label)
+        print(f"{name}: {text}", file=self._stream, flush=True)
 
 
 class Live(Progress):
-    """One line with a moving bar, and a line above it for each run that has ended.
+    """A line with a moving bar for each running trial, and one above them for each that ended.
 
     The line shows level, dtype and seed, the step, the loss, and the time left.  The
     number of steps of a run is known after the first run.
@@ -89,9 +105,8 @@ class Live(Progress):
             transient=True,
         )
         self._left = TimeLeft()
-        self._task: Any = None
-        self._name = ""
-        self._total = steps
+        self._tasks: dict[Trial, tuple[str, Any]] = {}
+        self._total = steps  # of a whole run
 
     def __enter__(self) -> Live:
         self._bar.start()
@@ -100,28 +115,47 @@ class Live(Progress):
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def started(self, number: int, count: int, trial: Trial) -> None:
-        self._name = f"({number}/{count}) {trial.label}"
-        self._left.started(number, count)
-        shown = shortened(self._name, self._bar.console.width - OTHER_COLUMNS)
-        self._task = self._bar.add_task(shown, total=self._total, **self._fields(0, None))
+    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
+        name = f"({number}/{count}) {trial.label}"
+        self._left.started(number, count, trial.short, short_later, trial)
+        shown = shortened(name, self._bar.console.width - OTHER_COLUMNS)
+        expected = self._expected(trial)
+        task = self._bar.add_task(shown, total=expected, **self._fields(trial, 0, None))
+        self._tasks[trial] = name, task
 
-    def reached(self, steps: int, loss: float | None) -> None:
-        self._bar.update(self._task, completed=steps, **self._fields(steps, loss))
+    def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
+        _, task = self._tasks[trial]
+        self._bar.update(task, completed=steps, **self._fields(trial, steps, loss))
 
     def ended(self, run: Run) -> None:
-        self._left.ended()
-        self._bar.remove_task(self._task)
-        self._bar.console.print(f"{self._name}: {outcome(run)}", markup=False, highlight=False)
+        self._left.ended(run.trial)
+        self._finish(run.trial, outcome(run))
         if self._total is None and run.measured is not None:
             self._total = len(run.measured.skipped) or None
 
-    def _fields(self, steps: int, loss: float | None) -> dict[str, str]:
-        share = steps / self._total if self._total else None
+    def lost(self, trial: Trial, reason: str) -> None:
+        self._finish(trial, f"lost: {reason}")
+
+    def said(self, text: str) -> None:
+        self._bar.console.print(f"Note: {text}", markup=False, highlight=False)
+
+    def _finish(self, trial: Trial, text: str) -> None:
+        name, task = self._tasks.pop(trial, (trial.label, None))
+        if task is not None:
+            self._bar.remove_task(task)
+        self._bar.console.print(f"{name}: {text}", markup=False, highlight=False)
+
+    def _expected(self, trial: Trial) -> int | None:
+        """The steps of the trial, if they are known."""
+        return None if trial.short else self._total
+
+    def _fields(self, trial: Trial, steps: int, loss: float | None) -> dict[str, str]:
+        expected = self._expected(trial)
+        share = steps / expected if expected else None
         return {
-            "steps": f"step {steps}" + (f"/{self._total}" if self._total else ""),
+            "steps": f"step {steps}" + (f"/{expected}" if expected else ""),
             "loss": "" if loss is None else f"loss {loss:.4g}",
-            "left": self._left.text(share),
+            "left": self._left.text(share, trial),
         }
 
 

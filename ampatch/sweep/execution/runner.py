@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,13 +17,16 @@ from pathlib import Path
 
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.script import PACKAGE_ROOT
+from ampatch.sweep.execution import ranks, trial_directory
 from ampatch.sweep.execution.child_options import ChildOptions
-from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.place import Place
 from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.trial_directory import empty_directory
+from ampatch.sweep.execution.watching import Watch
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.plan import counts_its_steps, placeholders
+from ampatch.sweep.plan import SEED_VARIABLE, counts_its_steps, placeholders
 from ampatch.sweep.trial import Trial
 
 POLL = 0.1  # seconds between two looks at the child
@@ -34,7 +39,9 @@ class Runner:
 
     The script is ended after `steps` optimizer steps, unless its arguments hold
     `{steps}`.  `metrics` are regular expressions over its output; `timeout` is in
-    seconds.
+    seconds.  With `processes` torchrun starts so many for each trial.
+
+    A runner can be pickled: engines run it on other machines.
     """
 
     script: str
@@ -44,31 +51,41 @@ class Runner:
     metrics: Mapping[str, str] | None = None
     timeout: float | None = None
     auto: bool = False  # a script without AMP code
+    override_seeds: bool = False  # the script's own seeds become those of the trial
+    processes: int | None = None
 
-    def run(self, trial: Trial, progress: Progress) -> Run:
+    def run(self, trial: Trial, watch: Watch, place: Place) -> Run:
         """Run the script in a fresh process, and write what it measured to a file.
 
         The child and the processes it starts end with this call, also after an exception,
-        and also when this process is killed.
+        and also when this process is killed.  Raises `Cancelled` when `watch` says so.
         """
         files = RunFiles.of(self.directory, trial)
         files.remove()
         started = time.monotonic()
-        with self._child(trial, files) as child:
-            in_time = _watch(child, files, started, self.timeout, progress)
+        running = self._child(trial, files, place, watch)
+        with empty_directory(files.directory), running as child:
+            in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
-                _end(child)
+                _end(child, watch)
+        measured = self._measured(files)
+        if child.returncode and self.processes:
+            measured = ranks.explained(measured, files)
         run = Run(
             trial,
             child.returncode,
             time.monotonic() - started,
-            self._measured(files),
+            measured,
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
             timeout=self.timeout,
+            alone=place.alone,
+            host=socket.gethostname(),
+            devices=place.devices,
         )
         write_json(files.run, run.to_json())
         files.progress.unlink(missing_ok=True)
         files.record.unlink(missing_ok=True)
+        shutil.rmtree(files.ranks, ignore_errors=True)
         return run
 
     def _measured(self, files: RunFiles) -> Measured | None:
@@ -80,7 +97,9 @@ class Runner:
         return measured
 
     @contextmanager
-    def _child(self, trial: Trial, files: RunFiles) -> Iterator[subprocess.Popen[bytes]]:
+    def _child(
+        self, trial: Trial, files: RunFiles, place: Place, watch: Watch
+    ) -> Iterator[subprocess.Popen[bytes]]:
         """The running child; at the end of the block it and all it started are ended.
 
         The child has a session of its own, so that one signal reaches the processes it
@@ -94,7 +113,7 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(trial),
+                    env=place.apply(_environment(trial, files)),
                     start_new_session=True,
                     pass_fds=() if guard is None else (guard,),
                 )
@@ -102,7 +121,7 @@ class Runner:
                 yield child
             finally:
                 if child.poll() is None:
-                    _end(child)
+                    _end(child, watch)
         finally:
             for end in (guard, held):  # the child's guard process sees it, and ends the rest
                 if end is not None:
@@ -112,15 +131,21 @@ class Runner:
         case = trial.case
         options = ChildOptions(
             seed=trial.seed,
+            override_seeds=self.override_seeds,
             steps=None if counts_its_steps(self.arguments) else self.steps,
             tf32=case.tf32,
             auto=self.auto,
             autocast=(case.dtype or "") if case.engine == "autocast" else "",
             mark_output=bool(self.metrics),
             guard=guard,
+            ranked=self.processes is not None,
         )
-        module = [sys.executable, "-m", "ampatch.sweep.execution.child", str(files.record)]
-        arguments = placeholders(self.arguments, trial.seed, self.steps)
+        launcher = [sys.executable, "-m"]
+        if self.processes is not None:
+            launcher += ranks.launcher(self.processes, files.ranks)
+        module = [*launcher, "ampatch.sweep.execution.child", str(files.record)]
+        directory = str(files.directory.resolve())
+        arguments = placeholders(self.arguments, trial.seed, self.steps, directory)
         return [*module, options.to_text(), self.script, *arguments]
 
 
@@ -129,27 +154,36 @@ def _watch(
     files: RunFiles,
     started: float,
     timeout: float | None,
-    progress: Progress,
+    watch: Watch,
 ) -> bool:
     """Wait for the child and show its progress; False if it ran into the timeout."""
     while child.poll() is None:
+        watch.check()
         if timeout is not None and time.monotonic() - started > timeout:
             return False
         time.sleep(POLL)
-        reached = read_json(files.progress)
+        reached = reached_in(files)
         if reached is not None:
-            loss = reached["loss"]
-            progress.reached(reached["steps"], None if loss is None else float(loss))
+            watch.reached(*reached)
     return True
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def reached_in(files: RunFiles) -> tuple[int, float | None] | None:
+    """Steps and loss of a trial that is running; None before its first step."""
+    reached = read_json(files.progress)
+    if reached is None:
+        return None
+    loss = reached["loss"]
+    return reached["steps"], None if loss is None else float(loss)
+
+
+def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:
     """Ask the child to end, then end it with everything it started."""
     _signal(child, signal.SIGTERM)
     try:
-        child.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        pass  # it ignored SIGTERM; it cannot ignore SIGKILL
+        end = time.monotonic() + GRACE  # if it ignores SIGTERM: it cannot ignore SIGKILL
+        while child.poll() is None and time.monotonic() < end and not watch.killed.is_set():
+            time.sleep(POLL)
     finally:
         _signal(child, getattr(signal, "SIGKILL", signal.SIGTERM))
         child.wait()
@@ -166,15 +200,24 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
         return  # the whole group has ended
 
 
-def _environment(trial: Trial) -> dict[str, str]:
+def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
     """This process's environment, with the variables of ampatch replaced by the trial's."""
     environment = {**os.environ, "AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1"}
     for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
-    environment["AMPATCH_SEED"] = str(trial.seed)
+    environment[SEED_VARIABLE] = str(trial.seed)
+    environment[trial_directory.VARIABLE] = str(files.directory.resolve())
     environment.setdefault("PYTHONHASHSEED", str(trial.seed))
-    if PACKAGE_ROOT not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        # Not installed: found through the path of this process, which the child does not have.
-        paths = [environment.get("PYTHONPATH"), PACKAGE_ROOT]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    path = python_path(environment)
+    if path is not None:
+        environment["PYTHONPATH"] = path
     return {**environment, **trial.case.environment}
+
+
+def python_path(environment: Mapping[str, str]) -> str | None:
+    """The PYTHONPATH with which a new process finds ampatch."""
+    given = environment.get("PYTHONPATH")
+    if PACKAGE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return given
+    # Not installed: found through the path of this process, which the child does not have.
+    return os.pathsep.join(filter(None, [given, PACKAGE_ROOT]))

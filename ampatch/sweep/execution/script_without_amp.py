@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import ampatch
 from ampatch.config.environment import Asked
@@ -24,7 +27,7 @@ class _Steps:
 
     def __init__(self, recorder: Recorder) -> None:
         self.on_step, self.on_scale = recorder.on_step, recorder.on_scale
-        self.on_metrics = recorder.on_metrics
+        self.on_metrics, self.on_step_begin = recorder.on_metrics, recorder.on_step_begin
 
 
 def watch(recorder: Recorder, asked: Asked) -> None:
@@ -37,10 +40,14 @@ def watch(recorder: Recorder, asked: Asked) -> None:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.on_loss(tensors if isinstance(tensors, Tensor) else next(iter(tensors)))
-        return original(tensors, *args, **kwargs)
+        result = original(tensors, *args, **kwargs)
+        recorder.on_backward()
+        recorder.on_unscaled()  # at O1 within the pass
+        return result
 
     torch.autograd.backward = backward
     if asked.opt_level == "O0":
+        register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.on_step_begin(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: recorder.on_step(optimizer, False))
         recorder.on_engine("O0", {"dtype": "torch.float32"})
     else:

@@ -1,7 +1,8 @@
-"""A sweep: the trials of its plan, one after the other, and the results so far."""
+"""A sweep: the trials of its plan, run by an engine, and the results so far."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,24 +15,43 @@ from ampatch._version import __version__
 from ampatch.config.validation import whole_number
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import check_script
+from ampatch.sweep.execution import engines
+from ampatch.sweep.execution.default_dtypes import default_dtypes
 from ampatch.sweep.execution.directory import Directory, choose
+from ampatch.sweep.execution.early_stops import reason_to_stop
+from ampatch.sweep.execution.engines.options import Where, names
+from ampatch.sweep.execution.engines.protocol import (
+    Ended,
+    EngineError,
+    Event,
+    Lost,
+    Reached,
+    Started,
+)
+from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.progress import Progress, Silent
+from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.execution.short_runs import is_due, short_steps
+from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import (
     DTYPES,
     LEVELS,
+    ROUNDS,
     WITHOUT_AMP,
     cases,
     counts_its_steps,
     directions,
+    is_timed,
     patterns,
     trials,
 )
-from ampatch.sweep.report import welch
+from ampatch.sweep.report import own_seeds, paired
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.judge import LOSS, recommendation
+from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.results import SUMMARY, Results, Row
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
@@ -46,12 +66,16 @@ class Sweep:
     """A script and the trials to run it in; `runs` grows while `run` goes on.
 
     Args:
-        script, arguments: the script's file and its own arguments, in which `{seed}`
-            and `{steps}` are replaced.
+        script, arguments: the script's file and its own arguments, in which `{seed}`,
+            `{steps}` and `{trial_dir}` (an empty directory for each trial) are replaced.
         levels: some of "O0" to "O3"; by default all.
-        dtypes: half dtypes, of "float16" and "bfloat16".
+        dtypes: half dtypes, of "float16" and "bfloat16"; by default those that
+            `ampatch doctor` calls fast on this machine, and bfloat16 if it calls none so.
         seeds: the number of seeds (0, 1, 2, ...); accuracy is tested with two or more.
-        repeats: how often each seed runs; more repeats give more timings.
+        override_seeds: where the script seeds torch, numpy or `random` itself, its seeds become
+            those of the trial (see `seeding.py`).
+        repeats: how often each seed runs.
+        rounds: how often speed is measured, at least: `plan.py` says how.
         steps: end each run after so many optimizer steps.  With `{steps}` in the arguments
             the script gets the number instead, and ends by itself.
         overrides: additional rows, such as "O2 keep_batchnorm_fp32=False".
@@ -63,6 +87,13 @@ class Sweep:
             then O0 and O1.
         out: the directory, by default `ampatch-sweep/` and the script's name.
         timeout: seconds after which a run is ended.
+        engine: what runs the trials: "local", "ray" or "slurm".
+        devices: such as "cuda:0,cuda:1"; a trial each, for accuracy, and the first for timing.
+        jobs: run so many trials at a time, for accuracy; timed ones run alone.
+        address: of a Ray cluster; "auto" finds a running one, and without it Ray is started.
+        gpus_per_trial, cpus_per_trial: what a trial asks of a cluster.
+        slurm: parameters for submitit, such as {"partition": "gpu", "timeout_min": 120}.
+        nproc_per_node: processes of a trial, started by torchrun; rank 0 reports.
         resume: go on with the sweep in the directory; it must have the same settings.
         overwrite: replace the sweep in the directory.
 
@@ -80,9 +111,11 @@ class Sweep:
         arguments: Sequence[str] = (),
         *,
         levels: Iterable[str] | None = None,
-        dtypes: Iterable[str] = DTYPES[:1],
+        dtypes: Iterable[str] | None = None,
         seeds: int = 1,
+        override_seeds: bool = False,
         repeats: int = 1,
+        rounds: int = ROUNDS,
         steps: int | None = None,
         overrides: Iterable[str] = (),
         metrics: Mapping[str, str] | None = None,
@@ -92,6 +125,14 @@ class Sweep:
         auto: bool = False,
         out: str | Path | None = None,
         timeout: float | None = None,
+        engine: str = "local",
+        devices: str | Iterable[str] | None = None,
+        jobs: int | None = None,
+        address: str | None = None,
+        gpus_per_trial: float | None = None,
+        cpus_per_trial: int | None = None,
+        slurm: Mapping[str, Any] | None = None,
+        nproc_per_node: int | None = None,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
@@ -100,42 +141,73 @@ class Sweep:
         self.arguments = [str(argument) for argument in arguments]
         if levels is None:
             levels = WITHOUT_AMP if auto else LEVELS
+        levels = [levels] if isinstance(levels, str) else list(levels)
+        overrides = list(overrides)
+        path = choose(out, self.script, resume, overwrite)
+        if dtypes is None:
+            is_needed = overrides or set(levels) != {"O0"}
+            dtypes = default_dtypes(path, resume) if is_needed else DTYPES
+        dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
         self.cases = cases(
             levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available(), auto=auto
         )
         seeds, repeats = _count("seeds", seeds), _count("repeats", repeats)
+        rounds = _count("rounds", rounds)
         steps = None if steps is None else _count("steps", steps)
         if counts_its_steps(self.arguments) and steps is None:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
-        self.trials = trials(self.cases, seeds, repeats)
+        self._where = Where(
+            engine,
+            names(devices),
+            jobs,
+            address,
+            gpus_per_trial,
+            cpus_per_trial,
+            slurm or {},
+            nproc_per_node,
+        )
+        self.trials = trials(self.cases, seeds, repeats, rounds, apart=self._where.side_by_side)
         self._steps, self._timeout, self._auto = steps, timeout, auto
         self._metrics, self._better = patterns(metrics or {}), directions(better or {})
-        self._judge = judge
-        path = choose(out, self.script, resume, overwrite)
+        self._judge, self._override_seeds = judge, override_seeds
         self.directory = path
-        self._held = Directory(path, self._settings(seeds, repeats), resume, overwrite)
+        settings = self._settings(dtypes, seeds, repeats, rounds)
+        self._held = Directory(path, settings, resume, overwrite)
         found = self._held.finished(self.trials, timeout)
-        self.runs: list[Run] = [found[trial] for trial in self.trials if trial in found]
+        self.runs: list[Run] = []
+        for run in (found[trial] for trial in self.trials if trial in found):
+            if not self._reason_to_stop(run):  # what ended the sweep then may be mended now
+                self.runs.append(run)
+        self._order = {trial: number for number, trial in enumerate(self.trials)}
+        self._to_start = set(self.trials) - {run.trial for run in self.runs}
         earlier = self._held.earlier
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._started = now if earlier is None else earlier.started
+        self._provenance = (
+            provenance.begun(self.script)
+            if earlier is None
+            else provenance.resumed(self.script, earlier.provenance)
+        )
         self._write()
 
     @property
     def results(self) -> Results:
         """All results so far."""
         rows = summarize(self.runs, self._judge, self._better)
+        done = {run.trial for run in self.runs}
         return Results(
             script=self.script,
             arguments=self.arguments,
             started=self._started,
-            planned=len(self.trials),
+            planned=sum(trial in done or is_due(trial, self.runs) for trial in self.trials),
             settings=self._held.settings,
             versions=versions(),
+            machine=machine_state(self.runs),
             rows=rows,
             done=len(self.runs),
             recommendation=recommendation(rows),
             notes=self._notes(),
+            provenance={**self._provenance, **provenance.devices(self.runs)},
         )
 
     @property
@@ -149,10 +221,11 @@ class Sweep:
         return self.directory / SUMMARY
 
     def run(self, progress: Progress | None = None) -> Sweep:
-        """Run the trials that have not run yet, one after the other; each adds to the files.
+        """Run the trials that have not run yet; each adds to the files when it has ended.
 
         Raises `SweepError` after the first run that shows that the script does not
-        train, or reports no such metric.
+        train, or reports no such metric; and at the end, if trials were lost with what ran
+        them.  What was submitted ends with this call.
         """
         runner = Runner(
             self.script,
@@ -162,42 +235,90 @@ class Sweep:
             metrics=self._metrics,
             timeout=self._timeout,
             auto=self._auto,
+            processes=self._where.nproc_per_node,
+            override_seeds=self._override_seeds,
         )
-        done = {run.trial for run in self.runs}
+        lost: list[Lost] = []
         try:
-            with progress or Silent() as shown:
-                for number, trial in enumerate(self.trials, start=1):
-                    if trial not in done:
-                        self._run_one(runner, trial, number, shown)
+            schedule = self._schedule(runner)
+            with progress or Silent() as shown, engines.make(self._where, self.directory) as engine:
+                for event in schedule.run(engine):
+                    self._note(event, shown, lost)
+        except EngineError as error:
+            raise SweepError(str(error)) from None
         finally:
             self.close()
+        if lost:
+            labels = ", ".join(f"{one.trial.label} ({one.reason})" for one in lost)
+            raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
         return self
 
     def close(self) -> None:
         """Release the directory for other sweeps."""
         self._held.release()
 
-    def _run_one(self, runner: Runner, trial: Trial, number: int, shown: Progress) -> None:
-        shown.started(number, len(self.trials), trial)
-        try:
-            run = runner.run(trial, shown)
-        except ValueError as error:  # a pattern matched something that is not a number
-            raise SweepError(str(error)) from None
+    def _schedule(self, runner: Runner) -> Schedule:
+        """The trials to come: those that may run beside others, then those that run alone."""
+        left = [trial for trial in self.trials if trial in self._to_start]
+        beside = self._where.side_by_side
+        return Schedule(
+            others=[trial for trial in left if beside and not is_timed(trial)],
+            timed=[trial for trial in left if not beside or is_timed(trial)],
+            runner_for=lambda trial: self._runner_for(trial, runner),
+            proven=bool(self.runs),
+        )
+
+    def _runner_for(self, trial: Trial, runner: Runner) -> Runner | None:
+        """The runner of a trial that is about to start; None if it is not worth its time."""
+        if not is_due(trial, self.runs):
+            return None
+        return dataclasses.replace(runner, steps=self._short_steps()) if trial.short else runner
+
+    def _reason_to_stop(self, run: Run) -> str:
+        log = RunFiles.of(self._held.runs, run.trial).log
+        return reason_to_stop(self.script, self.runs, run, log)
+
+    def _short_steps(self) -> int | None:
+        """The steps of a short run: no more than those of a whole one, if that has a number."""
+        return min(filter(None, (self._steps, short_steps(self.runs))), default=None)
+
+    def _note(self, event: Event, shown: Progress, lost: list[Lost]) -> None:
+        if isinstance(event, Started):
+            self._to_start.discard(event.trial)
+            number = len(self.trials) - len(self._to_start)
+            short_later = sum(trial.short for trial in self._to_start)
+            shown.started(number, len(self.trials), event.trial, short_later)
+        elif isinstance(event, Reached):
+            shown.reached(event.trial, event.steps, event.loss)
+        elif isinstance(event, Lost):
+            lost.append(event)
+            shown.lost(event.trial, event.reason)
+        elif isinstance(event, Ended):
+            self._ended(event.run, shown)
+        elif isinstance(event.error, ValueError):  # a pattern matched what is not a number
+            raise SweepError(str(event.error)) from None
+        else:
+            raise event.error
+
+    def _ended(self, run: Run, shown: Progress) -> None:
+        reason = self._reason_to_stop(run)
+        known = self._seed_notes()
         self.runs.append(run)
+        self.runs.sort(key=lambda run: self._order[run.trial])  # they may end in any order
         self._write()
         shown.ended(run)
-        self._check_training(run)
+        for note in self._seed_notes():
+            if note not in known:
+                shown.said(note)
+        if reason and len(self.runs) < len(self.trials):
+            raise SweepError(reason)
+        if reason:
+            shown.said(reason)
         self._check_metrics(run)
-
-    def _check_training(self, run: Run) -> None:
-        """A script that does not train at O0 does not train at other levels: stop at once."""
-        text = status(run)
-        if text.startswith("no training") and len(self.runs) < len(self.trials):
-            raise SweepError(f"{self.script}: {text} ({run.trial.label}).")
 
     def _check_metrics(self, run: Run) -> None:
         """A metric that the first good run lacks is a mistake: stop before hours have passed."""
-        if status(run) != OK:
+        if run.trial.short or status(run) != OK:
             return
         reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
         log = f"{self._held.runs.name}/{run.trial.file_stem}.log"
@@ -215,36 +336,67 @@ class Sweep:
                 )
 
     def _notes(self) -> list[str]:
-        notes = []
-        if not welch.available() and any(run.trial.seed for run in self.runs):
-            notes.append(welch.MISSING)
-        if not seeds_matter(self.runs):
-            notes.append(
-                "The seed does not reach the script: O0 is the same with each. Pass it on in the "
-                "script's arguments, such as -- --seed {seed}; accuracy is not tested like this."
-            )
-        if any(run.measured and run.measured.stopped_at for run in self.runs):
+        notes = self._timing_notes()
+        if not paired.available() and any(run.trial.seed for run in self.runs):
+            notes.append(paired.MISSING)
+        notes += self._seed_notes()
+        whole = [run.measured for run in self.runs if run.measured and not run.trial.short]
+        if any(measured.stopped_at for measured in whole):
             notes.append(
                 f"Runs were ended after {self._steps} steps; metrics that the script reports at "
                 "its end are missing then. Give it {steps} among its arguments to let it end."
             )
         return notes
 
+    def _timing_notes(self) -> list[str]:
+        """Which figures were timed alone, and whether on one machine."""
+        timed = [run for run in self.runs if run.alone]
+        notes = []
+        if len(timed) < len(self.runs):
+            notes.append(
+                f"Step time and speed are of the {len(timed)} of {len(self.runs)} runs that ran "
+                "alone on their device; the others ran beside each other, for accuracy."
+            )
+        places = {f"{run.host} ({run.measured.device})" for run in timed if run.measured}
+        if len(places) > 1:
+            notes.append(
+                f"Timed runs are from several machines or devices, {', '.join(sorted(places))}: "
+                "compare their speed only within one of them."
+            )
+        return notes
+
+    def _seed_notes(self) -> list[str]:
+        """What a sweep of several seeds says about seeds that the script sets itself."""
+        if all(trial.seed == 0 for trial in self.trials):
+            return []
+        label = self.cases[0].label
+        of_first_row = [run for run in self.runs if run.case.label == label and not run.trial.short]
+        constant = own_seeds.constant_seeds(of_first_row, self.arguments)
+        notes = [own_seeds.notice(self.script, constant, self._override_seeds)]
+        if not seeds_matter(self.runs):
+            notes.append(own_seeds.not_reached(constant, self._override_seeds))
+        return [note for note in notes if note]
+
     def _write(self) -> None:
         write_files(self.directory, self.results)
 
-    def _settings(self, seeds: int, repeats: int) -> dict[str, Any]:
+    def _settings(self, dtypes: list[str], seeds: int, repeats: int, rounds: int) -> dict[str, Any]:
         """The settings that a resumed sweep must share."""
         return {
             "script": str(Path(self.script).resolve()),
             "script_sha256": hashlib.sha256(Path(self.script).read_bytes()).hexdigest(),
             "arguments": self.arguments,
+            "dtypes": dtypes,
             "rows": [case.label for case in self.cases],
             "seeds": seeds,
+            "override_seeds": self._override_seeds,
             "repeats": repeats,
+            "rounds": rounds,
             "steps": self._steps,
             "auto": self._auto,
             "metrics": self._metrics,
+            "nproc_per_node": self._where.nproc_per_node,
+            "side_by_side": self._where.side_by_side,
             "ampatch": __version__,
             "torch": torch.__version__,
         }

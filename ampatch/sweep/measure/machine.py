@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ampatch._version import __version__
 
 _CPUINFO = Path("/proc/cpuinfo")
+_FREQUENCY = {
+    "governor": Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+    "boost": Path("/sys/devices/system/cpu/cpufreq/boost"),
+    "no_turbo": Path("/sys/devices/system/cpu/intel_pstate/no_turbo"),
+    "frequency_khz": Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"),
+    "most_khz": Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq"),
+}
 
 
 def versions() -> dict[str, str]:
@@ -24,6 +32,38 @@ def versions() -> dict[str, str]:
         "cpu": f"{_cpu()}, {os.cpu_count()} cores",
     }
     return {name: value for name, value in known.items() if value}
+
+
+def state_of_the_machine() -> dict[str, Any]:
+    """What timings depend on, for the record of a run: load, threads, frequency scaling.
+
+    What the system does not tell is left out.
+    """
+    return {
+        **load("load_at_start"),
+        "threads": torch.get_num_threads(),
+        "cores": usable_cores(),
+        **{name: text for name, path in _FREQUENCY.items() if (text := _text(path)) is not None},
+    }
+
+
+def load(name: str) -> dict[str, float]:
+    """The load average over a minute under this name; empty where there is none (Windows)."""
+    return {name: round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+
+
+def usable_cores() -> int | None:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:  # another kind of system, or a virtual machine
+        return None
 
 
 def _cpu() -> str:

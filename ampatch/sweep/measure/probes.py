@@ -7,8 +7,10 @@ runs ahead of the device.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,13 +52,37 @@ class Readings:
         return self._read[-1] if self._read and not self._waiting else None
 
 
-class Timeline:
-    """When the steps of one optimizer ended."""
+class Clock:
+    """The time at a device, without waiting for it: on CUDA an event in the present stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def now(self) -> Any:
+        """A moment, for `between`."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, moments: Sequence[Any]) -> list[float]:
+        """The seconds from each moment to the next; waits for the last one."""
+        if not moments or isinstance(moments[-1], float):
+            return [later - earlier for earlier, later in itertools.pairwise(moments)]
+        moments[-1].synchronize()
+        return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(moments)]
+
+
+class Timeline:
+    """When the steps of one optimizer ended, and on a CPU the processor's time until then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self._counts_cpu = device.type == "cpu"
+        self._cpu: list[float] = []
         self._marks: list[Any] = []
-        self._seconds: list[float | None] = []
+        self._seconds: list[float] = []
         self._paused: list[bool] = []
         self._pauses = -1
 
@@ -65,7 +91,9 @@ class Timeline:
 
     def mark(self, pauses: int) -> None:
         """A step ended; `pauses` increases when something other than training ran."""
-        self._marks.append(self._now())
+        self._marks.append(self._clock.now())
+        if self._counts_cpu:
+            self._cpu.append(time.process_time())  # of all threads
         self._paused.append(pauses != self._pauses)
         self._pauses = pauses
         if len(self._marks) > BATCH:
@@ -77,21 +105,20 @@ class Timeline:
         The first step, and the first after a pause, have None.
         """
         self._read()
-        intervals = [None, *self._seconds]
-        return [None if paused else s for s, paused in zip(intervals, self._paused)]
+        return self.unless_paused([None, *self._seconds])
 
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def cpu_seconds(self) -> list[float | None]:
+        """As `seconds`, but of the processor; empty where the device is no CPU."""
+        between = [later - earlier for earlier, later in itertools.pairwise(self._cpu)]
+        return self.unless_paused([None, *between]) if self._counts_cpu else []
+
+    def unless_paused(self, values: Sequence[Any]) -> list[Any]:
+        """`values`, one for each step, with None after a pause."""
+        return [None if paused else value for value, paused in zip(values, self._paused)]
 
     def _read(self) -> None:
         """Turn all marks but the last into intervals."""
-        if self._device.type == "cuda" and self._marks:
-            self._marks[-1].synchronize()
-        self._seconds += [_between(a, b) for a, b in zip(self._marks, self._marks[1:])]
+        self._seconds += self._clock.between(self._marks)
         del self._marks[:-1]
 
 
@@ -153,9 +180,3 @@ def _peak_by_resource() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _between(earlier: Any, later: Any) -> float:
-    if isinstance(later, float):
-        return later - earlier
-    return earlier.elapsed_time(later) / 1000

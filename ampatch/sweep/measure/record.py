@@ -17,7 +17,12 @@ from typing import Any
 
 from ampatch.sweep.trial import Case, Trial
 
-FORMAT = 2  # increased when a reader of the files has to change
+FORMAT = 3  # increased when a reader of the files has to change
+OTHER_FORMAT = (
+    f"This version reads format {FORMAT}. Read older results with the version of ampatch that "
+    "wrote them (their summary.json names it), or run the sweep anew: --overwrite replaces "
+    "them, and --out DIR keeps them."
+)
 
 
 @dataclass
@@ -37,6 +42,16 @@ class Series:
         return cls(data["steps"], [float(value) for value in data["values"]], data["seconds"])
 
 
+@dataclass(frozen=True)
+class SeedCall:
+    """A seed that the script set itself: `torch.manual_seed(0)` at `train.py:12`."""
+
+    function: str
+    seed: str  # as Python writes it
+    place: str  # the line of the script's own files that led to the call
+    is_generator: bool  # of one generator, and not of what is global
+
+
 @dataclass
 class Measured:
     """What the child measured in its own process."""
@@ -45,6 +60,8 @@ class Measured:
     properties: dict[str, str] = field(default_factory=dict)
     skipped: list[bool] = field(default_factory=list)  # every managed step, in order
     step_seconds: list[float | None] = field(default_factory=list)  # since the step before
+    cpu_seconds: list[float | None] = field(default_factory=list)  # the same of the processor
+    parts: dict[str, list[float | None]] = field(default_factory=dict)  # as `step_parts.PARTS`
     losses: dict[str, Series] = field(default_factory=dict)  # by loss_id; with seconds
     metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
     loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
@@ -56,7 +73,10 @@ class Measured:
     memory_kind: str = "resident"  # or "device"
     matmul_precision: str = "highest"  # of FP32; "high" is TF32
     stopped_at: int | None = None  # the number of --steps, if that ended the script
+    machine: dict[str, Any] = field(default_factory=dict)  # load, threads, frequency scaling
     error: str = ""  # of the exception that ended the script
+    seed_calls: list[SeedCall] = field(default_factory=list)
+    seed_read: bool = False  # the script read AMPATCH_SEED
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:
@@ -66,6 +86,7 @@ class Measured:
             setattr(measured, name, {key: Series.from_json(one) for key, one in table.items()})
         measured.samples = Series.from_json(data["samples"])
         measured.output_marks = [(step, size) for step, size in data["output_marks"]]
+        measured.seed_calls = [SeedCall(**call) for call in data.get("seed_calls", [])]
         if measured.loss_scale is not None:
             measured.loss_scale = float(measured.loss_scale)
         return measured
@@ -81,6 +102,9 @@ class Run:
     measured: Measured | None  # None: the process ended without a record
     ended_by: str = ""  # why the parent ended it, if it did
     timeout: float | None = None  # seconds, as it was when the run was made
+    alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
+    host: str = ""
+    devices: tuple[str, ...] = ()  # those it was given, such as "cuda:1"
 
     @property
     def case(self) -> Case:
@@ -92,6 +116,9 @@ class Run:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
+        """The run; `ValueError` for one in another version's format."""
+        if data.get("format") != FORMAT:
+            raise ValueError(f"a run in format {data.get('format')}. {OTHER_FORMAT}")
         measured = data["measured"]
         return cls(
             Trial.from_json(data["planned"]),
@@ -100,4 +127,7 @@ class Run:
             None if measured is None else Measured.from_json(measured),
             data["ended_by"],
             data["timeout"],
+            data.get("alone", True),
+            data.get("host", ""),
+            tuple(data.get("devices", ())),
         )

@@ -6,16 +6,20 @@ import dataclasses
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 import ampatch
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
+from ampatch.session import facade
+from ampatch.sweep.measure.machine import load, state_of_the_machine
 from ampatch.sweep.measure.probes import Readings, Timeline, Track, peak_memory
 from ampatch.sweep.measure.record import Measured
+from ampatch.sweep.measure.step_parts import ForwardNotice, StepParts
 
 REPORT_EVERY = 0.5  # seconds
 
@@ -38,6 +42,7 @@ class Recorder:
         self._report = report
         self._steps = steps
         self._output = output
+        self._machine = state_of_the_machine()
         self._started = time.monotonic()
         self._reported = 0.0
         self._properties: Any = None
@@ -46,6 +51,7 @@ class Recorder:
         self._count = 0
         self._pauses = 0
         self._timelines: dict[int, Timeline] = {}
+        self._parts = StepParts()
         self._losses: dict[str, Track] = defaultdict(Track)
         self._metrics: dict[str, Track] = defaultdict(Track)
         self._scales: dict[str, Track] = defaultdict(Track)
@@ -58,20 +64,38 @@ class Recorder:
 
     def on_initialize(self, properties: Any) -> None:
         self._properties = properties
+        for session in facade.open_sessions()[-1:]:
+            self.watch_forwards(managed.model for managed in session.models.alive())
 
     def on_engine(self, name: str, properties: dict[str, Any]) -> None:
         """The script trains without ampatch: at O0 without AMP code, or under autocast."""
         self._engine = name, properties
 
+    def watch_forwards(self, models: Iterable[nn.Module]) -> None:
+        """Note when a forward of one of them begins."""
+        for model in models:
+            model.register_forward_pre_hook(ForwardNotice(self._parts.forward), prepend=True)
+
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
+        self._parts.loss()
         self._losses[str(loss_id)].add(self._count, loss)
 
     def on_scale(self, scale: Any, loss_id: int = 0) -> None:
         self._scales[str(loss_id)].add(self._count, scale)
 
+    def on_backward(self, loss_id: int = 0) -> None:
+        self._parts.backward()
+
+    def on_unscaled(self, loss_id: int = 0) -> None:
+        self._parts.unscaled()
+
+    def on_step_begin(self, optimizer: Any) -> None:
+        self._parts.step_begins()
+
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         self._in_use = optimizer
         device = self._device = _device_of(optimizer)
+        self._parts.step_ends(id(optimizer), device)
         if id(optimizer) not in self._timelines:
             self._timelines[id(optimizer)] = Timeline(device)
         timeline = self._timelines[id(optimizer)]
@@ -111,7 +135,7 @@ class Recorder:
             opt_level=name,
             properties={key: str(value) for key, value in properties.items()},
             skipped=[bool(value) for value in self._skipped.all()],
-            step_seconds=self._step_seconds(),
+            **self._times(),
             losses={key: track.series(self._started) for key, track in self._losses.items()},
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
@@ -123,13 +147,23 @@ class Recorder:
             memory_kind=memory_kind,
             matmul_precision=torch.get_float32_matmul_precision(),
             stopped_at=self._stopped_at,
+            machine={**self._machine, **load("load_at_end")},
         )
 
-    def _step_seconds(self) -> list[float | None]:
-        """Step times of the optimizer that stepped most: its step is the script's iteration."""
+    def _times(self) -> dict[str, Any]:
+        """The times of the optimizer that stepped most: its step is the script's iteration."""
         if not self._timelines:
-            return []
-        return max(self._timelines.values(), key=len).seconds()
+            return {}
+        optimizer = max(self._timelines, key=lambda one: len(self._timelines[one]))
+        timeline = self._timelines[optimizer]
+        return {
+            "step_seconds": timeline.seconds(),
+            "cpu_seconds": timeline.cpu_seconds(),
+            "parts": {
+                name: timeline.unless_paused(seconds)
+                for name, seconds in self._parts.of_steps(optimizer).items()
+            },
+        }
 
     def _final_loss_scale(self) -> float | None:
         """The present scale; after `deactivate` the last one seen, if any."""

@@ -6,6 +6,9 @@
   evaluation, do not count.  A script that evaluates without `log_metrics` does so in
   few steps, which do not change the median.  With several optimizers the one that
   steps most often counts.
+* CPU time: what the process used of all processors from step to step, as step time counts
+  it.  Other processes that keep the machine busy lengthen step time and hardly CPU time.
+* Parts of a step: see `measure/step_parts.py`; each is the median over the same steps.
 * Samples per second: the samples that the script reports, per step, over the
   median step time.
 * First and last loss: means over the first and the last twentieth of all
@@ -21,6 +24,7 @@ import itertools
 import math
 import signal
 import statistics
+from collections.abc import Sequence
 
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.results import Spread
@@ -31,17 +35,47 @@ SHARE = 20  # first and last loss are means over this fraction of them: 1/20
 OK = "ok"
 
 
-def step_times(measured: Measured | None) -> Spread | None:
-    """Median and quartiles of the step time, in milliseconds."""
-    seconds = [] if measured is None else measured.step_seconds
-    timed = [value * 1000 for value in seconds if value is not None]
-    timed = timed[min(WARM_UP, len(timed) // 4) :]
-    if not timed:
+def step_times(measured: Measured | None, first: int | None = None) -> Spread | None:
+    """Median and quartiles of the step time in milliseconds, of all or the `first` steps."""
+    seconds = [] if measured is None else measured.step_seconds[:first]
+    return spread_of([value * 1000 for value in _timed(seconds)])
+
+
+def cpu_ms(measured: Measured | None) -> float | None:
+    """The median CPU time of a step in milliseconds; None where the device is no CPU."""
+    return _median_ms([] if measured is None else measured.cpu_seconds)
+
+
+def parts_ms(measured: Measured | None) -> dict[str, float]:
+    """The median milliseconds of each part of a step, of those parts that are known."""
+    table = {} if measured is None else measured.parts
+    found = {name: _median_ms(seconds) for name, seconds in table.items()}
+    return {name: ms for name, ms in found.items() if ms is not None}
+
+
+def spread_of(values: Sequence[float]) -> Spread | None:
+    """Median and quartiles, of three values the least and the greatest; None of no values.
+
+    The quartiles are those of what the values were drawn from, and not beyond any of them.
+    """
+    if not values:
         return None
-    if len(timed) == 1:
-        return Spread(timed[0], timed[0], timed[0], 1)
-    low, median, high = statistics.quantiles(timed, n=4, method="inclusive")
-    return Spread(median, low, high, len(timed))
+    least, greatest = min(values), max(values)
+    if len(values) == 1:
+        return Spread(least, least, least, 1)
+    low, median, high = statistics.quantiles(values, n=4, method="exclusive")
+    return Spread(median, max(low, least), min(high, greatest), len(values))
+
+
+def _timed(seconds: Sequence[float | None]) -> list[float]:
+    """Those that count: after the warm-up and not after a pause."""
+    there = [value for value in seconds if value is not None]
+    return there[min(WARM_UP, len(there) // 4) :]
+
+
+def _median_ms(seconds: Sequence[float | None]) -> float | None:
+    timed = _timed(seconds)
+    return statistics.median(timed) * 1000 if timed else None
 
 
 def step_ms(measured: Measured | None) -> float | None:
@@ -93,10 +127,7 @@ def status(run: Run) -> str:
     if run.exit_code:
         return f"exited: code {run.exit_code}"
     if measured.opt_level is None:
-        return (
-            "no training: never calls ampatch.initialize, nor apex.amp's; a script without AMP "
-            "code is swept with --auto"
-        )
+        return "no training: never calls ampatch.initialize, nor apex.amp's, before a step"
     if measured.properties.get("enabled") == "False":
         return "no training: calls ampatch.initialize with enabled=False"
     if not measured.skipped:

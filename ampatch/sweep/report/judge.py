@@ -1,35 +1,45 @@
 """The verdicts: does a row reach O0's accuracy, and which row is recommended?
 
-Accuracy is compared over seeds by Welch's two-sided t test at 5 % (`welch.py`).
-"Within seed noise" means that the test found no difference.  A difference may
-still exist; the 95 % confidence interval says how large it can be.  Each metric
-of a row is tested alone and the verdict is about one of them, so of twenty rows
-that are as good as O0, one is called different by chance.
+Accuracy is compared by paired t tests over seeds, corrected over the rows (`paired.py`).
+"Within seed noise" means that the test found no difference.  A difference may still exist: the
+95 % confidence interval says how large it can be, and the verdict how large a one would have
+been seen.  Each quantity of a row is tested, and the verdict is about one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ampatch.sweep.report import welch
+from ampatch.sweep.report import pace
+from ampatch.sweep.report.paired import LEVEL, POWER, available, holm, paired, smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
 LOSS = "last loss"
-LEVEL = 0.05  # of significance
-WORTHWHILE = 1.05  # a speed-up below this is none
-METHOD = (
-    "Accuracy: one value per seed, O0's and the row's compared by Welch's two-sided t test "
-    f"(Biometrika 34, 1947) at {LEVEL:.0%}; in brackets the 95 % confidence interval of the "
-    'difference. "Within seed noise" means that the test found none.'
-)
-Samples = dict[str, list[float]]  # one value per seed, by quantity
+NOTHING_YET = "nothing to compare yet"
+Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
 
 _LOWER = {"loss", "error", "err", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bpc", "bpb"}
 _LOWER |= {"wer", "cer", "fid", "bits", "seconds", "time"}
+
+
+def method(base: str) -> str:
+    """How accuracy is compared with `base`, for readers of the figures."""
+    return (
+        f"Accuracy: one value per seed; a row's and {base}'s with the same seed are a pair. Paired "
+        "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
+        f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {LEVEL:.0%} for all rows "
+        "together. In brackets the 95 % confidence interval of the mean difference, of each row by "
+        'itself. "Within seed noise" means that the test found no difference. The difference that '
+        f"would have been seen is the one that the test finds with probability {POWER:.0%}: "
+        "ncp * s / sqrt(n), by the noncentral t distribution (Cohen, Statistical Power Analysis, "
+        "1988). Where the difference is one number with each seed, the samples are compared as "
+        "unpaired."
+    )
 
 
 def compare(
@@ -39,8 +49,11 @@ def compare(
     better: Mapping[str, str],
     seeds_matter: bool = True,
 ) -> list[Comparison]:
-    """Comparisons of each quantity that both have, the judged one first."""
-    names = [name for name in sample if name in base]
+    """Comparisons of each quantity that both have with some seed, the judged one first.
+
+    They have no outcome until `corrected` has seen those of all rows.
+    """
+    names = [name for name in sample if sample[name].keys() & base.get(name, {}).keys()]
     first = judged if judged in names else next(iter(names), None)
     names.sort(key=lambda name: name != first)
     return [
@@ -49,71 +62,102 @@ def compare(
     ]
 
 
+def corrected(compared: Sequence[Sequence[Comparison]]) -> list[list[Comparison]]:
+    """The comparisons of all rows, with each quantity's p corrected over the rows, and outcomes."""
+    tested: dict[str, list[Comparison]] = {}
+    for one in itertools.chain(*compared):
+        if one.p is not None:
+            tested.setdefault(one.name, []).append(one)
+    judged = {}
+    for ones in tested.values():
+        for one, p in zip(ones, holm([one.p for one in ones if one.p is not None])):
+            judged[id(one)] = _judged(one, p, len(ones))
+    return [[judged.get(id(one), one) for one in of_row] for of_row in compared]
+
+
 def direction(name: str) -> str:
     """Whether a metric of this name is better when "higher" or "lower"."""
     return "lower" if _LOWER & set(re.split(r"[^a-z]+", name.lower())) else "higher"
 
 
-def outcome_of(is_base: bool, failed: bool, compared: Sequence[Comparison]) -> str:
+def outcome_of(is_base: bool, failed: bool) -> str:
+    """The outcome of a row that has not been compared."""
     if failed:
         return "failed"
-    if is_base:
-        return "baseline"
-    return compared[0].outcome if compared else "untested"
+    return "baseline" if is_base else "untested"
 
 
-def verdict_of(row: Row) -> Row:
-    """The row with its verdict in words."""
-    return dataclasses.replace(row, verdict="; ".join(filter(None, (_pace(row), _quality(row)))))
+def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
+    """The row with its comparisons, its outcome, and its verdict in words."""
+    outcome = compared[0].outcome if compared and row.outcome == "untested" else row.outcome
+    row = dataclasses.replace(row, comparisons=list(compared), outcome=outcome)
+    said = (pace.in_words(row), _quality(row))
+    ordered = said[::-1] if row.outcome == "baseline" else said
+    return dataclasses.replace(row, verdict="; ".join(filter(None, ordered)))
+
+
+def anything_compared(rows: Sequence[Row]) -> bool:
+    """Whether O0 and another row have gone well, so that there is something to say of the two."""
+    outcomes = {row.outcome for row in rows}
+    return "baseline" in outcomes and bool(outcomes - {"baseline", "failed"})
 
 
 def recommendation(rows: Sequence[Row]) -> str:
     """One line: what to train with, and why."""
-    if all(row.outcome != "baseline" for row in rows):
-        return "none, for there is no O0 that went well to compare with."
-    fit = [row for row in rows if row.outcome in ("within", "better", "untested") and row.speeds]
-    faster = [row for row in fit if row.speeds.low > 1 and row.speeds.median >= WORTHWHILE]
+    if not anything_compared(rows):
+        return f"{NOTHING_YET}: {_what_lacks(rows)}."
+    fit = [row for row in rows if row.outcome in ("within", "better", "untested")]
+    faster = pace.worthwhile(fit)
     base = next(row for row in rows if row.outcome == "baseline")
     if not faster:
-        return (
-            f"Stay with O0: no row with its accuracy is at least {WORTHWHILE:g}x as fast, and "
-            f"faster in each round.{_smaller(fit, base)}"
-        )
+        return pace.none_recommended(fit, base) + _smaller(fit, base)
     best = max(faster, key=lambda row: row.speeds.median)
     return f"{_name(best)}: {best.verdict}.{_memory(best, base)}{_caveats(best)}"
 
 
 def _compared(
-    name: str, sample: list[float], base: list[float], better: str, seeds_matter: bool
+    name: str, sample: dict[int, float], base: dict[int, float], better: str, seeds_matter: bool
 ) -> Comparison:
-    mean, base_mean = statistics.fmean(sample), statistics.fmean(base)
+    seeds = sorted(sample.keys() & base.keys())
+    ours, theirs = [sample[seed] for seed in seeds], [base[seed] for seed in seeds]
+    mean, base_mean = statistics.fmean(ours), statistics.fmean(theirs)
     plain = Comparison(
-        name=name, better=better, mean=mean, sd=_sd(sample), n=len(sample),
-        base_mean=base_mean, base_sd=_sd(base), base_n=len(base), difference=mean - base_mean,
+        name=name, better=better, n=len(seeds), mean=mean, sd=_sd(ours),
+        base_mean=base_mean, base_sd=_sd(theirs), difference=mean - base_mean,
     )  # fmt: skip
-    finite = all(map(math.isfinite, [*sample, *base]))
-    if min(len(sample), len(base)) < 2 or not (seeds_matter and finite and welch.available()):
-        return plain
-    tested = welch.welch(sample, base)
-    outcome = "within"
-    if tested.p < LEVEL:
-        outcome = "better" if (tested.difference > 0) == (better == "higher") else "worse"
+    untested = _reason_against_a_test([*ours, *theirs], len(seeds), seeds_matter)
+    if untested:
+        return dataclasses.replace(plain, untested=untested)
+    found = paired(ours, theirs)
     return dataclasses.replace(
-        plain, p=tested.p, low=tested.low, high=tested.high,
-        pooled_sds=tested.pooled_sds, outcome=outcome,
+        plain, difference=found.difference, scatter=found.sd, p=found.p,
+        low=found.low, high=found.high,
     )  # fmt: skip
 
 
-def _pace(row: Row) -> str:
-    if row.speeds is None or row.outcome in ("baseline", "failed"):
-        return ""
-    speeds = row.speeds
-    text = f"{speeds.median:.2f}x the speed of O0"
-    return (
-        text
-        if speeds.n < 2
-        else f"{text} ({speeds.low:.2f} to {speeds.high:.2f} in {speeds.n} rounds)"
-    )
+def _reason_against_a_test(values: Sequence[float], seeds: int, seeds_matter: bool) -> str:
+    if seeds < 2:
+        return "one seed"
+    if not seeds_matter:
+        return "O0 is the same with each seed"
+    if not all(map(math.isfinite, values)):
+        return "not all values are finite"
+    return "" if available() else "scipy is not installed"
+
+
+def _judged(one: Comparison, p: float, rows: int) -> Comparison:
+    """A comparison with its corrected p, what it would have seen, and its outcome."""
+    outcome = "within"
+    if p < LEVEL:
+        outcome = "better" if (one.difference > 0) == (one.better == "higher") else "worse"
+    smallest = smallest_seen(one.scatter, one.n, rows) if one.scatter else None
+    return dataclasses.replace(one, corrected_p=p, smallest=smallest, outcome=outcome)
+
+
+def _what_lacks(rows: Sequence[Row]) -> str:
+    if all(row.outcome != "baseline" for row in rows):
+        return "there is no O0 that went well"
+    return "O0 alone has run" if len(rows) == 1 else "no row beside O0 has gone well"
 
 
 def _quality(row: Row) -> str:
@@ -124,14 +168,37 @@ def _quality(row: Row) -> str:
         return row.status + (f" ({bad} of {row.runs} runs)" if row.runs > 1 else "")
     if not row.comparisons:
         return "accuracy not compared"
-    one = row.comparisons[0]
+    return quality_text(row.comparisons[0], "O0")
+
+
+def quality_text(one: Comparison, base: str) -> str:
+    """How a quantity compares with that of `base`, in words."""
     against = f"{one.name} {one.mean:.4g} against {one.base_mean:.4g}"
     if one.p is None:
-        return f"{against}, not tested (n={one.n} and {one.base_n})"
-    detail = f"[{one.low:+.2g}, {one.high:+.2g}], p={one.p:.2g}, n={one.n} and {one.base_n}"
-    if one.outcome == "within":
-        return f"within seed noise of O0: {against}, difference {one.difference:+.2g} {detail}"
-    return f"{one.outcome} by {abs(one.difference):.2g}: {against} {detail}"
+        return f"{against}, not tested ({one.untested})"
+    if not one.difference and not one.scatter:
+        return f"equal to {base} with each of {one.n} seeds: {one.name} {one.mean:.4g}"
+    detail = f"{difference_text(one)}, p={one.corrected_p:.2g}, {one.n} seeds"
+    if one.outcome != "within":
+        return f"{one.outcome} than {base}: {against}, difference {detail}"
+    seen = f"; a difference of {one.smallest:.2g} would have been seen" if one.smallest else ""
+    return f"within seed noise of {base}: {against}, difference {detail}{seen}"
+
+
+def difference_text(one: Comparison) -> str:
+    """The difference to O0 with its interval: `+0.003 [-0.004, +0.009]`; "" if not tested."""
+    if one.p is None:
+        return ""
+    if not one.scatter:
+        return f"{one.difference:+.2g} with each seed" if one.difference else "0 with each seed"
+    return f"{one.difference:+.2g} [{one.low:+.2g}, {one.high:+.2g}]"
+
+
+def mean_and_sd(mean: float, sd: float | None, n: int) -> str:
+    """`0.9889 ± 0.002`; where all of `n` values are one number, this one."""
+    if sd is None:
+        return f"{mean:.4g}"
+    return f"{mean:.4g} ± {sd:.2g}" if sd else f"{mean:.4g} with each of {n} seeds"
 
 
 def _caveats(row: Row) -> str:
@@ -139,14 +206,15 @@ def _caveats(row: Row) -> str:
     if row.outcome == "untested":
         few.append("accuracy is untested: use --seeds 3 or more, and have them reach the script")
     if row.speeds.n < 3:
-        few.append("the speed-up rests on few rounds: use --repeats")
+        few.append("the speed-up rests on two rounds: use --rounds 3 or more")
     return f" But {', and '.join(few)}." if few else ""
 
 
 def _memory(row: Row, base: Row) -> str:
     if not (row.memory_bytes and base.memory_bytes):
         return ""
-    return f" Memory: {row.memory_bytes / base.memory_bytes:.2f} of O0's."
+    much = _less(row, base)
+    return f" It takes {much} {'as' if much.startswith('as') else 'than'} O0."
 
 
 def _smaller(fit: Sequence[Row], base: Row) -> str:
@@ -155,7 +223,15 @@ def _smaller(fit: Sequence[Row], base: Row) -> str:
     least = min(sizes, key=lambda row: row.memory_bytes, default=None)
     if least is None or least.memory_bytes > 0.95 * base.memory_bytes:
         return ""
-    return f" {_name(least)} takes {least.memory_bytes / base.memory_bytes:.2f} of its memory."
+    return f" {_name(least)} takes {_less(least, base)} than O0."
+
+
+def _less(row: Row, base: Row) -> str:
+    """How much less memory the row takes: `38 % less memory`."""
+    percent = round(100 * (1 - row.memory_bytes / base.memory_bytes))
+    if not percent:
+        return "as much memory"
+    return f"{abs(percent)} % {'less' if percent > 0 else 'more'} memory"
 
 
 def _name(row: Row) -> str:

@@ -1,27 +1,54 @@
-"""The pictures of a sweep, drawn by matplotlib: losses, speed, memory, loss scale.
+"""The pictures of a sweep: losses, speed, memory, loss scale, each with its caption.
 
 A row has the same colour and dashes in every picture.  Colours are opt levels, chosen
 for colour-blind readers (Okabe and Ito, "Color Universal Design", 2008, without yellow,
-which is hard to see on white).  Dashes are dtypes.
+which is hard to see on white).  Dashes, and stripes of bars, are bfloat16.
+
+A picture that would show nothing is left out, and a sentence says what it would have shown.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.curves import Curve, loss_curves, scale_curves
+from ampatch.sweep.report.curves import (
+    Curve,
+    difference_curves,
+    in_percent,
+    loss_curves,
+    near_base,
+    scale_curves,
+)
+from ampatch.sweep.report.drawing import (
+    Bar,
+    Origin,
+    Sheet,
+    bars,
+    bars_height,
+    is_wide,
+    logarithmic,
+    plain,
+    powers_of_two,
+    widths,
+)
+from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.provenance import sentence, software
 from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.trial import BASE
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-DASHES = {"float32": "-", "float16": "-", "bfloat16": (0, (4, 1.5))}
-WIDTH, DPI = 5.6, 200  # inches: legible on a phone
+GREY = "#8c8c8c"
+NAME = 24  # letters in a line beside bars
+DASHES = {"bfloat16": (0, (4, 1.5))}
+STRIPES = {"bfloat16": "////"}
+SAME_MEMORY = {"device": 0.05, "resident": 0.1}  # a smaller share of the most says nothing
 MISSING = (
     "No plots: matplotlib is not installed. pip install matplotlib, or pip install "
     "ampatch[sweep]; then `ampatch report DIR` draws them."
@@ -30,27 +57,60 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG; `alt` describes it in words."""
+    """A picture in each format; `alt` describes it in words."""
 
-    name: str  # of the file, without ".png"
+    name: str  # of the files, without ending
     title: str
+    caption: str  # what is drawn, in which units, and what bands and marks are
     alt: str
-    png: bytes
+    files: dict[str, bytes]  # by format
+
+
+@dataclass
+class Gallery:
+    """The pictures of a sweep, and a sentence for each that would show nothing."""
+
+    pictures: list[Picture] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Style:
-    """The colours and dashes of rows."""
+class _Plan:
+    """What every picture needs: the rows, their colours, and where they come from."""
 
+    rows: list[Row]
+    runs: Sequence[Run]
     colours: dict[str, str]  # by opt level
+    script: str
+    made_with: str
+    provenance: str
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Style:
-        levels = dict.fromkeys(row.opt_level for row in rows)
-        return cls(dict(zip(levels, itertools.cycle(COLOURS))))
+    def of(cls, results: Results, runs: Sequence[Run]) -> _Plan:
+        levels = dict.fromkeys(row.opt_level for row in results.rows)
+        return cls(
+            results.rows,
+            runs,
+            dict(zip(levels, itertools.cycle(COLOURS))),
+            Path(results.script).name,
+            software(results),
+            sentence(results),
+        )
 
     def line(self, row: Row) -> dict[str, Any]:
         return {"color": self.colours[row.opt_level], "linestyle": DASHES.get(row.dtype, "-")}
+
+    def bar(self, row: Row) -> dict[str, Any]:
+        look = {"color": self.colours[row.opt_level], "edgecolor": "white", "linewidth": 0}
+        return {**look, "hatch": STRIPES.get(row.dtype)}
+
+    def picture(
+        self, name: str, title: str, said: Sequence[str], alt: str, sheet: Sheet, draw: Any
+    ) -> Picture:
+        ending = f"Script: {self.script}; {self.made_with}."
+        caption = " ".join([f"{title}.", *filter(None, said), ending])
+        files = sheet.saved(draw, Origin(title, caption, self.provenance))
+        return Picture(name, title, caption, alt, files)
 
 
 def available() -> bool:
@@ -62,190 +122,246 @@ def available() -> bool:
     return True
 
 
-def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
+def gallery(results: Results, runs: Sequence[Run]) -> Gallery:
     """The pictures for which there is something to draw.  Needs matplotlib."""
-    from matplotlib import style as styles
+    plan = _Plan.of(results, runs)
+    made = Gallery()
+    for drawn in (
+        _losses(plan),
+        _losses_by_time(plan),
+        _speeds(plan),
+        _memory(plan),
+        _scales(plan),
+    ):
+        if isinstance(drawn, Picture):
+            made.pictures.append(drawn)
+        elif drawn:
+            made.left_out.append(drawn)
+    return made
 
-    rows, style = results.rows, Style.of(results.rows)
-    with styles.context("default"):  # not the user's style
-        drawn = [
-            _losses(loss_curves(rows, runs, by_time=False), style, by_time=False),
-            _losses(loss_curves(rows, runs, by_time=True), style, by_time=True),
-            _speeds(rows, style),
-            _memory(rows, style),
-            _scales(scale_curves(rows, runs), style),
-        ]
-    return [picture for picture in drawn if picture is not None]
 
-
-def _losses(curves: Sequence[Curve], style: Style, by_time: bool) -> Picture | None:
+def _losses(plan: _Plan) -> Picture | None:
+    """Losses against steps; below them the differences of rows that lie on O0's line."""
+    curves = loss_curves(plan.rows, plan.runs, by_time=False)
     if not curves:
         return None
-    against = "time" if by_time else "step"
+    wide = is_wide(_values(curves))
+    differences = difference_curves(plan.rows, plan.runs)
+    near = near_base(curves, differences, wide)  # in percent on a logarithmic axis
+    own = [curve for curve in differences if curve.row.label == BASE.label]
+    own = in_percent(own, curves) if wide else own
 
-    def draw(axes: Any) -> None:
-        for curve, width in _widths(curves):
-            axes.plot(curve.x, curve.y, label=_text(curve.name), lw=width, **style.line(curve.row))
-            if curve.row.seeds > 1:
-                colour = style.colours[curve.row.opt_level]
-                axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.1, lw=0)
-            for x, y in curve.breaks:
-                axes.plot(x, y, "X", ms=9, color=style.colours[curve.row.opt_level])
-        if _spans_magnitudes(curves):
-            _magnitudes(axes, base=10, subs=(1, 2, 5))
-        axes.set_xlabel("time since the first loss, s" if by_time else "optimizer step")
-        axes.set_ylabel("training loss")
+    def draw(panels: list[Any]) -> None:
+        _draw_losses(panels[0], curves, plan, wide)
+        if near:
+            _draw_differences(panels[1], near, own, plan)
+            panels[1].set_ylabel("difference from\nO0's (%)" if wide else "difference from\nO0's")
+        panels[-1].set_xlabel("optimizer step")
 
-    title = f"Loss against {against}"
-    seeds = " Bands: least to greatest seed." if any(c.row.seeds > 1 for c in curves) else ""
-    marks = " X: a seed's loss became non-finite." if any(c.breaks for c in curves) else ""
-    unit = "seconds" if by_time else "steps"
+    said = ["Lines are means over the seeds, and over blocks of steps.", *_bands(curves)]
+    if near:
+        said.append(_of_differences(near, curves, bool(own), wide))
     alt = (
-        f"{title}, a line per row, the mean over its seeds. "
-        + "; ".join(f"{c.name}: {_from_to(c)} {c.x[-1]:.4g} {unit}" for c in curves)
-        + f".{seeds}{marks}"
+        "Loss against step, a line per row, the mean over its seeds. "
+        + "; ".join(f"{c.name}: {_from_to(c)} {c.x[-1]:.4g} steps" for c in curves)
+        + ". "
+        + "; ".join(f"{c.name}: {_apart(c)}{' %' if wide else ''} from O0" for c in near)
     )
-    return Picture(f"loss-by-{against}", title, alt, _lined(draw, len(curves)))
+    height = _height(curves)
+    sheet = Sheet(height + 1.5, True, (2.0, 1.2)) if near else Sheet(height, True)
+    return plan.picture("loss-by-step", "Training loss against steps", said, alt, sheet, draw)
 
 
-def _scales(curves: Sequence[Curve], style: Style) -> Picture | None:
+def _losses_by_time(plan: _Plan) -> Picture | None:
+    curves = loss_curves(plan.rows, plan.runs, by_time=True)
+    if len(curves) < 2:  # one line is the same against steps
+        return None
+    wide = is_wide(_values(curves))
+
+    def draw(panels: list[Any]) -> None:
+        _draw_losses(panels[0], curves, plan, wide)
+        panels[0].set_xlabel("time since the first loss (s)")
+
+    said = ["Lines are means over the seeds, and over blocks of steps.", *_bands(curves)]
+    alt = "Loss against time, a line per row, the mean over its seeds. " + "; ".join(
+        f"{c.name}: {_from_to(c)} {c.x[-1]:.4g} seconds" for c in curves
+    )
+    sheet = Sheet(_height(curves), True)
+    title = "Training loss against time"
+    return plan.picture("loss-by-time", title, said, f"{alt}.", sheet, draw)
+
+
+def _draw_losses(axes: Any, curves: Sequence[Curve], plan: _Plan, wide: bool) -> None:
+    for curve, width in widths(curves):
+        colour = plan.colours[curve.row.opt_level]
+        axes.plot(curve.x, curve.y, label=plain(curve.name), lw=width, **plan.line(curve.row))
+        if curve.row.seeds > 1:
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.1, lw=0)
+        for x, y in curve.breaks:
+            axes.plot(x, y, "X", ms=8, color=colour)
+    if wide:
+        logarithmic(axes, _values(curves))
+    axes.set_ylabel("training loss")
+
+
+def _draw_differences(axes: Any, near: Sequence[Curve], own: Sequence[Curve], plan: _Plan) -> None:
+    """The lines of `near`, in front of the scatter of O0's `own` seeds."""
+    for curve in own:
+        axes.fill_between(curve.x, curve.low, curve.high, color=GREY, alpha=0.35, lw=0)
+    axes.axhline(0, color="#000000", lw=0.8)
+    values = _values(near)
+    margin = 0.15 * (max(values) - min(values)) or 1.0
+    axes.set_ylim(min(0, min(values)) - margin, max(0, max(values)) + margin)
+    for curve, width in widths(near):
+        axes.plot(curve.x, curve.y, lw=0.6 * width, **plan.line(curve.row))
+        if curve.row.seeds > 1:
+            colour = plan.colours[curve.row.opt_level]
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.12, lw=0)
+
+
+def _of_differences(
+    near: Sequence[Curve], curves: Sequence[Curve], own: bool, in_percents: bool
+) -> str:
+    """What the lower panel of the losses shows."""
+    known = {BASE.label, *(curve.row.label for curve in near)}
+    band = "with the range over the seeds" if any(c.row.seeds > 1 for c in near) else "of one seed"
+    said = f"Below: the difference from O0 at the same step and seed, {band}"
+    if in_percents:
+        said += ", in percent of O0's line above"
+    if any(curve.row.label not in known for curve in curves):
+        said += ", for rows whose line lies on O0's"
+    if own:
+        said += "; grey, cut at the edges: the range of O0's own seeds around their mean"
+    return f"{said}."
+
+
+def _scales(plan: _Plan) -> Picture | str | None:
+    curves = scale_curves(plan.rows, plan.runs)
     if not curves:
         return None
+    if all(len(set(curve.y)) == 1 for curve in curves):
+        values = sorted({f"{curve.y[0]:g}" for curve in curves})
+        return f"The loss scale is not drawn: it stayed at {', '.join(values)}."
 
-    def draw(axes: Any) -> None:
-        for curve, width in _widths(curves):
-            axes.step(
-                curve.x, curve.y, where="post", label=_text(curve.name), lw=width,
-                **style.line(curve.row),
+    def draw(panels: list[Any]) -> None:
+        for curve, width in widths(curves):
+            panels[0].step(
+                curve.x, curve.y, where="post", label=plain(curve.name), lw=width,
+                **plan.line(curve.row),
             )  # fmt: skip
-        _magnitudes(axes, base=2)
-        axes.margins(y=0.15)
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel("loss scale")
+        powers_of_two(panels[0])
+        panels[0].margins(y=0.15)
+        panels[0].set_xlabel("optimizer step")
+        panels[0].set_ylabel("loss scale")
 
     alt = "Loss scale over the training of the first seed, a line per row. " + "; ".join(
         f"{c.name}: {c.y[0]:g} to {c.y[-1]:g} in {c.x[-1]:.0f} steps, "
-        f"{_plural(c.row.skipped, 'skipped step')}"
+        f"{counted(c.row.skipped, 'skipped step')}"
         for c in curves
     )
-    return Picture("loss-scale", "Loss scale over time", alt + ".", _lined(draw, len(curves)))
+    said = ["The first seed of each row whose loss is scaled. A fall is an overflow."]
+    sheet = Sheet(_height(curves), True)
+    return plan.picture("loss-scale", "Loss scale against steps", said, f"{alt}.", sheet, draw)
 
 
-def _speeds(rows: Sequence[Row], style: Style) -> Picture | None:
-    timed = [row for row in rows if row.speeds is not None]
-    if not timed:
+def _speeds(plan: _Plan) -> Picture | None:
+    timed = [row for row in plan.rows if row.speeds is not None]
+    if all(row.label == BASE.label for row in timed):  # O0 is as fast as itself
         return None
+    drawn = [
+        Bar(
+            _wrapped(row), row.speeds.median, f"{row.speeds.median:.2f}x, {row.step_ms:.3g} ms",
+            plan.bar(row), row.speeds.low, row.speeds.high,
+        )
+        for row in timed
+    ]  # fmt: skip
 
-    def draw(axes: Any) -> None:
-        reach = [
-            [row.speeds.median - row.speeds.low for row in timed],
-            [row.speeds.high - row.speeds.median for row in timed],
-        ]
-        values = [row.speeds.median for row in timed]
-        texts = [f"{row.speeds.median:.2f}x, {row.step_ms:.3g} ms" for row in timed]
-        _bars(axes, timed, values, texts, style, reach)
-        axes.axvline(1, color="#555555", lw=1, ls=":")
-        axes.set_xlabel("speed relative to O0\n(beside the bars: time per step)")
+    def draw(panels: list[Any]) -> None:
+        bars(panels[0], drawn)
+        panels[0].axvline(1, color="#333333", lw=1, ls=":")
+        panels[0].set_xlabel("speed relative to O0 (times; larger is faster)")
 
     alt = "Bars of the speed relative to O0. " + "; ".join(
         f"{row.name}: {row.speeds.median:.2f} times O0's, "
-        f"{row.speeds.low:.2f} to {row.speeds.high:.2f} over {_plural(row.speeds.n, 'round')}"
+        f"{row.speeds.low:.2f} to {row.speeds.high:.2f} over {counted(row.speeds.n, 'round')}"
         for row in timed
     )
-    return Picture("speed", "Speed", alt + ".", _barred(draw, timed))
+    rounds = max(row.speeds.n for row in timed)
+    said = [
+        "Bars, and the numbers beside them: the median of the ratios to O0 in the same round, and "
+        "the median time of a step.",
+        f"Whiskers: quartiles of the ratios of {counted(rounds, 'round')}." if rounds > 1 else "",
+        "O0's own ratio is that of its second run in each round to its first.",
+    ]
+    sheet = Sheet(bars_height(drawn))
+    return plan.picture("speed", "Speed relative to O0", said, f"{alt}.", sheet, draw)
 
 
-def _memory(rows: Sequence[Row], style: Style) -> Picture | None:
-    known = [row for row in rows if row.memory_bytes is not None]
-    if not known:
+def _memory(plan: _Plan) -> Picture | str | None:
+    known = [row for row in plan.rows if row.memory_bytes is not None]
+    if len(known) < 2:
         return None
     values = [row.memory_bytes / 2**20 for row in known]
-    on_device = known[0].memory_kind == "device"
-    kind = "allocated on the device" if on_device else "resident, PyTorch included"
+    low, high = min(values), max(values)
+    counted_as = known[0].memory_kind
+    kind = "allocated on the device" if counted_as == "device" else "resident, PyTorch included"
+    if high - low < max(SAME_MEMORY[counted_as] * high, _memory_noise(plan.runs)):
+        return (
+            f"Peak memory is not drawn: it is {low:.0f} to {high:.0f} MiB ({kind}) in all rows, "
+            "and so small a difference says nothing."
+        )
+    drawn = [
+        Bar(_wrapped(row), value, f"{value:.0f} MiB", plan.bar(row))
+        for row, value in zip(known, values)
+    ]
 
-    def draw(axes: Any) -> None:
-        _bars(axes, known, values, [f"{value:.0f}" for value in values], style)
-        axes.set_xlabel(f"peak memory, MiB\n({kind})")
+    def draw(panels: list[Any]) -> None:
+        bars(panels[0], drawn)
+        panels[0].set_xlabel("peak memory (MiB)")
 
     alt = f"Bars of the peak memory ({kind}). " + "; ".join(
         f"{row.name}: {value:.0f} MiB" for row, value in zip(known, values)
     )
-    return Picture("memory", "Peak memory", alt + ".", _barred(draw, known))
+    said = [f"Memory is {kind}; the largest of a row's runs. 1 MiB is 2^20 bytes."]
+    sheet = Sheet(bars_height(drawn))
+    return plan.picture("memory", "Peak memory", said, f"{alt}.", sheet, draw)
 
 
-def _bars(
-    axes: Any,
-    rows: Sequence[Row],
-    values: Sequence[float],
-    texts: Sequence[str],
-    style: Style,
-    reach: Any = None,
-) -> None:
-    """Horizontal bars, the first row on top, with figures beside them."""
-    places = range(len(rows))
-    colours = [style.colours[row.opt_level] for row in rows]
-    bars = {"error_kw": {"ecolor": "#777777"}, "capsize": 3, "height": 0.6}
-    axes.barh(places, values, color=colours, xerr=reach, **bars)
-    ends = values if reach is None else [value + up for value, up in zip(values, reach[1])]
-    for place, end, text in zip(places, ends, texts):
-        axes.annotate(
-            text, (end, place), (5, 0), textcoords="offset points", va="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-        )  # fmt: skip
-    axes.set_yticks(places, list(map(_wrapped, rows)))
-    axes.grid(visible=False, axis="y")
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(ends) * 1.4)
+def _memory_noise(runs: Sequence[Run]) -> float:
+    """The largest difference between runs of the same row, in MiB."""
+    of_row: dict[str, list[float]] = {}
+    for run in runs:
+        if run.measured is not None and run.measured.memory_bytes and not run.trial.short:
+            of_row.setdefault(run.case.label, []).append(run.measured.memory_bytes / 2**20)
+    return max((max(values) - min(values) for values in of_row.values()), default=0.0)
+
+
+def _bands(curves: Sequence[Curve]) -> list[str]:
+    """What bands and marks are, where there are any."""
+    seeds = max(curve.row.seeds for curve in curves)
+    return [
+        f"Bands: the range over {seeds} seeds." if seeds > 1 else "",
+        "X: a seed's loss became non-finite." if any(c.breaks for c in curves) else "",
+    ]
+
+
+def _values(curves: Sequence[Curve]) -> list[float]:
+    return [y for curve in curves for y in curve.low + curve.high if not math.isnan(y)]
+
+
+def _height(curves: Sequence[Curve]) -> float:
+    """Inches for one panel and the legend."""
+    return 2.7 + 0.19 * math.ceil(len(curves) / 2)
 
 
 def _wrapped(row: Row) -> str:
-    return _text(textwrap.fill(row.name, 28, break_long_words=False))
-
-
-def _barred(draw: Callable[[Any], None], rows: Sequence[Row]) -> bytes:
-    lines = max(_wrapped(row).count("\n") + 1 for row in rows)
-    return _png(draw, height=1.3 + (0.22 + 0.2 * lines) * len(rows), legend=False)
-
-
-def _lined(draw: Callable[[Any], None], lines: int) -> bytes:
-    return _png(draw, height=3.4 + 0.25 * math.ceil(lines / 2), legend=True)
-
-
-def _png(draw: Callable[[Any], None], height: float, legend: bool) -> bytes:
-    from matplotlib.figure import Figure  # not pyplot, which has global state
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    draw(axes)
-    if legend:
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=3)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _widths(curves: Sequence[Curve]) -> list[tuple[Curve, float]]:
-    """Each line thinner than the one before, so that equal lines are all visible."""
-    last = max(1, len(curves) - 1)
-    return [(curve, 3.4 - 2.2 * index / last) for index, curve in enumerate(curves)]
-
-
-def _magnitudes(axes: Any, base: int, subs: Sequence[float] = (1,)) -> None:
-    """Make the axis logarithmic, with plain numbers."""
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log", base=base)
-    axes.yaxis.set_major_locator(LogLocator(base, subs=subs))
-    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _spans_magnitudes(curves: Sequence[Curve]) -> bool:
-    values = [y for curve in curves for y in curve.low + curve.high if not math.isnan(y)]
-    return min(values) > 0 and max(values) > 50 * min(values)
+    """The name of a row in short lines, which end at a space or between settings."""
+    lines = [""]
+    for part in re.findall(r"[^-= ]*[-= ]?", row.name):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > NAME:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _from_to(curve: Curve) -> str:
@@ -253,10 +369,7 @@ def _from_to(curve: Curve) -> str:
     return f"{finite[0]:.4g} to {finite[-1]:.4g} in"
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def _text(text: str) -> str:
-    """Text without formulas: matplotlib reads `$` as the start of one."""
-    return text.replace("$", r"\$")
+def _apart(curve: Curve) -> str:
+    low = min(y for y in curve.low if not math.isnan(y))
+    high = max(y for y in curve.high if not math.isnan(y))
+    return f"{low:+.2g} to {high:+.2g}"

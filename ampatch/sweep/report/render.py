@@ -1,7 +1,9 @@
-"""The pictures and the HTML report of a sweep, from what lies in its directory.
+"""The pictures, pages and tables of a sweep, from what lies in its directory.
 
-    DIR/report.html        all of it on one page, the pictures inside
-    DIR/plots/NAME.png     loss-by-step, loss-by-time, speed, memory, loss-scale
+    DIR/report.html              all of it on one page, the pictures inside
+    DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed, memory, loss-scale
+    DIR/plots/captions.md        what each shows, in which units, what a band is
+    DIR/summary.tex figures.tex  the table and the pictures with their captions, for LaTeX
 
 They are made when a sweep has ended, and by `ampatch report` from the stored results.
 """
@@ -11,14 +13,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
+from ampatch.sweep.report.drawing import FORMATS
+from ampatch.sweep.report.latex import as_figures
 from ampatch.sweep.report.page import as_html
-from ampatch.sweep.report.plots import MISSING, available, pictures
-from ampatch.sweep.report.results import PLOTS, REPORT, read_results, read_runs
-from ampatch.sweep.report.summary_files import as_csv, as_markdown
+from ampatch.sweep.report.plots import MISSING, Gallery, available, gallery
+from ampatch.sweep.report.provenance import lines
+from ampatch.sweep.report.results import (
+    CAPTIONS,
+    FIGURES,
+    PLOTS,
+    REPORT,
+    Results,
+    read_results,
+    read_runs,
+)
+from ampatch.sweep.report.summary_files import write_tables
 
 
 def write_report(directory: str | Path) -> str:
-    """Write report and pictures, and the table as CSV and Markdown again.
+    """Write report and pictures, and the table as CSV, Markdown and LaTeX again.
 
     Returns a sentence that says what the report lacks and why, or "" if it is complete.
     Raises `FileNotFoundError` if there are no results, `ValueError` for results in another
@@ -30,13 +43,28 @@ def write_report(directory: str | Path) -> str:
         raise FileNotFoundError(f"{path}: there are no results of a sweep in this directory.")
     runs = list(read_runs(path))
     lacking = "" if available() else MISSING
-    drawn = [] if lacking else pictures(results, runs)
-    (path / PLOTS).mkdir(exist_ok=True)
-    for old in (path / PLOTS).glob("*.png"):
-        old.unlink()
-    for picture in drawn:
-        (path / PLOTS / f"{picture.name}.png").write_bytes(picture.png)
-    write_whole(path / "summary.csv", as_csv(results.rows))
-    write_whole(path / "summary.md", as_markdown(results))
+    drawn = Gallery() if lacking else gallery(results, runs)
+    _write_pictures(path, results, drawn)
+    write_tables(path, results)
     write_whole(path / REPORT, as_html(results, runs, drawn, lacking))
     return lacking
+
+
+def _write_pictures(path: Path, results: Results, drawn: Gallery) -> None:
+    """Write the pictures and their captions; those of an earlier report go."""
+    (path / PLOTS).mkdir(exist_ok=True)
+    for form in FORMATS:
+        for old in (path / PLOTS).glob(f"*.{form}"):
+            old.unlink()
+    for picture in drawn.pictures:
+        for form, data in picture.files.items():
+            (path / PLOTS / f"{picture.name}.{form}").write_bytes(data)
+    write_whole(path / PLOTS / CAPTIONS, _captions(results, drawn))
+    write_whole(path / FIGURES, as_figures(results, drawn.pictures))
+
+
+def _captions(results: Results, drawn: Gallery) -> str:
+    """The captions as Markdown, and where the figures come from."""
+    blocks = [f"**{picture.name}.** {picture.caption}" for picture in drawn.pictures]
+    blocks += [*drawn.left_out, "\n".join(f"- {line}" for line in lines(results))]
+    return "\n\n".join(blocks) + "\n"

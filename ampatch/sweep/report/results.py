@@ -2,8 +2,9 @@
 
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
     DIR/summary.csv        one line per row, the columns of `summary_files.py`
-    DIR/summary.md         the table, the verdicts, the recommendation, how it was tested
-    DIR/report.html        and DIR/plots/*.png: see `render.py`
+    DIR/summary.md         the recommendation, the table, the verdicts, how it was tested
+    DIR/summary.tex        the table for LaTeX: see `latex.py`
+    DIR/report.html        and figures.tex, plots/: see `render.py`
     DIR/tensorboard/STEM/  event files, on request: see `tensorboard_events.py`
     DIR/runs/STEM.json     a `Run`, written when its process has ended
     DIR/runs/STEM.log      what the script printed
@@ -29,22 +30,21 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import read_json
-from ampatch.sweep.measure.record import FORMAT, Run
+from ampatch.sweep.measure.record import FORMAT, OTHER_FORMAT, Run
 
 SUMMARY = "summary.json"
 RUNS = "runs"
 PLOTS = "plots"
 REPORT = "report.html"
+CAPTIONS = "captions.md"  # in PLOTS
+FIGURES = "figures.tex"
+TABLES = ("summary.csv", "summary.md", "summary.tex")
 EVENTS = "tensorboard"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure that was measured `n` times: its median and its range.
-
-    `low` and `high` are quartiles for step times, minimum and maximum for speed-ups (one
-    for each round).
-    """
+    """A figure that was measured `n` times: its median, and its quartiles `low` and `high`."""
 
     median: float
     low: float
@@ -54,38 +54,42 @@ class Spread:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One quantity of a row beside O0's: two samples of one value per seed.
+    """One quantity of a row beside O0's, over the seeds that both have: one value per seed.
 
-    `difference` is the row's mean less O0's, `low` to `high` its 95 % confidence
-    interval and `p` the two-sided probability by Welch's t test; None where a
-    sample has fewer than two values or the seeds had no effect.  `pooled_sds` is
-    the difference in pooled standard deviations.  `outcome` is "within", "worse",
-    "better" or "untested".
+    `difference` is the mean of the row's value less O0's with the same seed, `scatter` the
+    standard deviation of these differences, `low` to `high` the 95 % confidence interval of
+    `difference` (of this row by itself).  `p` is the two-sided probability by the paired t
+    test, `corrected_p` by Holm's method over all rows.  `smallest` is the difference that the
+    test would have found with probability 80 %.  `outcome` is "within", "worse", "better" or
+    "untested"; `untested` says why.  See `paired.py`.
     """
 
     name: str  # "last loss", or the metric's
     better: str  # "higher" or "lower"
+    n: int  # seeds
     mean: float
     sd: float | None
-    n: int
     base_mean: float
     base_sd: float | None
-    base_n: int
     difference: float
-    pooled_sds: float | None = None
+    scatter: float | None = None
     p: float | None = None
+    corrected_p: float | None = None
     low: float | None = None
     high: float | None = None
+    smallest: float | None = None
     outcome: str = "untested"
+    untested: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
     """A case and the figures of all its runs.  None: they did not measure it.
 
-    Over the runs: losses and metrics are means, memory is the maximum, skips and
-    non-finite losses are sums, `step_ms` is the median over runs of their medians and
-    quartiles.  `status` is "ok", or what is wrong with the first failed run.
+    Over the whole runs: losses and metrics are means, memory is the maximum, skips and
+    non-finite losses are sums.  Over the short runs as well: `step_ms`, `cpu_ms` and
+    `parts` are medians of the runs' medians.  `status` is "ok", or what is wrong with the
+    first failed run.
     """
 
     label: str
@@ -99,14 +103,18 @@ class Row:
     seeds: int = 0  # different ones among them
     step_ms: float | None = None
     step_times: Spread | None = None  # milliseconds; n is the number of timed steps
+    cpu_ms: float | None = None  # of all threads; None where the device is no CPU
+    parts: dict[str, float] = field(default_factory=dict)  # milliseconds of a step
     speed: float | None = None  # the median; relative to O0, above 1 is faster
-    speeds: Spread | None = None  # n is the number of rounds
+    speeds: Spread | None = None  # n is the number of rounds; O0's: its second run's
+    pace: str = ""  # faster, slower, not told apart, one round; "" where it was not compared
     samples_per_second: float | None = None
     memory_bytes: int | None = None
     memory_kind: str = "resident"
     first_loss: float | None = None
     last_loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
+    sds: dict[str, float] = field(default_factory=dict)  # over seeds, of metrics and "last loss"
     steps: int = 0  # of one run (the median)
     all_steps: int = 0
     skipped: int = 0
@@ -128,7 +136,8 @@ class Row:
         for name in ("step_times", "speeds"):
             if row[name] is not None:
                 row[name] = Spread(**_numbers(row[name]))
-        row["metrics"] = _numbers(row["metrics"])
+        for name in ("metrics", "sds", "parts"):
+            row[name] = _numbers(row.get(name, {}))
         row["comparisons"] = [Comparison(**_numbers(one)) for one in row["comparisons"]]
         return cls(**row)
 
@@ -143,10 +152,12 @@ class Results:
     planned: int  # runs
     settings: dict[str, Any]  # a resumed sweep must have the same
     versions: dict[str, str]
+    machine: dict[str, str] = field(default_factory=dict)  # its state: load, threads, frequency
     rows: list[Row] = field(default_factory=list)
     done: int = 0  # runs that have ended
     recommendation: str = ""
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
+    provenance: dict[str, str] = field(default_factory=dict)  # see `measure/provenance.py`
     format: int = FORMAT
 
     @property
@@ -172,8 +183,7 @@ def read_results(directory: str | Path) -> Results | None:
         return None
     if data.get("format") != FORMAT:
         raise ValueError(
-            f"{Path(directory) / SUMMARY}: in format {data.get('format')}, expected {FORMAT}; "
-            "another version wrote it, or no sweep."
+            f"{Path(directory) / SUMMARY}: in format {data.get('format')}. {OTHER_FORMAT}"
         )
     return Results.from_json(data)
 

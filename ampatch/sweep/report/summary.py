@@ -1,31 +1,37 @@
 """The rows: the figures of all runs of a case, compared with O0's.
 
 * Speed is relative to O0 of the same round.  The runs of a round are close together in
-  time, so a machine that changes its speed changes both.  The row has the median,
-  minimum and maximum over the rounds.
+  time, so a machine that changes its speed changes both.  The row has the median and
+  quartiles over the rounds; O0's are those of its second run, over as many steps as it took.
+* Losses, metrics, memory, steps and skips are of whole runs.
+* Times and speed are of runs that ran alone; runs beside others slow each other.
 * For accuracy each seed gives one value: a metric's last value, or the last loss; the
   mean, if the seed ran several times.  `judge.py` compares these values.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report.figures import (
     OK,
+    cpu_ms,
     first_and_last,
     non_finite,
+    parts_ms,
     samples_per_second,
+    spread_of,
     status,
     step_times,
 )
-from ampatch.sweep.report.judge import LOSS, Samples, compare, outcome_of, verdict_of
+from ampatch.sweep.report.judge import LOSS, Samples, compare, corrected, judged_row, outcome_of
+from ampatch.sweep.report.pace import pace_of
 from ampatch.sweep.report.results import Row, Spread
-from ampatch.sweep.trial import Case
-
-BASE = Case("O0")
+from ampatch.sweep.trial import BASE, Case
 
 
 def summarize(
@@ -41,19 +47,35 @@ def summarize(
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
     base = by_case.get(BASE, [])
-    return [_row(case, of_case, base, judged, better or {}) for case, of_case in by_case.items()]
+    rows = [_row(case, of_case, base) for case, of_case in by_case.items()]
+    compared = corrected(
+        [
+            []
+            if case == BASE
+            else compare(
+                samples_of(of_case), samples_of(base), judged, better or {}, seeds_matter(base)
+            )
+            for case, of_case in by_case.items()
+        ]
+    )
+    return [judged_row(row, ones) for row, ones in zip(rows, compared)]
+
+
+def alone(runs: Iterable[Run]) -> list[Run]:
+    """The runs whose times count: those that had their devices for themselves."""
+    return [run for run in runs if run.alone and run.measured is not None]
 
 
 def samples_of(runs: Iterable[Run]) -> Samples:
     """For each quantity one value per seed, from the runs with status "ok"."""
     values: dict[str, dict[int, list[float]]] = {}
     for run in runs:
-        if status(run) != OK:
+        if run.trial.short or status(run) != OK:
             continue
         for name, value in _finals(run.measured or Measured()).items():
             values.setdefault(name, {}).setdefault(run.trial.seed, []).append(value)
     return {
-        name: [statistics.fmean(seeds[seed]) for seed in sorted(seeds)]
+        name: {seed: statistics.fmean(of_seed) for seed, of_seed in seeds.items()}
         for name, seeds in values.items()
     }
 
@@ -62,30 +84,23 @@ def seeds_matter(runs: Iterable[Run]) -> bool:
     """Whether runs with different seeds differ in any measured loss or metric."""
     by_seed = {}
     for run in runs:
-        if status(run) == OK and run.case == BASE:
+        if status(run) == OK and run.case == BASE and not run.trial.short:
             losses = [series.values for series in run.measured.losses.values()]
             by_seed[run.trial.seed] = (losses, _finals(run.measured))
     first, *others = list(by_seed.values()) or [None]
     return not others or any(other != first for other in others)
 
 
-def _row(
-    case: Case,
-    runs: Sequence[Run],
-    base: Sequence[Run],
-    judged: str | None,
-    better: Mapping[str, str],
-) -> Row:
-    measured = [run.measured for run in runs if run.measured is not None]
+def _row(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Row:
+    """The figures of a row, without a verdict."""
+    measured = [run.measured for run in runs if run.measured and not run.trial.short]
     trouble = [said for said in map(status, runs) if said != OK]
-    times, speeds = _times(measured), _speeds(runs, base)
+    runs_alone, base_alone = alone(runs), alone(base)
+    timed = [run.measured for run in runs_alone]
+    times, speeds = _times(timed), _speeds(case, runs_alone, base_alone)
+    noise = _speeds(BASE, base_alone, base_alone)
     firsts, lasts = zip(*map(first_and_last, measured)) if measured else ((), ())
-    compared = (
-        []
-        if case == BASE
-        else compare(samples_of(runs), samples_of(base), judged, better, seeds_matter(base))
-    )
-    row = Row(
+    return Row(
         label=case.label,
         opt_level=case.level_name,
         dtype=case.dtype or "float32",
@@ -97,24 +112,26 @@ def _row(
         seeds=len({run.trial.seed for run in runs}),
         step_ms=times and times.median,
         step_times=times,
+        cpu_ms=_median(map(cpu_ms, timed)),
+        parts=_parts(timed),
         speed=speeds and speeds.median,
         speeds=speeds,
-        samples_per_second=_median(map(samples_per_second, measured)),
+        pace="" if case == BASE or trouble else pace_of(speeds, noise),
+        samples_per_second=_median(map(samples_per_second, timed)),
         memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
         memory_kind=measured[0].memory_kind if measured else "resident",
         first_loss=_mean(firsts),
         last_loss=_mean(lasts),
         metrics=_metrics(measured),
+        sds=_sds(runs),
         steps=int(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
         non_finite=sum(map(non_finite, measured)),
         loss_scale=measured[0].loss_scale if measured else None,
         seconds=sum(run.seconds for run in runs),
-        comparisons=compared,
-        outcome=outcome_of(case == BASE, bool(trouble), compared),
+        outcome=outcome_of(case == BASE, bool(trouble)),
     )
-    return verdict_of(row)
 
 
 def _finals(measured: Measured) -> dict[str, float]:
@@ -132,6 +149,18 @@ def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
     }
 
 
+def _sds(runs: Sequence[Run]) -> dict[str, float]:
+    """Standard deviations over the seeds, where they differ; none of a row with failed runs."""
+    if any(status(run) != OK for run in runs):
+        return {}
+    samples = {name: list(seeds.values()) for name, seeds in samples_of(runs).items()}
+    return {
+        name: statistics.stdev(values)
+        for name, values in samples.items()
+        if len(set(values)) > 1 and all(map(math.isfinite, values))
+    }
+
+
 def _times(measured: Sequence[Measured]) -> Spread | None:
     """Medians over the runs of their medians and quartiles."""
     spreads = [spread for spread in map(step_times, measured) if spread is not None]
@@ -141,18 +170,34 @@ def _times(measured: Sequence[Measured]) -> Spread | None:
     return Spread(*map(statistics.median, columns), sum(spread.n for spread in spreads))
 
 
-def _speeds(runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
-    """The speed relative to O0 of the same round."""
-    of_round = {(one.trial.repeat, one.trial.seed): step_times(one.measured) for one in base}
-    ratios = []
-    for run in runs:
-        base_times = of_round.get((run.trial.repeat, run.trial.seed))
-        times = step_times(run.measured)
-        if base_times is not None and times is not None and times.median:
-            ratios.append(base_times.median / times.median)
-    if not ratios:
+def _parts(timed: Sequence[Measured]) -> dict[str, float]:
+    tables = list(map(parts_ms, timed))
+    return {
+        name: statistics.median(table[name] for table in tables if name in table)
+        for name in PARTS
+        if any(name in table for table in tables)
+    }
+
+
+def _speeds(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
+    """The speed relative to O0 of the same round; for O0 that of its second run."""
+    of_round = {one.trial.round: one for one in base if not one.trial.again and status(one) == OK}
+    compared = [run for run in runs if run.trial.again] if case == BASE else runs
+    ratios = (
+        _speed(run, of_round[run.trial.round])
+        for run in compared
+        if run.trial.round in of_round and status(run) == OK
+    )
+    return spread_of([ratio for ratio in ratios if ratio is not None])
+
+
+def _speed(run: Run, base: Run) -> float | None:
+    """One run's speed relative to another's; a short run is compared over as many steps."""
+    first = min(len(one.measured.step_seconds) for one in (run, base)) if run.trial.short else None
+    times, base_times = step_times(run.measured, first), step_times(base.measured, first)
+    if times is None or base_times is None or not times.median:
         return None
-    return Spread(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+    return base_times.median / times.median
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

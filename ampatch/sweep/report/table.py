@@ -1,143 +1,163 @@
-"""A sweep's rows as a table: with rich on a terminal, as aligned text elsewhere."""
+"""A sweep's rows as a table: its columns, what they mean, and the table as aligned text.
+
+`terminal.py`, `page.py`, `summary_files.py` and `latex.py` show the same columns.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
 
-from ampatch.sweep.report.figures import OK
-from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
+from ampatch.sweep.report.judge import LOSS, difference_text
+from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity
+from ampatch.sweep.report.results import Row, Spread
 
-MISSING = "-"
 NOTES = (
-    "Step time is the median, without the first steps and evaluations;",
-    "first and last loss are means over the first and last twentieth;",
+    "Step time is the median, without the first steps and evaluations; in brackets are the "
+    "quartiles.",
+    "Speed is the median over the rounds of O0's step time over the row's, both of the same "
+    "round, with quartiles; above 1 is faster, and O0's is that of its second run in each round "
+    "over its first. Step times are over all rounds together, so where the machine changed its "
+    "speed between rounds they may seem to contradict the speed, which does not depend on that.",
+    "First and last loss are means over the first and last twentieth.",
 )
+CPU_NOTE = "CPU time is that of all threads, and other processes hardly change it."
+PARTS_NOTE = (
+    "Parts of a step in ms: data is from the end of a step to the next forward, loading, "
+    "transfer and zero_grad among it; forward is up to the loss; optimizer is unscaling, clipping "
+    "and the step. A part that cannot be told from others is missing (-) and counted as unsplit."
+)
+SCATTER_NOTE = "± is the standard deviation over seeds."
 MEMORY_NOTES = {
-    "device": "memory is the most that PyTorch allocated on the device.",
-    "resident": "memory is the largest resident set, PyTorch itself included.",
+    "device": "Memory is the most that PyTorch allocated on the device.",
+    "resident": "Memory is the largest resident set, PyTorch itself included.",
 }
 
 
 @dataclass(frozen=True)
 class Column:
+    """A column; `main` ones are in the table of a paper, where all would be too many."""
+
     title: str
     text: Callable[[Row], str]
     right: bool = True
+    main: bool = True
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     sampled = any(row.samples_per_second for row in rows)
-    samples = Column("samples/s", lambda row: _number(row.samples_per_second, "{:.0f}"))
+    samples = Column("samples/s", lambda row: number(row.samples_per_second, "{:.0f}"))
+    cpu = Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False)
     return [
         Column("level", lambda row: row.opt_level, right=False),
         Column("dtype", lambda row: row.dtype, right=False),
-        Column("step ms", lambda row: _number(row.step_ms, "{:.2f}")),
-        Column("speed", lambda row: _number(row.speed, "{:.2f}x")),
+        Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}")),
+        *([cpu] if any(row.cpu_ms is not None for row in rows) else []),
+        Column("speed", lambda row: _with_quartiles(row.speeds, "{:.2f}", "x")),
         *([samples] if sampled else []),
         Column("memory MiB", _mebibytes),
-        Column("first loss", lambda row: _number(row.first_loss, "{:.4f}")),
-        Column("last loss", lambda row: _number(row.last_loss, "{:.4f}")),
-        *(Column(name.replace("_", " "), _metric(name)) for name in names),
-        Column("skips", lambda row: f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING),
-        Column("scale", lambda row: _number(row.loss_scale, "{:.6g}")),
-        Column("status", lambda row: row.status, right=False),
+        Column("first loss", lambda row: quantity(row.first_loss), main=False),
+        _scattered("last loss", LOSS, rows, lambda row: row.last_loss),
+        *(_metric(name, rows) for name in names),
+        *_difference(rows),
+        Column("skips", _skips, main=False),
+        Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
+        Column("status", lambda row: row.status, right=False, main=False),
     ]
 
 
-def write_results(results: Results, stream: TextIO) -> None:
-    """Write the table, the verdicts, the notes, and the recommendation."""
-    write_table(results.rows, stream)
-    stream.write("\n")
-    for row in results.rows:
-        stream.write(f"{row.name}: {row.verdict}\n")
-    for note in results.notes:
-        stream.write(f"Note: {note}\n")
-    stream.write(f"Recommendation: {results.recommendation}\n")
+def part_columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns of a table of the parts of a step; none where no part is known."""
+    known = [name for name in PARTS if any(name in row.parts for row in rows)]
+    if not known:
+        return []
+    shown = [name for name in PARTS if name in known or name != UNSPLIT]
+    return [
+        Column("level", lambda row: row.opt_level, right=False),
+        Column("dtype", lambda row: row.dtype, right=False),
+        *(Column(name, _part(name)) for name in shown),
+    ]
 
 
-def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """Write the table to `stream`, in colour on a terminal if rich is installed."""
-    if not (stream.isatty() and importlib.util.find_spec("rich") and _write_rich(rows, stream)):
-        stream.write(plain_table(rows))
-    for note in notes(rows):
-        stream.write(note + "\n")
-
-
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Explanations of the columns."""
+def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
+    """Explanations of the columns, or of the `main` ones, each a sentence."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
-    return [*NOTES, *(MEMORY_NOTES[kind] for kind in kinds)]
+    cpu = [CPU_NOTE] if any(row.cpu_ms is not None for row in rows) and not main else []
+    scatter = [SCATTER_NOTE] if any(any(row.sds.values()) for row in rows) else []
+    return [*NOTES, *cpu, *scatter, *(MEMORY_NOTES[kind] for kind in kinds)]
 
 
 def plain_table(rows: Sequence[Row]) -> str:
     """The table as aligned text, one line per row."""
-    shown = columns(rows)
-    cells = [[column.title for column in shown]]
-    cells += [[column.text(row) for column in shown] for row in rows]
+    return aligned(rows, columns(rows))
+
+
+def aligned(rows: Sequence[Row], shown: Sequence[Column]) -> str:
+    """These columns of the rows as text."""
+    heads = [(column.title, column.right) for column in shown]
+    return aligned_cells(heads, [[column.text(row) for column in shown] for row in rows])
+
+
+def aligned_cells(heads: Sequence[tuple[str, bool]], lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells under `heads`: titles, and whether a column is aligned to the right."""
+    cells = [[title for title, _ in heads], *lines]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
+    text = []
     for line in cells:
-        aligned = (
-            text.rjust(width) if column.right else text.ljust(width)
-            for column, text, width in zip(shown, line, widths)
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for (_, right), cell, width in zip(heads, line, widths)
         )
-        lines.append("  ".join(aligned).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines) + "\n"
+        text.append("  ".join(padded).rstrip())
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text) + "\n"
 
 
-def _write_rich(rows: Sequence[Row], stream: TextIO) -> bool:
-    """Write the widest table that fits; False if the terminal is too narrow."""
-    from rich.console import Console
-
-    console = Console(file=stream, highlight=False)
-    for whole, gap in ((True, 1), (False, 1), (False, 0)):
-        table = _rich_table(rows, whole, gap)
-        wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
-        if wanted <= console.width:
-            console.print(table)
-            for row in rows:
-                if not whole and row.status != OK:
-                    console.print(f"{row.name} {row.status}", markup=False)
-            return True
-    return False
+def _metric(name: str, rows: Sequence[Row]) -> Column:
+    return _scattered(name.replace("_", " "), name, rows, lambda row: row.metrics.get(name))
 
 
-def _rich_table(rows: Sequence[Row], whole: bool, gap: int) -> Any:
-    """A rich table with whole statuses, or only the first words of each."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = columns(rows)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), show_edge=False)
-    for column in shown:
-        title = column.title.replace(" ", "\n", 1)
-        table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
-    for row in rows:
-        *cells, status = (column.text(row) for column in shown)
-        status = status if whole else re.split(":| at ", status)[0]
-        style = "green" if row.status == OK else "red"
-        table.add_row(*map(Text, cells), Text(status, style=style))
-    return table
+def _scattered(
+    title: str, name: str, rows: Sequence[Row], mean: Callable[[Row], float | None]
+) -> Column:
+    """A column of means ± standard deviations, all with the same decimals."""
+    places = decimals(row.sds.get(name) for row in rows)
+    return Column(title, lambda row: plus_minus(mean(row), row.sds.get(name), places))
 
 
-def _metric(name: str) -> Callable[[Row], str]:
-    return lambda row: _number(row.metrics.get(name), "{:.4f}")
+def _skips(row: Row) -> str:
+    return f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING
+
+
+def _difference(rows: Sequence[Row]) -> list[Column]:
+    """The column of differences to O0, in the quantity of the verdicts, if any was tested."""
+    judged = [row.comparisons[0] for row in rows if row.comparisons]
+    name = next((one.name for one in judged if one.p is not None), None)
+    if name is None:
+        return []
+
+    def text(row: Row) -> str:
+        return (difference_text(row.comparisons[0]) if row.comparisons else "") or MISSING
+
+    return [Column(f"{name.replace('_', ' ')} - O0", text)]
+
+
+def _part(name: str) -> Callable[[Row], str]:
+    return lambda row: number(row.parts.get(name), "{:.2f}")
+
+
+def _with_quartiles(spread: Spread | None, form: str, unit: str = "") -> str:
+    """`1.62x [1.58, 1.66]`, or without quartiles of a single value."""
+    if spread is None:
+        return MISSING
+    text = form.format(spread.median) + unit
+    if spread.n < 2:
+        return text
+    return f"{text} [{form.format(spread.low)}, {form.format(spread.high)}]"
 
 
 def _mebibytes(row: Row) -> str:
     return MISSING if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}"
-
-
-def _number(value: float | None, form: str) -> str:
-    if value is None:
-        return MISSING
-    return form.format(value) if math.isfinite(value) else str(value)

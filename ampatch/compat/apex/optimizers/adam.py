@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampatch.session.facade import foreach
 
-from .common import Fused, all_on_cuda, listed, refuse, steps_by_tensor, with_grads
+from .common import Fused, can_be_fused, listed, refuse, steps_by_tensor, with_grads
 
 __all__ = ["FusedAdam"]
 
@@ -58,7 +58,7 @@ class FusedAdam(Fused, torch.optim.Adam):
             betas=tuple(betas),
             eps=eps,
             weight_decay=weight_decay,
-            fused=all_on_cuda(params) or None,
+            fused=can_be_fused(params) or None,
             **({"decoupled_weight_decay": adam_w_mode} if _DECOUPLES else {}),
         )
         self.adam_w_mode = int(adam_w_mode)

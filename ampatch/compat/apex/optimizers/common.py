@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ampatch.session.facade import foreach
+from ampatch.session.facade import foreach, have_fused_optimizers
 
 
 class Fused:
@@ -119,13 +119,9 @@ def _in_group(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def all_on_cuda(params: list) -> bool:
+def can_be_fused(params: list) -> bool:
     """Whether torch's fused kernels can work on all of `listed` parameters."""
-    tensors = list(_tensors(params))
-    return bool(tensors) and all(
-        isinstance(tensor, Tensor) and tensor.is_cuda and tensor.is_floating_point()
-        for tensor in tensors
-    )
+    return have_fused_optimizers(_tensors(params))
 
 
 def _tensors(params: list) -> Iterator[Any]:

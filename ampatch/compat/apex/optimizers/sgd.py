@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .common import Fused, all_on_cuda, listed
+from .common import Fused, can_be_fused, listed
 
 __all__ = ["FusedSGD"]
 
@@ -37,7 +37,7 @@ class FusedSGD(Fused, torch.optim.SGD):
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
-            fused=(all_on_cuda(params) and not wd_after_momentum) or None,
+            fused=(can_be_fused(params) and not wd_after_momentum) or None,
         )
         self.wd_after_momentum = wd_after_momentum
         self.set_grad_none = set_grad_none

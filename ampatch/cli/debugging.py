@@ -1,0 +1,46 @@
+"""`ampatch run --debug`: the script under the debugger, and what it says at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ampatch.diagnose.nonfinite import Debugger
+
+SHOWN = 10  # overflows that are listed
+
+
+def run_debugged(execute: Callable[[], int], stop_at: str) -> int:
+    """`execute()` with every model watched; what was found goes to the standard error.
+
+    `execute` runs the script and returns its exit code.  A finding ends the script; the
+    exit code is then 1.
+    """
+    from ampatch.diagnose.nonfinite import debug
+    from ampatch.diagnose.running import EndAtFinding
+
+    with debug(stop_at=stop_at) as debugger:
+        end = EndAtFinding(debugger)
+        code = execute()
+        end.remove()
+    for line in _lines(debugger):
+        print(line, file=sys.stderr)
+    return code if debugger.report is None else code or 1
+
+
+def _lines(debugger: Debugger) -> Iterator[str]:
+    passed = debugger.passed_over
+    if passed:
+        steps = f"{len(passed)} step{'s' if len(passed) > 1 else ''}"
+        yield (
+            f"ampatch: passed over, because the dynamic loss scale absorbs them: overflows in "
+            f"{steps} (--stop-at any stops there)."
+        )
+        for report in passed[:SHOWN]:
+            yield f"  {report.in_short()}"
+        if len(passed) > SHOWN:
+            yield f"  ... and {len(passed) - SHOWN} more"
+    other = "no other" if passed else "no"
+    yield f"ampatch: {debugger.report or f'{other} inf or NaN in {debugger.step} optimizer steps.'}"

@@ -1,0 +1,58 @@
+"""How large an operator's result is where float64 holds it: an overflow, or no number at all.
+
+An overflow of float16 is a number in float64, and a smaller loss scale makes it smaller.
+A division by zero or the square root of a negative number is none in any dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch.torch_private import custom_ops
+
+NARROWER = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def largest_exact(func: Any, args: tuple, kwargs: dict) -> float | None:
+    """The largest absolute value of `func(*args, **kwargs)`, computed in float64.
+
+    inf if float64 has no finite number either.  None where it cannot be computed again: the
+    operator writes into its arguments, draws random numbers, is not one of torch's own or has
+    no float64.
+    """
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    if custom_ops.is_mutable(func):
+        return None
+    try:
+        result = func(*_widened(args), **_widened(kwargs))
+    except (RuntimeError, TypeError):  # no float64 here; NotImplementedError is a RuntimeError
+        return None
+    return max((_largest(tensor) for tensor in _outputs(result)), default=0.0)
+
+
+def _widened(value: Any) -> Any:
+    """The same arguments with float64 for every narrower dtype."""
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype in NARROWER else value
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in NARROWER else value
+    if isinstance(value, (list, tuple)):
+        return [_widened(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _widened(item) for name, item in value.items()}
+    return value
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    items = result if isinstance(result, (list, tuple)) else [result]
+    return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
+
+
+def _largest(tensor: Tensor) -> float:
+    value = tensor.abs().max().item() if tensor.numel() else 0.0
+    return math.inf if math.isnan(value) else value

@@ -1,0 +1,185 @@
+"""How fast the half types are here: rounds of short timings, and a verdict for each operation.
+
+Each round times FP32, the half types and FP32 again, one right after the other.  What another
+process takes away makes calls longer and never shorter, and seldom hits all rounds: so the time
+of a dtype is that of its shortest call, and a figure is the ratio of two such times.  Rounds go on
+until FP32 agrees with itself, or `LONGEST` seconds are over.  The spread is that of the
+figures that each third of the rounds would have given alone.  A CPU is measured on one thread:
+threads that wait for each other on busy cores would be what is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import ampatch
+
+from .dtype_names import dtype_name
+
+ROUNDS = 12  # at least so many
+LONGEST = 1.0  # seconds for the rounds of an operation
+AGREES = 0.03  # FP32 with itself, in each third of the rounds
+MARGIN = 0.1  # a difference below 10 % is a tie
+CLEARLY_SLOW = 5  # times FP32's time: a dtype is left out of the rounds after the first three
+SMALLEST = 0.1  # speeds below are shown as such
+HALF_TYPES = (torch.float16, torch.bfloat16)
+_THIRDS = 3
+_CALLS = 3  # in a round, for each dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """An operation's speed in `dtype` relative to FP32, with the range over thirds of the rounds.
+
+    For FP32 it is the second timing of each round relative to the first: the noise.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """ "faster", "slower" or "tie"."""
+        if self.ratio > 1 + MARGIN and self.low > 1:
+            return "faster"
+        if self.ratio < 1 - MARGIN and self.high < 1:
+            return "slower"
+        return "tie"
+
+    def shown(self) -> str:
+        """The figure; how much slower than a tenth is nobody's question."""
+        return f"under {SMALLEST:g}x" if self.high < SMALLEST else f"{self.ratio:.2f}x"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ratio, range and verdict, for JSON."""
+        found = {"ratio": self.ratio, "low": self.low, "high": self.high}
+        return {**found, "verdict": self.verdict}
+
+
+def fast_half_types(device: str | None = None) -> tuple[str, ...]:
+    """Names of the half types that are worth a try on a device; takes about a second.
+
+    They are faster than FP32 in some operation, and slower in none.  `device` is "cpu" or "cuda";
+    None means CUDA where there is one.
+    """
+    return fast(measure(device or devices()[-1]))
+
+
+def fast(speeds: list[Speed]) -> tuple[str, ...]:
+    """The same of what was measured."""
+    verdicts = {dtype: [s.verdict for s in speeds if s.dtype is dtype] for dtype in HALF_TYPES}
+    return tuple(
+        dtype_name(dtype)
+        for dtype, found in verdicts.items()
+        if "faster" in found and "slower" not in found
+    )
+
+
+def devices() -> list[str]:
+    """The device types that are measured."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def measure(device: str) -> list[Speed]:
+    """Speeds of a matmul and a convolution, with their backward passes, in each dtype."""
+    with ampatch.disable_casts(), _one_thread():
+        dtypes = (torch.float32, *HALF_TYPES)
+        runs = {dtype: operations(device, dtype) for dtype in dtypes}
+        return [
+            speed
+            for name in runs[torch.float32]
+            for speed in _speeds(name, {dtype: runs[dtype][name] for dtype in dtypes}, device)
+        ]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) -> list[Speed]:
+    times = _Times({dtype: [] for dtype in runs}, [])
+    for run in runs.values():
+        _shortest(run, device, 1)  # what a first call sets up
+    end = time.perf_counter() + LONGEST
+    while len(times.again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
+        for dtype, seconds in times.of.items():
+            if len(seconds) < _THIRDS or not times.is_clearly_slow(dtype):
+                seconds.append(_shortest(runs[dtype], device, _CALLS))
+        times.again.append(_shortest(runs[torch.float32], device, _CALLS))
+    return [Speed(name, dtype, *times.ratios(dtype)) for dtype in runs]
+
+
+@dataclasses.dataclass
+class _Times:
+    """The shortest times of each round by dtype, and those of FP32 at the end of each round."""
+
+    of: dict[torch.dtype, list[float]]
+    again: list[float]
+
+    def ratios(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        """FP32's time over that of `dtype`: of all rounds; the lowest and highest of thirds."""
+        thirds = [self._ratio(dtype, slice(third, None, _THIRDS)) for third in range(_THIRDS)]
+        return self._ratio(dtype, slice(None)), min(thirds), max(thirds)
+
+    def agree(self) -> bool:
+        """Whether FP32 is as fast as itself in each third of the rounds."""
+        _, low, high = self.ratios(torch.float32)
+        return 1 - AGREES < low and high < 1 + AGREES
+
+    def is_clearly_slow(self, dtype: torch.dtype) -> bool:
+        return min(self.of[dtype]) > CLEARLY_SLOW * min(self.of[torch.float32])
+
+    def _ratio(self, dtype: torch.dtype, rounds: slice) -> float:
+        first, again = min(self.of[torch.float32][rounds]), min(self.again[rounds])
+        if dtype is torch.float32:
+            return first / again
+        return min(first, again) / min(self.of[dtype][rounds])
+
+
+def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Forward and backward of each operation by its name; the backward can be slower."""
+
+    def leaf(*shape: int) -> Any:
+        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+    side, batch, channels = (256, 8, 64) if device == "cpu" else (4096, 128, 64)
+    matmul = leaf(side, side), leaf(side, side)
+    conv = leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)
+    return {
+        "matmul": _training(torch.matmul, matmul),
+        "conv2d": _training(functools.partial(torch.nn.functional.conv2d, padding=1), conv),
+    }
+
+
+def _training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
+    result = function(*inputs)
+    grad = torch.ones_like(result)
+    return lambda: torch.autograd.grad(function(*inputs), inputs, grad)
+
+
+def _shortest(run: Callable[[], Any], device: str, calls: int) -> float:
+    """The shortest time of `run`, of so many calls."""
+    best = float("inf")
+    for _ in range(calls):
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best

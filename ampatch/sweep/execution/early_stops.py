@@ -1,0 +1,70 @@
+"""Reasons to end a sweep after few runs, because the others would go the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.figures import status
+from ampatch.sweep.trial import BASE
+
+LAST_LINES = 12  # of the output, shown with a crash
+_WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
+_RESUMES = (
+    "{script} took no step in {label}, though it took {steps} in {before}: it seems to go on from "
+    "a file that an earlier trial wrote, such as a checkpoint. Give it the trial's own directory, "
+    "by {{trial_dir}} among its arguments (-- --checkpoints {{trial_dir}}) or by the variable "
+    "AMPATCH_TRIAL_DIR; it is empty when a trial begins."
+)
+_WITHOUT_AMP = (
+    " A script without AMP code is swept with --auto. If an option of the script switches AMP on, "
+    "give it behind --."
+)
+
+
+def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> str:
+    """Why no other trial should run after `run`, or "" if the next may go better.
+
+    `earlier` are the runs before it, `log` is the file of its output.
+    """
+    said = status(run)
+    if steps_of(run) or run.ended_by:
+        return ""
+    if said.startswith("no training"):
+        return (
+            _resumed(script, earlier, run) or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
+        )
+    if run.case == BASE and not any(map(steps_of, earlier)) and not _lacks_memory(said):
+        return f"{script}: {said}, before its first step in {run.trial.label}.\n{_last_lines(log)}"
+    return ""
+
+
+def steps_of(run: Run) -> int:
+    """How many optimizer steps a run took."""
+    return len(run.measured.skipped) if run.measured else 0
+
+
+def _resumed(script: str, earlier: Sequence[Run], run: Run) -> str:
+    """The reason, if the script trained in an earlier trial and called `initialize` in this."""
+    trained = next((one for one in earlier if steps_of(one)), None)
+    if trained is None or run.measured is None or run.measured.opt_level is None:
+        return ""
+    return _RESUMES.format(
+        script=script, label=run.trial.label, steps=steps_of(trained), before=trained.trial.label
+    )
+
+
+def _hint(run: Run) -> str:
+    return _WITHOUT_AMP if run.measured and run.measured.opt_level is None else ""
+
+
+def _lacks_memory(said: str) -> bool:
+    """Whether a row in half may go well where O0 did not."""
+    return any(word in said for word in _WITHOUT_ENOUGH_MEMORY)
+
+
+def _last_lines(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    shown = "\n".join(f"  {line}" for line in lines[-LAST_LINES:] if line.strip())
+    return f"{shown}\nAll of its output: {log}"

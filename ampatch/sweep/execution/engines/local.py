@@ -1,0 +1,79 @@
+"""The engine of one machine: a thread for each running trial watches its process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
+from ampatch.sweep.execution.place import Place
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.execution.watching import Watch
+from ampatch.sweep.trial import Trial
+
+
+class LocalEngine:
+    """Runs as many trials at a time as there are `places`, and those that are timed at `timed`."""
+
+    def __init__(self, places: Sequence[Place], timed: Place) -> None:
+        self._free = deque(places)
+        self._timed = timed
+        self._running: dict[Trial, tuple[Place, Watch, threading.Thread]] = {}
+        self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _, watch, _ in self._running.values():
+            watch.cancel()
+        try:
+            self._join()
+        except BaseException:  # a second Ctrl-C
+            for _, watch, _ in self._running.values():
+                watch.kill()
+            self._join()
+            raise
+
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
+        place = self._timed if alone else self._free.popleft()
+        watch = Watch(lambda steps, loss: self._news.put(Reached(trial, steps, loss)))
+        thread = threading.Thread(
+            target=self._work, args=(runner, trial, watch, place), daemon=True
+        )
+        self._running[trial] = place, watch, thread
+        self._news.put(Started(trial))
+        thread.start()
+
+    def events(self, seconds: float) -> Iterable[Event]:
+        try:
+            event = self._news.get(timeout=seconds)
+        except queue.Empty:
+            return []
+        if isinstance(event, Ended):
+            self._ended(event.run.trial)
+        elif isinstance(event, Failed):
+            self._ended(event.trial)
+        return [event]
+
+    def _ended(self, trial: Trial) -> None:
+        place, _, thread = self._running.pop(trial)
+        thread.join()
+        if place is not self._timed:
+            self._free.append(place)
+
+    def _work(self, runner: Runner, trial: Trial, watch: Watch, place: Place) -> None:
+        try:
+            self._news.put(Ended(runner.run(trial, watch, place)))
+        except BaseException as error:  # raised in the sweep's thread
+            self._news.put(Failed(trial, error))
+
+    def _join(self) -> None:
+        for _, _, thread in self._running.values():
+            while thread.is_alive():
+                thread.join(1.0)

@@ -1,0 +1,84 @@
+"""What a sweep asks of the engine that runs its trials, and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.trial import Trial
+
+RETRIES = 3  # of a trial whose worker has died, by the engines of clusters
+
+
+@dataclass(frozen=True)
+class Started:
+    """The trial runs now; it may have waited in a queue."""
+
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The trial has taken so many optimizer steps; `loss` is its latest, if known."""
+
+    trial: Trial
+    steps: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The trial's process has ended, well or not; its files are in the sweep's directory."""
+
+    run: Run
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The worker died, and again each time that the engine tried; there is no run."""
+
+    trial: Trial
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The trial could not be run at all: a file is missing, a disk is full."""
+
+    trial: Trial
+    error: BaseException
+
+
+Event = Started | Reached | Ended | Lost | Failed
+
+
+class EngineError(RuntimeError):
+    """The engine cannot run trials: no cluster, no such resources."""
+
+
+class Engine(Protocol):
+    """Runs trials somewhere.  Used by one thread, as a context manager.
+
+    Leaving the block ends everything that was submitted and has not ended, also after a
+    second Ctrl-C.  A sweep that is resumed submits the trials that have no run; an engine
+    whose trials outlive the sweep then takes up those that still run.
+    """
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def has_room(self) -> bool:
+        """Whether one more trial may be submitted, to run beside others."""
+
+    def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
+        """Have `runner` run the trial.  One that runs alone has its devices, or a node, for itself.
+
+        That is submitted when no other is running.  All that run alone do so on one node.
+        """
+
+    def events(self, seconds: float) -> Iterable[Event]:
+        """What has happened since the last call; waits up to so many seconds for something."""

@@ -1,0 +1,274 @@
+"""The engine of a Ray cluster: each trial is a task, which Ray runs again when its worker dies.
+
+Nothing is written by the workers but temporary files.  The record and the log of a run come
+back as the task's result, and progress through an actor, the board.  Timed trials run in a
+placement group that takes all cores of one node, so that nothing else runs there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ampatch.config.environment import OF_THE_PROCESS
+from ampatch.sweep.execution.engines.options import Where
+from ampatch.sweep.execution.engines.protocol import (
+    RETRIES,
+    Ended,
+    EngineError,
+    Event,
+    Failed,
+    Lost,
+    Reached,
+    Started,
+)
+from ampatch.sweep.execution.place import THREADS, Place
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.execution.watching import Watch
+from ampatch.sweep.json_files import write_json
+from ampatch.sweep.measure.machine import versions
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.trial import Trial
+
+GRACE = 15.0  # seconds for cancelled trials to end
+_PASSED = (THREADS, "MKL_NUM_THREADS", "PYTHONHASHSEED", *OF_THE_PROCESS)
+
+
+class RayEngine:
+    """Connects to a cluster, or starts Ray on this machine, while its block runs."""
+
+    def __init__(self, where: Where) -> None:
+        self._where = where
+        self._running: dict[Any, tuple[Runner, Trial]] = {}  # by the reference of the task
+        self._started: set[Trial] = set()
+        self._group: Any = None  # of the timed trials
+        self._connected = False  # by this engine
+
+    def __enter__(self) -> RayEngine:
+        if not ray.is_initialized():
+            _connect(self._where.address)
+            self._connected = True
+        try:
+            self._needs = _needs(self._where)
+            self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._cancel()
+        finally:
+            if self._group is not None:
+                remove_placement_group(self._group)
+            if self._connected:
+                ray.shutdown()
+
+    def has_room(self) -> bool:
+        return self._where.jobs is None or len(self._running) < self._where.jobs
+
+    def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
+        options: dict[str, Any] = {"num_cpus": self._needs.cpus, "num_gpus": self._needs.gpus}
+        if alone:
+            options["num_cpus"] = self._needs.whole_node
+            self._group = self._group or placement_group([self._needs.bundle])
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group)
+        task = ray.remote(_run).options(max_retries=RETRIES, name=trial.label, **options)
+        place = Place(alone=alone, variables=_variables(None if alone else self._needs.threads))
+        portable = dataclasses.replace(runner, directory=Path())
+        reference = task.remote(portable, trial, place, self._board, os.getcwd(), _same_versions())
+        self._running[reference] = runner, trial
+
+    def events(self, seconds: float) -> Iterable[Event]:
+        ready, _ = ray.wait(list(self._running), timeout=seconds)
+        found = self._news()
+        for reference in ready:
+            runner, trial = self._running.pop(reference)
+            if trial not in self._started:
+                found.append(Started(trial))
+            found.append(_outcome(reference, runner, trial))
+        return found
+
+    def _news(self) -> list[Event]:
+        """What the board knows of running trials; a retried one has started long ago."""
+        try:
+            told = ray.get(self._board.take.remote())
+        except exceptions.RayActorError:  # its node has died; Ray starts it on another
+            return []
+        running = {trial for _, trial in self._running.values()}
+        news = []
+        for event in told:
+            if event.trial in running and not (
+                isinstance(event, Started) and event.trial in self._started
+            ):
+                self._started.add(event.trial)
+                news.append(event)
+        return news
+
+    def _cancel(self) -> None:
+        """End all tasks: by an interrupt, and after a time of grace with their workers."""
+        left = list(self._running)
+        try:
+            for reference in left:
+                ray.cancel(reference)
+            if left:
+                ray.wait(left, num_returns=len(left), timeout=GRACE)
+        finally:
+            for reference in left:
+                ray.cancel(reference, force=True)
+
+
+class _Board:
+    """An actor: workers put what happens to their trials, the sweep takes it."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+
+    def take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+# In the sweep's process
+
+
+@dataclasses.dataclass(frozen=True)
+class _Needs:
+    """What trials ask of the cluster.  `whole_node`: the cores of one of its largest nodes."""
+
+    cpus: float
+    gpus: float
+    whole_node: float
+    threads: int | None
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        bundle = {"CPU": self.whole_node, "GPU": self.gpus}
+        return {name: amount for name, amount in bundle.items() if amount}
+
+
+def _connect(address: str | None) -> None:
+    starts = address is None and "RAY_ADDRESS" not in os.environ
+    if starts:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Where a trial asks for no GPU, the script sees what the machine has.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    own = {"address": "local", "include_dashboard": False} if starts else {"address": address}
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise EngineError(
+            f"--engine ray: {address or 'Ray on this machine'} cannot be reached or started: "
+            f"{error}\nStart a cluster with `ray start --head`, or leave out --address."
+        ) from None
+
+
+def _needs(where: Where) -> _Needs:
+    """Raises `EngineError` if no node has what a trial asks for."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = where.gpus_per_trial
+    if gpus is None:
+        gpus = (where.nproc_per_node or 1) if any(node.get("GPU") for node in nodes) else 0
+    cores = [node.get("CPU", 0) for node in nodes if node.get("GPU", 0) >= gpus]
+    able = [count for count in cores if count >= (where.cpus_per_trial or 1)]
+    if not able:
+        has = "; ".join(f"{node.get('CPU', 0):g} and {node.get('GPU', 0):g}" for node in nodes)
+        raise EngineError(
+            f"--engine ray: a trial asks for {where.cpus_per_trial or 1} cores and {gpus:g} GPUs "
+            f"on one node (--cpus-per-trial, --gpus-per-trial). The cluster's nodes have, in cores "
+            f"and GPUs: {has}."
+        )
+    cpus = where.cpus_per_trial or (1 if gpus else min(able))
+    return _Needs(cpus, gpus, max(able), where.cpus_per_trial)
+
+
+def _variables(threads: int | None) -> tuple[tuple[str, str | None], ...]:
+    """The variables of the sweep's process that decide about figures, for any node.
+
+    Ray sets the number of threads in its workers; a trial has the user's, or PyTorch's.
+    """
+    passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    own = {THREADS: None if threads is None else str(threads)}
+    return tuple({**own, **passed}.items())
+
+
+def _outcome(reference: Any, runner: Runner, trial: Trial) -> Event:
+    """What became of a task that has ended; the files of its run are written here."""
+    try:
+        outcome, log = ray.get(reference)
+    except exceptions.RayTaskError as error:  # before the runner ran, such as a missing package
+        return Failed(trial, EngineError(f"--engine ray: a worker raised {error.cause!r}."))
+    except exceptions.RuntimeEnvSetupError as error:
+        return Failed(trial, EngineError(f"--engine ray: {error}"))
+    except exceptions.RayError as error:
+        return Lost(trial, f"{type(error).__name__}, after {RETRIES} retries")
+    files = RunFiles.of(runner.directory, trial)
+    files.log.write_bytes(log)
+    if not isinstance(outcome, Run):
+        return Failed(trial, outcome)
+    write_json(files.run, outcome.to_json())
+    return Ended(outcome)
+
+
+def _same_versions() -> dict[str, str]:
+    """The versions that all nodes must share."""
+    known = versions()
+    return {name: known[name] for name in ("ampatch", "torch")}
+
+
+# In a worker
+
+
+def _run(
+    runner: Runner,
+    trial: Trial,
+    place: Place,
+    board: Any,
+    directory: str,
+    expected: dict[str, str],
+) -> tuple[Run | Exception, bytes]:
+    """The run, or the exception for the sweep's process, and the log."""
+    if os.path.isdir(directory):  # otherwise Ray has brought the working directory
+        os.chdir(directory)
+    wrong = _mistake(runner.script, expected)
+    if wrong:
+        return EngineError(f"--engine ray: {wrong}"), b""
+    ray.get(board.put.remote(Started(trial)))
+    watch = Watch(lambda steps, loss: board.put.remote(Reached(trial, steps, loss)))
+    with tempfile.TemporaryDirectory(prefix="ampatch-trial-") as folder:
+        runner = dataclasses.replace(runner, directory=Path(folder))
+        log = RunFiles.of(runner.directory, trial).log
+        try:
+            return runner.run(trial, watch, place), log.read_bytes()
+        except (OSError, ValueError) as error:
+            return error, log.read_bytes() if log.exists() else b""
+
+
+def _mistake(script: str, expected: dict[str, str]) -> str:
+    """Why this node cannot run trials of the sweep; "" if it can."""
+    node = socket.gethostname()
+    if not Path(script).is_file():
+        return (
+            f"node {node} has no {script}. Expected a file system that all nodes share, or a sweep "
+            "started by `ray job submit --working-dir`."
+        )
+    here = _same_versions()
+    if here != expected:
+        return f"node {node} has {here}, the sweep's process {expected}. Expected the same."
+    return ""

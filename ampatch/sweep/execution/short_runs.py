@@ -1,0 +1,37 @@
+"""Short runs, which are there for their timing: after how many steps they end, and which are due.
+
+The first whole run of O0 says how long a step takes.  A short run then takes the steps of about
+`SECONDS`, but at least `LEAST_STEPS`, of which a quarter is the warm-up.  The number follows from
+the record of that run alone, so a resumed sweep goes on with the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.figures import OK, status, step_times
+from ampatch.sweep.trial import BASE, Trial
+
+SECONDS = 3.0  # of training
+LEAST_STEPS = 24
+
+
+def short_steps(runs: Iterable[Run]) -> int | None:
+    """After how many optimizer steps short runs end; None: no whole run of O0 went well yet."""
+    for run in runs:
+        if run.case == BASE and not run.trial.short and status(run) == OK:
+            times = step_times(run.measured)
+            if times is None or not times.median:
+                return LEAST_STEPS
+            return max(LEAST_STEPS, math.ceil(SECONDS * 1000 / times.median))
+    return None
+
+
+def is_due(trial: Trial, runs: Iterable[Run]) -> bool:
+    """Whether a trial is worth its time: no short run of a row that has failed, nor without O0."""
+    if not trial.short:
+        return True
+    whole = [run for run in runs if not run.trial.short]
+    return not any(run.case in (trial.case, BASE) and status(run) != OK for run in whole)

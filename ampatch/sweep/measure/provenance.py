@@ -1,0 +1,76 @@
+"""Where figures come from: the command line, the script's repository, the devices.
+
+`machine.py` has the rest: versions, threads, load.  `report/provenance.py` puts it into
+the files.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ampatch.sweep.measure.record import Run
+
+_SECONDS = 20  # for one call of git
+_OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")  # of another repository
+
+
+def begun(script: str) -> dict[str, str]:
+    """What is known of a sweep of `script` before its first run."""
+    return {"command": command_line(sys.orig_argv), "git": repository(Path(script))}
+
+
+def resumed(script: str, earlier: dict[str, str]) -> dict[str, str]:
+    """The same of a sweep that goes on; what differs now stands beside it."""
+    now = {name: value for name, value in begun(script).items() if earlier.get(name) != value}
+    return {**earlier, **{f"{name}, resumed": value for name, value in now.items()}}
+
+
+def devices(runs: Iterable[Run]) -> dict[str, str]:
+    """What the runs ran on; empty before the first."""
+    names = dict.fromkeys(run.measured.device for run in runs if run.measured)
+    named = ", ".join(filter(None, names))
+    return {"device": named} if named else {}
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command as it can be typed again, without the folders of programs."""
+    program, *rest = words
+    if rest and Path(rest[0]).name == "ampatch":  # an installed command: python path/ampatch
+        program, *rest = rest
+    return shlex.join([Path(program).name, *rest])
+
+
+def repository(script: Path) -> str:
+    """The commit of the script's repository, and whether it differs from the commit."""
+    folder = script.resolve().parent
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return "no commit: the script is in no git repository, or git cannot read it"
+    changes = _git(folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+    name = script.resolve().name
+    if _git(folder, "ls-files", "--error-unmatch", "--", name) is None:
+        return f"{commit}, without {name}, which is in no commit"
+    if changes is None:
+        return f"{commit}, not compared with the files"
+    if not changes:
+        return f"{commit}, clean"
+    files = len(changes.splitlines())
+    return f"{commit}, dirty: {files} changed file{'' if files == 1 else 's'}"
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git prints; None if it fails or is missing."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            env=environment, capture_output=True, text=True, timeout=_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

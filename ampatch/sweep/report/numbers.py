@@ -1,0 +1,58 @@
+"""Numbers as text, the same in every table: plain, and as a mean ± standard deviation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+MISSING = "-"
+_SMALL = 1e-3  # below this four decimals would show nothing
+_MOST_DECIMALS = 6
+
+
+def number(value: float | None, form: str) -> str:
+    """`value` in `form`; "inf" and "nan" as they are."""
+    if value is None:
+        return MISSING
+    return form.format(value) if math.isfinite(value) else str(value)
+
+
+def quantity(value: float | None) -> str:
+    """A loss or a metric: four decimals, or three digits of a small value."""
+    small = value is not None and 0 < abs(value) < _SMALL
+    return number(value, "{:.2e}" if small else "{:.4f}")
+
+
+def decimals(sds: Iterable[float | None]) -> int | None:
+    """Decimals that show two digits of all `sds`, of a much smaller one fewer; None without any."""
+    known = [sd for sd in sds if sd and math.isfinite(sd)]
+    if not known:
+        return None
+    least, most = (1 - math.floor(math.log10(sd)) for sd in (max(known), min(known)))
+    return max(0, min(most, least + 2, _MOST_DECIMALS))
+
+
+def plus_minus(mean: float | None, sd: float | None, places: int | None = None) -> str:
+    """`0.9759 ± 0.0032`, both with `places` decimals, by default those that suit `sd`.
+
+    Without scatter (None or 0) the mean alone.
+    """
+    places = decimals([sd]) if places is None else places
+    if mean is None or not math.isfinite(mean) or places is None:
+        return quantity(mean)
+    if not sd or not math.isfinite(sd):
+        return f"{mean:.{places}f}"
+    if round(sd, places) == 0:
+        return f"{mean:.3g} ± {sd:.1e}"
+    return f"{mean:.{places}f} ± {sd:.{places}f}"
+
+
+def split_interval(text: str) -> tuple[str, str]:
+    """`1.62x [1.58, 1.66]` as value and interval, which is "" where there is none."""
+    value, bracket, interval = text.partition(" [")
+    return (value, f"[{interval}") if bracket and text.endswith("]") else (text, "")
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 seed`, `3 seeds`."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,108 @@
+"""Do two rows differ by more than chance?  Paired t tests over seeds, from scipy.
+
+A seed gives both rows the same first weights and the same order of the data, so what the seed does
+to both cancels in their difference, and each seed gives one difference.  The paired t test asks
+whether these differences have mean 0 (Student, "The probable error of a mean", Biometrika 6
+(1908), 1-25).  A rank test cannot tell with few seeds: Wilcoxon's p is never below 0.25 with three.
+
+Several rows are compared with one O0, so their p are corrected together (S. Holm, "A simple
+sequentially rejective multiple test procedure", Scand. J. Statist. 6 (1979), 65-70): the chance
+to call any row different that is not is at most `LEVEL`.
+
+Few seeds and a coarse metric (one test image more) can give one number as each difference.  The
+paired test would call that certain.  So the samples are then compared as unpaired.
+
+`smallest_seen` says how large a difference the test would have found: d = ncp * s / sqrt(n), s
+the standard deviation of the n differences, and ncp the noncentrality at which the two-sided t
+test with n-1 degrees of freedom rejects with probability `POWER` (J. Cohen, "Statistical Power
+Analysis for the Behavioral Sciences", 2nd ed. (1988), chapter 2).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEVEL = 0.05  # of significance, for all rows together
+CONFIDENCE = 0.95
+POWER = 0.8
+SAME = 1e-9  # differences whose scatter is below this part of the values are one number
+MISSING = (
+    "Accuracy is not tested: scipy is not installed. pip install scipy, or pip install "
+    "ampatch[sweep]; then --resume tests what has run."
+)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The mean of the differences, the two-sided `p`, and the confidence interval of the mean.
+
+    `sd` is the standard deviation of the differences.  Where it is 0, p and interval are those of
+    the samples taken as unpaired, or, where neither scatters, of two different numbers: p is 0.
+    """
+
+    difference: float
+    sd: float
+    p: float
+    low: float
+    high: float
+
+
+def available() -> bool:
+    """Whether scipy is installed."""
+    return importlib.util.find_spec("scipy") is not None
+
+
+def paired(sample: Sequence[float], base: Sequence[float]) -> Paired:
+    """Compare `sample` with `base`, two or more finite values each, pair by pair.  Needs scipy."""
+    differences = [value - reference for value, reference in zip(sample, base, strict=True)]
+    mean, sd = statistics.fmean(differences), statistics.stdev(differences)
+    nothing = SAME * max(map(abs, (*sample, *base)))
+    if sd <= nothing:
+        return _same_with_each(sample, base, 0.0 if abs(mean) <= nothing else mean)
+    from scipy.stats import ttest_1samp
+
+    tested = ttest_1samp(differences, 0.0)
+    interval = tested.confidence_interval(CONFIDENCE)
+    return Paired(mean, sd, float(tested.pvalue), float(interval.low), float(interval.high))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """The corrected p, in the order of `p`: the k-th smallest of m times m-k+1, never falling."""
+    corrected, least = [0.0] * len(p), 0.0
+    for rank, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        least = max(least, min(1.0, p[index] * (len(p) - rank)))
+        corrected[index] = least
+    return corrected
+
+
+def smallest_seen(sd: float, n: int, rows: int = 1) -> float:
+    """The true difference that a test of `n` differences finds with probability `POWER`.
+
+    `sd` is theirs.  It is found whatever the other of `rows` rows are: at `LEVEL` / `rows`, the
+    first and hardest step of Holm's correction.  Needs scipy.
+    """
+    from scipy.special import nctdtrinc
+    from scipy.stats import t
+
+    threshold = t.isf(LEVEL / rows / 2, n - 1)
+    # Rejecting on the other side has a probability of nearly 0 there.
+    noncentrality = float(nctdtrinc(n - 1, 1 - POWER, threshold))
+    return noncentrality * sd / math.sqrt(n)
+
+
+def _same_with_each(sample: Sequence[float], base: Sequence[float], difference: float) -> Paired:
+    """The result for differences that are one number.
+
+    It is due to chance as likely as a step of that size between two samples like these.
+    """
+    if not difference or statistics.stdev(base) <= SAME * max(map(abs, base)):
+        return Paired(difference, 0.0, float(not difference), difference, difference)
+    from scipy.stats import ttest_ind
+
+    tested = ttest_ind(sample, base)
+    interval = tested.confidence_interval(CONFIDENCE)
+    return Paired(difference, 0.0, float(tested.pvalue), float(interval.low), float(interval.high))

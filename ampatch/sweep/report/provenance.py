@@ -1,0 +1,55 @@
+"""Where the figures of a report come from, for each kind of file.
+
+The facts stand in `summary.json`; every other file carries them too, so that a table or a
+picture can be traced when it is alone in a paper's folder.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from ampatch.sweep.report.results import Results
+
+_SOFTWARE = ("ampatch", "torch", "cuda", "python")
+
+
+def facts(results: Results) -> dict[str, str]:
+    """Names and values, each on one line: command, git, versions, device, threads, load."""
+    of_sweep = {"command": called(results), **results.provenance}
+    known = {
+        "command": of_sweep.pop("command"),
+        "begun": results.started,
+        "runs": f"{results.done} of {results.planned}",
+        "git": of_sweep.pop("git", "unknown"),
+        **results.versions,
+        "device": of_sweep.pop("device", "unknown"),
+        **results.machine,
+        **of_sweep,
+    }
+    return {name: " ".join(str(value).split()) for name, value in known.items()}
+
+
+def called(results: Results) -> str:
+    """The script with its arguments."""
+    return shlex.join([results.script, *results.arguments])
+
+
+def lines(results: Results) -> list[str]:
+    """A line for each fact, for comments."""
+    return [f"{name}: {value}" for name, value in facts(results).items()]
+
+
+def sentence(results: Results) -> str:
+    """One line that suits the metadata of a picture."""
+    return "; ".join(lines(results))
+
+
+def columns(results: Results) -> dict[str, str]:
+    """The facts under names that suit the head of a CSV file."""
+    return {name.replace(",", "").replace(" ", "_"): text for name, text in facts(results).items()}
+
+
+def software(results: Results) -> str:
+    """`torch 2.13.0, python 3.11`, as in a caption."""
+    there = results.versions
+    return ", ".join(f"{name} {there[name]}" for name in _SOFTWARE if name in there)

@@ -1,0 +1,157 @@
+"""Two stored sweeps beside each other: two versions of torch, two machines, two settings.
+
+Rows of the same label are compared, B with A, by the tests that compare a row with O0
+(`paired.py`): over the seeds that both have, and corrected over the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.judge import compare, corrected, quality_text
+from ampatch.sweep.report.results import Comparison, Results, Row, read_results, read_runs
+from ampatch.sweep.report.summary import samples_of, seeds_matter
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A sweep as it lies in its directory."""
+
+    directory: Path
+    results: Results
+    runs: list[Run]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a figure may depend on: settings, versions, machine, devices."""
+        devices = dict.fromkeys(run.measured.device for run in self.runs if run.measured)
+        return {
+            **self.results.settings,
+            **self.results.versions,
+            **self.results.machine,
+            "device": ", ".join(filter(None, devices)) or "unknown",
+            "runs": f"{self.results.done} of {self.results.planned}",
+        }
+
+    def runs_of(self, row: Row) -> list[Run]:
+        """The runs of a row."""
+        return [run for run in self.runs if run.case.label == row.label]
+
+
+@dataclass(frozen=True)
+class RowPair:
+    """A row in A and in B; `comparisons` are of B with A, the judged quantity first."""
+
+    first: Row
+    second: Row
+    comparisons: list[Comparison]
+
+    @property
+    def speed(self) -> float | None:
+        """How many times as fast B's steps are as A's."""
+        times = self.first.step_ms, self.second.step_ms
+        return times[0] / times[1] if times[0] and times[1] else None
+
+    @property
+    def verdict(self) -> str:
+        """What became of the row from A to B, in words."""
+        failed = [
+            f"in {name} {row.status}"
+            for name, row in (("A", self.first), ("B", self.second))
+            if row.status != OK
+        ]
+        if failed:
+            return "; ".join(failed)
+        pace = [] if self.speed is None else [f"{self.speed:.2f}x the speed of A"]
+        quality = [quality_text(self.comparisons[0], "A")] if self.comparisons else []
+        return "; ".join(pace + quality) or "nothing to compare"
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Two sweeps, what differs in how they ran, and the rows that both have."""
+
+    first: Stored
+    second: Stored
+    differences: dict[str, tuple[Any, Any]]
+    pairs: list[RowPair]
+    alone: dict[str, list[str]] = field(default_factory=dict)  # names of rows, in "A" or "B" only
+
+
+def read_sweep(directory: str | Path) -> Stored:
+    """The sweep in a directory.
+
+    Raises `FileNotFoundError` if there is none, `ValueError` for files in another format.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path}: there is no such directory. Expected one that ampatch sweep wrote to."
+        )
+    results = read_results(path)
+    if results is None:
+        raise FileNotFoundError(
+            f"{path}: there are no results of a sweep in this directory. Expected one that ampatch "
+            "sweep wrote to, with a file summary.json."
+        )
+    return Stored(path, results, list(read_runs(path)))
+
+
+def side_by_side(first: Stored, second: Stored, judged: str | None = None) -> SideBySide:
+    """Compare two sweeps; `judged` is the quantity of the verdicts, by default that of the first.
+
+    Raises `ValueError` if `judged` is a quantity that no row has.
+    """
+    others = {row.label: row for row in second.results.rows}
+    rows = [(row, others[row.label]) for row in first.results.rows if row.label in others]
+    stored = [row.comparisons for sweep in (first, second) for row in sweep.results.rows]
+    better = {one.name: one.better for ones in stored for one in ones}
+    wanted = judged or next((ones[0].name for ones in stored if ones), None)
+    compared = corrected(
+        [
+            compare(
+                samples_of(second.runs_of(theirs)),
+                samples_of(first.runs_of(ours)),
+                wanted,
+                better,
+                seeds_matter(first.runs),
+            )
+            for ours, theirs in rows
+        ]
+    )
+    _check_judged(judged, compared)
+    return SideBySide(
+        first,
+        second,
+        _differences(first.facts, second.facts),
+        [RowPair(*pair, ones) for pair, ones in zip(rows, compared)],
+        {"A": _alone(first, second), "B": _alone(second, first)},
+    )
+
+
+def _check_judged(judged: str | None, compared: Sequence[Sequence[Comparison]]) -> None:
+    names = dict.fromkeys(one.name for ones in compared for one in ones)
+    if judged is not None and judged not in names:
+        raise ValueError(
+            f"--judge {judged}: no row has it in both sweeps. Expected one of: "
+            f"{', '.join(map(repr, names)) or 'nothing, for there is no quantity in both'}."
+        )
+
+
+def _alone(sweep: Stored, other: Stored) -> list[str]:
+    labels = {row.label for row in other.results.rows}
+    return [row.name for row in sweep.results.rows if row.label not in labels]
+
+
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = dict.fromkeys([*first, *second])
+    return {
+        name: (first.get(name), second.get(name))
+        for name in names
+        if first.get(name) != second.get(name)
+    }

@@ -1,0 +1,99 @@
+"""How the commands end: exit codes in the help, closed pipes, Ctrl-C, what cannot be written."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from warm_python import environment, python, start
+
+from ampatch.cli import main
+from ampatch.cli.ending import end_quietly
+
+TRAINING = """
+import torch
+model = torch.nn.Linear(2, 2)
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+"""
+
+
+@pytest.mark.parametrize("command", main.NAMES)
+def test_each_help_documents_the_exit_codes(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert "Exit status: " in shown and "2 for a wrong command line" in shown
+    assert "130 after Ctrl-C" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["swep", "train.py"], "there is no command 'swep'. Did you mean \"sweep\"?"),
+        (["polish"], "there is no command 'polish'.\nExpected one of sweep, "),
+        (["train.py"], "To run a script: ampatch run train.py"),
+        (["doctor", "--jsn"], 'unrecognized arguments: --jsn. Did you mean "--json"?'),
+        (["gradients", "x.py", "--steps", "few"], "--steps: 'few': expected a whole number"),
+        (["gradients", "x.py", "--lost", "much"], "--lost: 'much': expected percent, a number"),
+        (["sweep", "x.py", "--timeout", "soon"], "--timeout: 'soon': expected seconds, a number"),
+        (["run", "--stop-at", "any", "x.py"], "--stop-at goes with --debug"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_message_says_what_was_meant_and_names_nothing_internal(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments)
+    shown = capsys.readouterr().err
+    assert stop.value.code == 2 and message in shown
+    assert "_" not in shown.partition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["tables"], ["run", "chatty.py"], ["explain", "training.py"]]
+)
+def test_a_reader_that_has_enough_ends_a_command_quietly(arguments, tmp_path):
+    (tmp_path / "chatty.py").write_text("while True:\n    print('line')\n")
+    (tmp_path / "training.py").write_text(TRAINING)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(tmp_path / "err", "w+") as err, open(os.devnull) as nothing:
+        streams = {"stdin": nothing.fileno(), "stdout": writer, "stderr": err.fileno()}
+        process = start("-m", "ampatch", *arguments, cwd=tmp_path, env=environment(), **streams)
+        os.close(writer)
+        status = process.wait(120)
+        err.seek(0)
+        said = err.read()
+    assert (status, "Traceback" in said or "BrokenPipe" in said) == (141, False)
+
+
+def test_two_interrupts_end_a_command_with_one_line():
+    code = """
+import atexit, os, signal, sys, time
+from ampatch.cli.ending import end_quietly
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+atexit.register(interrupt)
+sys.exit(end_quietly(interrupt, "ampatch tables"))
+"""
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (130, "ampatch tables: interrupted.\n")
+
+
+def test_what_cannot_be_written_is_one_line(capsys):
+    def write():
+        raise PermissionError(13, "Permission denied", "there/report.html")
+
+    assert end_quietly(write, "ampatch report") == 1
+    assert capsys.readouterr().err == "ampatch report: there/report.html: Permission denied.\n"
+
+
+def test_an_error_that_names_no_file_is_not_hidden():
+    def fail():
+        raise OSError("a fault of ours")
+
+    with pytest.raises(OSError, match="a fault of ours"):
+        end_quietly(fail, "ampatch doctor")

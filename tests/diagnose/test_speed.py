@@ -1,0 +1,95 @@
+"""What `ampatch doctor` calls faster, slower or a tie, also where other processes take the time."""
+
+from __future__ import annotations
+
+import random
+import types
+
+import pytest
+import torch
+
+import ampatch
+from ampatch.diagnose import speed
+
+FLOAT16, BFLOAT16 = speed.HALF_TYPES
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(seconds, stalled)`: each call takes `seconds[dtype]`, and a share is stalled."""
+
+    def pretend(seconds: dict[torch.dtype, float], stalled: float = 0.0) -> None:
+        clock, chance = [0.0], random.Random(1)
+
+        def operation(dtype):
+            def run():
+                stall = chance.uniform(0.004, 0.1) if chance.random() < stalled else 0.0
+                clock[0] += seconds[dtype] + stall
+
+            return run
+
+        monkeypatch.setattr(speed, "operations", lambda device, dtype: {"matmul": operation(dtype)})
+        monkeypatch.setattr(speed, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    return pretend
+
+
+def verdicts() -> dict[torch.dtype, str]:
+    return {one.dtype: one.verdict for one in speed.measure("cpu")}
+
+
+@pytest.mark.parametrize("stalled", [0.0, 0.6])
+@pytest.mark.parametrize(
+    ("times", "expected", "fast"),
+    [
+        ((30.0, 0.4), ("slower", "faster"), ("bfloat16",)),
+        ((0.5, 0.97), ("faster", "tie"), ("float16",)),
+        ((1.05, 1.3), ("tie", "slower"), ()),
+        ((1.0, 1.0), ("tie", "tie"), ()),
+    ],
+)
+def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalled, machine):
+    seconds = dict(zip((torch.float32, *speed.HALF_TYPES), (1e-3, *(1e-3 * t for t in times))))
+    machine(seconds, stalled)
+    found = verdicts()
+    assert (found[FLOAT16], found[BFLOAT16]) == expected
+    assert found[torch.float32] == "tie"
+    assert speed.fast_half_types("cpu") == fast
+
+
+def test_a_type_that_is_slower_in_one_operation_is_not_called_fast():
+    def both(*ratios):
+        names = ("matmul", "conv2d")
+        return [speed.Speed(name, BFLOAT16, r, r, r) for name, r in zip(names, ratios)]
+
+    assert speed.fast(both(3.0, 1.0)) == ("bfloat16",)
+    assert speed.fast(both(3.0, 0.5)) == ()
+
+
+def test_a_range_that_reaches_across_1_is_a_tie():
+    assert speed.Speed("matmul", BFLOAT16, 2.0, 0.8, 3.0).verdict == "tie"
+    assert speed.Speed("matmul", BFLOAT16, 0.5, 0.4, 1.2).verdict == "tie"
+
+
+def test_no_figure_is_smaller_than_a_tenth():
+    assert speed.Speed("matmul", FLOAT16, 0.007, 0.006, 0.008).shown() == "under 0.1x"
+    assert speed.Speed("matmul", FLOAT16, 0.5, 0.4, 0.6).shown() == "0.50x"
+
+
+def test_torch_is_measured_and_not_the_casts(monkeypatch):
+    ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    monkeypatch.setattr(speed, "ROUNDS", 3)
+    monkeypatch.setattr(speed, "LONGEST", 0)
+    seen = []
+    find = speed.operations
+
+    def noting(device, dtype):
+        runs = find(device, dtype)
+        seen.extend(gradient.dtype is dtype for run in runs.values() for gradient in run())
+        return runs
+
+    monkeypatch.setattr(speed, "operations", noting)
+    threads = torch.get_num_threads()
+    speed.measure("cpu")
+    assert seen and all(seen)
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,81 @@
+"""The README, as the package page shows it too: its links, its commands, its extras."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+
+import pytest
+from repository import ROOT
+from test_pages import FENCE, IN_REPOSITORY, LINK, REPOSITORY
+
+import ampatch
+from ampatch.cli.main import build_parser
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+COMMANDS = [
+    words
+    for block in re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    for command in re.split(r"&&|\n", block)
+    if (words := shlex.split(command))
+]
+
+
+def commands(program: str) -> list[list[str]]:
+    """The arguments of each call of a program."""
+    return [rest for name, *rest in COMMANDS if name.removeprefix(".venv/bin/") == program]
+
+
+def test_every_link_is_absolute_for_a_package_page_has_no_files():
+    links = LINK.findall(FENCE.sub("", TEXT))
+    assert [link for link in links if "://" not in link] == []
+    assert any(IN_REPOSITORY.fullmatch(link) for link in links)
+
+
+def test_a_reader_finds_a_link_within_500_words():
+    assert len(TEXT.partition("](")[0].split()) < 500
+
+
+def test_the_addresses_are_those_of_the_repository():
+    urls = dict(
+        line.split(" = ") for line in SETUP["metadata"]["project_urls"].strip().splitlines()
+    )
+    for url in [SETUP["metadata"]["url"], *urls.values()]:
+        assert url.startswith(REPOSITORY)
+        page = IN_REPOSITORY.fullmatch(url)
+        assert page is None or (ROOT / page[1]).exists()
+
+
+def test_pip_installs_extras_that_exist():
+    asked = [rest for rest in commands("pip") if rest[0] == "install"]
+    assert ["install", "ampatch"] in asked
+    named = {name for rest in asked for name in re.findall(r"\.\[(\w+)\]", " ".join(rest))}
+    assert named == {"sweep", "test"}
+    assert named < set(SETUP["options.extras_require"])
+
+
+def test_the_readme_lists_every_extra():
+    assert set(re.findall(r"`ampatch\[(\w+)\]`", TEXT)) == set(SETUP["options.extras_require"])
+
+
+@pytest.mark.parametrize("arguments", commands("ampatch"), ids=" ".join)
+def test_a_command_of_ampatch_is_taken(arguments):
+    script = next(index for index, word in enumerate(arguments) if word.endswith(".py"))
+    assert (ROOT / arguments[script]).exists()
+    own = arguments[: script + 1] if arguments[0] == "run" else arguments
+    _, unknown = build_parser().parse_known_args(own)
+    assert unknown == []
+
+
+def test_the_first_command_of_ampatch_is_the_sweep_of_an_example():
+    first, *_ = commands("ampatch")
+    assert first == ["sweep", "examples/digits.py", "--seeds", "3"]
+
+
+def test_the_citation_has_the_version_of_the_package():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [ampatch.__version__]
+    assert f"\nrepository-code: {REPOSITORY}\n" in citation

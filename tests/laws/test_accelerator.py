@@ -1,0 +1,328 @@
+"""Training on a fake accelerator: what the host waits for, and what goes between the devices."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from fake_accelerator import NAME, capturing, counted
+from situations import batches, mlp, mse
+from torch import nn
+
+import ampatch
+from ampatch.torch_private import devices
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("accelerator")]
+
+FUSED = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.Adagrad, {}),
+]
+OTHERS = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adam, {"foreach": True, "capturable": True}),
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.RMSprop, {"foreach": True}),
+]
+HEALTHY, FAULTY = [1.0] * 6, [1.0, 1.0, math.inf, 1.0, math.nan, math.nan, 1.0]
+LEVELS = ["O1", "O2"]
+FIRST = 2  # the first steps look at the inputs and, at O2, compare half weights with masters
+
+
+class Attention(nn.Module):
+    """Embedding, norm, attention, convolution, loss: a layer of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.convolution, self.batch_norm = nn.Conv1d(1, 2, 3, padding=1), nn.BatchNorm1d(2)
+        self.out = nn.Linear(16, 2)
+
+    def forward(self, x):
+        x = self.norm(self.into(x)).unsqueeze(0)
+        x = self.attention(x, x, x, need_weights=False)[0].squeeze(0)
+        x = self.batch_norm(self.convolution(x.unsqueeze(1)))
+        return self.out(torch.relu(x).flatten(1))
+
+
+MODELS = {"mlp": mlp, "attention": Attention}
+
+
+def steps(make_model, kind, options, factors, **settings):
+    """The counts of each training step; without settings, of plain torch."""
+    model = make_model().to(NAME)
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    if settings:
+        ampatch.initialize(model, optimizer, verbosity=0, **settings)
+    data = [(x.to(NAME), y.to(NAME)) for x, y in batches(len(factors))]
+    found = []
+    for (x, y), factor in zip(data, factors, strict=True):
+        with counted() as counts:
+            optimizer.zero_grad()
+            loss = mse(model(x)[:, :2], y) * factor
+            if settings:
+                with ampatch.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+        found.append(counts)
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("factors", [HEALTHY, FAULTY], ids=["growing", "with overflows"])
+@pytest.mark.parametrize(("kind", "options"), FUSED)
+@pytest.mark.parametrize("model", MODELS)
+def test_with_fused_optimizers_the_host_never_waits(model, kind, options, factors, level):
+    options, settings = {"fused": True, **options}, {"opt_level": level, "growth_interval": 2}
+    found = steps(MODELS[model], kind, options, factors, init_scale=256.0, **settings)[FIRST:]
+    assert [counts.waits for counts in found] == [0] * len(found)
+    assert ampatch.loss_scale() == (2048.0 if factors is HEALTHY else 64.0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("factors", [HEALTHY, FAULTY], ids=["growing", "with overflows"])
+@pytest.mark.parametrize(("kind", "options"), OTHERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_with_others_the_host_waits_once(model, kind, options, factors, level):
+    settings = {"opt_level": level, "growth_interval": 2, "init_scale": 256.0}
+    plain = steps(MODELS[model], kind, options, HEALTHY)[-1].waits
+    found = steps(MODELS[model], kind, options, factors, **settings)
+    expected = [1 + (plain if factor == 1.0 else 0) for factor in factors]
+    assert [counts.waits for counts in found[FIRST:]] == expected[FIRST:]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_without_loss_scaling_the_host_never_waits(model, fused, level):
+    options = {"fused": True} if fused else {}
+    settings = {"opt_level": level, "dtype": torch.bfloat16}
+    found = steps(MODELS[model], torch.optim.SGD, options, HEALTHY, **settings)[FIRST:]
+    assert [counts.waits for counts in found] == [0] * len(found)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_moves_between_the_devices(model, fused, level):
+    """Not even a number: whatever a step needs is where the model is."""
+    settings = {"opt_level": level, "init_scale": 256.0}
+    found = steps(MODELS[model], torch.optim.SGD, {"fused": fused}, FAULTY, **settings)
+    for counts in found[FIRST:]:
+        late = counts["launch copy to the host, not waited for"]
+        assert (counts.uploads, counts.downloads - late) == (0, 0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_that_training_keeps_is_on_the_device(level):
+    model = Attention().to(NAME)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for x, y in batches(3):
+        with ampatch.scale_loss(mse(model(x.to(NAME)), y.to(NAME)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    kept = [*model.state_dict().values(), *ampatch.master_params(optimizer)]
+    kept += [p.grad for p in ampatch.master_params(optimizer)]
+    kept += [value for state in optimizer.state.values() for value in state.values()]
+    assert len(kept) > 50
+    assert {tensor.device.type for tensor in kept} == {NAME}
+
+
+def test_a_long_row_of_skips_is_noticed_without_a_wait(caplog):
+    """The counts come to the host by a copy that nobody waits for."""
+    model = mlp().to(NAME)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    ampatch.initialize(model, optimizer, max_consecutive_skips=8)
+    x = torch.ones(1, 4, device=NAME)
+    waits = []
+    for _ in range(12):
+        with counted() as counts:
+            with ampatch.scale_loss(model(x).sum() * math.nan, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        waits.append((counts.waits, "steps of Adam in a row" in caplog.text))
+    assert waits[-1][1]
+    assert all(not count for count, told in waits[1:] if not told)
+    assert ampatch.step_counts(optimizer).skipped == 12
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_can_be_captured(level):
+    """Whoever waits while a graph is captured gets an error, as on CUDA."""
+    model = mlp().to(NAME)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True, capturable=True)
+    ampatch.initialize(
+        model, optimizer, opt_level=level, max_consecutive_skips=4, verbosity=0
+    )  # so few that each step looks at the counts
+    x, y = (tensor.to(NAME) for tensor in next(batches(1)))
+
+    def step():
+        optimizer.zero_grad()
+        with ampatch.scale_loss(mse(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    with capturing():
+        with pytest.raises(RuntimeError, match="captured"):
+            x.sum().item()
+        for _ in range(8):
+            step()
+    assert ampatch.step_counts(optimizer) == (11, 0, 0)
+
+
+def test_an_input_that_is_captured_is_not_looked_at():
+    model = mlp().to(NAME)
+    ampatch.initialize(model, opt_level="O2", verbosity=0)
+    with capturing():
+        assert model(torch.full((1, 4), 3.0, device=NAME)).dtype is torch.float32
+
+
+def test_each_stream_has_its_own_buckets():
+    tensor, other = torch.ones(2, device=NAME), torch.Stream(device=NAME)
+    here = devices.place_of(tensor)
+    with other:
+        assert devices.place_of(tensor) != here
+    assert devices.place_of(tensor) == here
+
+
+def test_fused_optimizers_of_apex_use_the_kernels_of_the_device():
+    import ampatch.compat.apex  # noqa: F401
+    from ampatch.compat.apex.optimizers import FusedAdam
+
+    assert FusedAdam(mlp().to(NAME).parameters(), lr=0.1).param_groups[0]["fused"]
+    assert not FusedAdam(mlp().parameters(), lr=0.1).param_groups[0]["fused"]
+
+
+def test_autocast_is_answered_for_the_device():
+    model = mlp().to(NAME)
+    ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
+    assert torch.is_autocast_enabled(NAME)
+    assert torch.get_autocast_dtype(NAME) is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_work_of_the_host_beside_the_model_stays_float32():
+    ampatch.initialize(mlp().to(NAME), verbosity=0)
+    linear = torch.nn.functional.linear
+    assert linear(torch.ones(2, 4), torch.ones(3, 4)).dtype is torch.float32
+    on_it = [torch.ones(2, 4, device=NAME), torch.ones(3, 4, device=NAME)]
+    assert linear(*on_it).dtype is torch.float16
+
+
+# Launches
+
+
+def linears(layers, width=8):
+    torch.manual_seed(0)
+    middle = [nn.Linear(width, width) for _ in range(layers)]
+    return nn.Sequential(nn.Linear(4, width), *middle)
+
+
+def launches(layers, width, level):
+    """Of one step beyond what a step of FP32 launches."""
+    found = []
+    for settings in ({}, {"opt_level": level, "dtype": torch.bfloat16}):
+        make = functools.partial(linears, layers, width)
+        made = steps(make, torch.optim.SGD, {"fused": True}, [1.0] * 4, **settings)
+        found.append(made[-1].launches)
+        ampatch.deactivate()
+    return found[1] - found[0]
+
+
+@pytest.mark.parametrize(("level", "most"), [("O1", 6 + 9), ("O2", 20), ("O3", 6)])
+def test_weights_are_cast_and_compared_in_lists(level, most):
+    """82 weights: at O1 in three buckets, each cast down and its gradients up."""
+    assert launches(40, 8, level) <= most
+
+
+def test_weights_of_a_few_megabytes_share_a_bucket():
+    """Six of 4.8 MB: a list is one kernel here, so buckets are larger than on the CPU."""
+    assert launches(6, 1100, "O1") <= 6 + 2 * 2
+
+
+def test_large_weights_are_compared_in_few_kernels():
+    """Of 1.2 million elements each: not in parts that are made for the cache of a CPU."""
+    assert launches(4, 1100, "O2") - launches(2, 1100, "O2") <= 2 * 8
+
+
+@pytest.mark.parametrize("width", [8, 1100])
+def test_what_is_written_into_half_weights_reaches_their_masters(width):
+    model = linears(1, width).to(NAME)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for x, _ in batches(2):
+        with ampatch.scale_loss(model(x.to(NAME)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        weight, [master, *_] = model[1].weight, list(ampatch.master_params(optimizer))[2:]
+        exact = master.detach().clone()
+        weight.data[0, 0], weight.data[0, 1] = 3.0, math.nan
+    with ampatch.scale_loss(model(torch.zeros(1, 4, device=NAME)).sum() * 0, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert master[0, 0].item() == 3.0 and math.isnan(master[0, 1].item())
+    assert torch.equal(master[1:], exact[1:]) and not torch.equal(exact[1:], exact[1:].half())
+
+
+# The device itself
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_device_has_recurrent_layers(kind):
+    torch.manual_seed(0)
+    own, x = kind(3, 4, batch_first=True), torch.randn(2, 5, 3)
+    there = copy.deepcopy(own).to(NAME)
+    for layer, given in ((own, x), (there, x.to(NAME))):
+        layer(given)[0].square().sum().backward()
+    for expected, found in zip(own.parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.cpu(), expected.grad)
+
+
+@pytest.mark.parametrize(
+    ("read", "waits"),
+    [
+        (lambda t: t.sum().item(), 1),
+        (lambda t: bool(t.any()), 1),
+        (lambda t: t.cpu(), 1),
+        (lambda t: torch.equal(t, t + 1), 1),
+        (lambda t: t[t > 0], 1),
+        (lambda t: t.tolist(), 1),
+        (lambda t: t.nonzero(), 1),
+        (lambda t: (t @ t.t()).softmax(-1), 0),
+        (lambda t: t.view(-1)[1:].t(), 0),
+    ],
+)
+def test_the_device_counts_what_waits(read, waits):
+    tensor = torch.ones(2, 3, device=NAME)
+    with counted() as counts:
+        read(tensor)
+    assert counts.waits == waits
+
+
+def test_the_device_counts_lists_as_one_and_views_as_nothing():
+    tensors = [torch.ones(2, device=NAME) for _ in range(5)]
+    halves = [torch.empty(2, dtype=torch.float16, device=NAME) for _ in range(5)]
+    with counted() as counts:
+        torch._foreach_copy_(halves, tensors)
+        [half.view(1, 2).t() for half in halves]
+    assert (counts.launches, counts.list_copies, counts.casts) == (1, 1, 0)
+    assert [half.tolist() for half in halves] == [[1.0, 1.0]] * 5
+
+
+def test_the_device_refuses_tensors_of_the_host():
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device=NAME) + torch.ones(2)
+    assert (torch.ones(2, device=NAME) + torch.tensor(1.0)).tolist() == [2.0, 2.0]

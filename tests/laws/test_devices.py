@@ -1,0 +1,77 @@
+"""One module knows kinds of devices: no other of the engine asks for CUDA, or for its siblings."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampatch
+from ampatch.torch_private import devices
+
+ROOT = Path(ampatch.__file__).parent
+HOME = "torch_private/devices.py"
+KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "xla", "npu", "musa")
+
+ALLOWED = {
+    "casting/autocast_answers.py": "torch's functions that name no device mean CUDA",
+    "casting/autocast_switch.py": "as autocast_answers.py",
+    "native/loading.py": "which build of torch a native part was built for",
+}
+"""Other files of the engine that name a kind, each with the reason."""
+
+ABOVE = ("diagnose/", "sweep/")
+"""Rooms above the public API that describe machines and time steps there."""
+
+FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def kinds_named(tree: ast.AST) -> Iterator[str]:
+    """Each kind of device that is named in code, as text or as an attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+        elif isinstance(node, ast.Attribute):
+            name = node.attr.removeprefix("is_")
+        else:
+            continue
+        if name in KINDS:
+            yield name
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n != HOME and not n.startswith(ABOVE)])
+def test_no_other_module_names_a_kind(name):
+    found = set(kinds_named(ast.parse(FILES[name].read_text())))
+    assert bool(found) == (name in ALLOWED), (found, "not in ALLOWED, or ALLOWED without need")
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.cuda.synchronize()", 'kind == "xpu"', "x.is_mps", '"cuda:0"']
+)
+def test_the_check_can_see_a_kind(line):
+    assert list(kinds_named(ast.parse(line)))
+
+
+def test_a_torch_without_the_module_for_accelerators_knows_cuda(monkeypatch):
+    monkeypatch.setattr(devices, "_accelerator", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.accelerator() == "cuda"
+    assert devices.device_types() == ("cpu", "cuda")
+
+
+def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
+    def refuses(*args, **kwargs):
+        raise RuntimeError("no events here")
+
+    monkeypatch.setattr(torch, "Event", refuses)
+    assert devices.LateCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
+
+
+def test_tensors_of_the_host_have_one_place_and_no_fused_kernels():
+    weight = torch.ones(2)
+    assert devices.place_of(weight) == weight.device
+    assert not devices.is_captured(weight)
+    assert not devices.have_fused_optimizers([weight])

@@ -1,0 +1,120 @@
+"""Sweeps that end early, because every other run would go the same way."""
+
+import json
+import textwrap
+
+import pytest
+
+from ampatch.sweep import Sweep, SweepError, read_runs
+
+pytestmark = pytest.mark.usefixtures("warm_trials")
+
+PLAIN = """
+    import torch
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(100):
+        model(torch.ones(8, 4)).pow(2).mean().backward()
+        print("before", step)
+        optimizer.step()
+        print("after", step)
+"""
+RESUMING = """
+    import json, os, sys
+    from pathlib import Path
+    import torch
+    import ampatch as amp
+
+    saved = Path(eval(sys.argv[1])) / "checkpoint.json"
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in range(json.loads(saved.read_text()) if saved.exists() else 0, 9):
+        with amp.scale_loss(model(torch.ones(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    saved.write_text("9")
+"""
+
+
+def planned(tmp_path, script, *arguments, **options):
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    return Sweep(
+        tmp_path / "train.py", arguments, dtypes=["bfloat16"], autocast=False, rounds=1,
+        out=tmp_path / "out", **{"levels": ["O0", "O1"], **options},
+    )  # fmt: skip
+
+
+def stopped(plan):
+    """What the sweep says when it ends, which it does after one run that did not train."""
+    with pytest.raises(SweepError) as stop:
+        plan.run()
+    return str(stop.value)
+
+
+def test_a_script_without_initialize_ends_at_its_first_step(tmp_path):
+    plan = planned(tmp_path, PLAIN)
+    assert "never calls ampatch.initialize" in (said := stopped(plan)) and "--auto" in said
+    assert (plan.directory / "runs/O0.seed0.repeat0.log").read_text() == "before 0\n"
+    assert len(plan.runs) == 1
+    assert plan.results.recommendation.startswith("nothing to compare yet")
+    [row] = planned(tmp_path, PLAIN, auto=True, levels=["O0"], overwrite=True).run().rows
+    assert (row.status, row.steps) == ("ok", 100)
+
+
+@pytest.mark.parametrize(
+    ("script", "last_line"),
+    [
+        ("def broken(:", "SyntaxError: invalid syntax"),
+        ("import not_there", "ModuleNotFoundError: No module named 'not_there'"),
+        ("import argparse; p = argparse.ArgumentParser(); p.add_argument('x'); p.parse_args()",
+         "error: the following arguments are required: x"),
+    ],
+)  # fmt: skip
+def test_a_script_that_cannot_start_is_started_once(tmp_path, script, last_line):
+    plan = planned(tmp_path, script)
+    said = stopped(plan)
+    assert "before its first step in O0 seed 0" in said and last_line in said
+    assert len(list(read_runs(plan.directory))) == 1
+
+
+@pytest.mark.parametrize("error", ["torch.OutOfMemoryError('no room')", "MemoryError()"])
+def test_what_does_not_fit_at_o0_may_fit_in_half(tmp_path, error):
+    script = RESUMING.replace(
+        "    model, opt",
+        f"    if os.environ['AMPATCH_OPT_LEVEL'] == 'O0': raise {error}\n    model, opt",
+    )
+    plan = planned(tmp_path, script, "os.environ['AMPATCH_TRIAL_DIR']").run()
+    assert [row.status for row in plan.rows][1:] == ["ok"] and len(plan.runs) == 2
+
+
+def test_a_script_that_goes_on_from_its_own_file_is_recognised(tmp_path):
+    plan = planned(tmp_path, RESUMING, repr(str(tmp_path)), levels=["O0", "O1", "O2"])
+    said = stopped(plan)
+    assert "took no step in O1-bfloat16 seed 0, though it took 9 in O0 seed 0" in said
+    assert "{trial_dir}" in said and "AMPATCH_TRIAL_DIR" in said
+
+
+def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = "'{trial_dir}' if os.environ['AMPATCH_TRIAL_DIR'] == '{trial_dir}' else None"
+    plan = planned(tmp_path, RESUMING, place).run()
+    assert [(row.status, row.steps) for row in plan.rows] == [("ok", 9), ("ok", 9)]
+    kept = sorted(plan.directory.glob("runs/*.dir/checkpoint.json"))
+    assert [path.parent.name for path in kept] == [
+        "O0.seed0.repeat0.dir",
+        "O1-bfloat16.seed0.repeat0.dir",
+    ]
+    (plan.directory / "runs/O0.seed0.repeat0.json").unlink()  # as after a kill in its middle
+    assert planned(tmp_path, RESUMING, place, resume=True).run().rows[0].steps == 9
+    planned(tmp_path, RESUMING, place, overwrite=True).close()
+    assert not list(plan.directory.glob("runs/*"))
+
+
+def test_what_ended_a_sweep_is_run_again(tmp_path):
+    """The module that was missing may be there now."""
+    script = "import beside\n" + textwrap.dedent(RESUMING)
+    assert "No module named 'beside'" in stopped(planned(tmp_path, script, "'{trial_dir}'"))
+    (tmp_path / "beside.py").write_text("")
+    plan = planned(tmp_path, script, "'{trial_dir}'", resume=True).run()
+    assert [row.status for row in plan.rows] == ["ok", "ok"]
+    assert json.loads((plan.directory / "summary.json").read_text())["complete"] is True

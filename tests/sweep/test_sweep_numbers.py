@@ -1,0 +1,38 @@
+"""How a mean and its scatter are written."""
+
+import math
+
+import pytest
+
+from ampatch.sweep.report.numbers import decimals, plus_minus, quantity
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd", "text"),
+    [
+        (0.97593, 0.01163, "0.976 ± 0.012"),
+        (123.4, 12.0, "123 ± 12"),
+        (1.0, 1e-9, "1 ± 1.0e-09"),
+        (0.5, 0.0, "0.5000"),
+        (0.5, None, "0.5000"),
+        (2e-5, None, "2.00e-05"),
+        (math.nan, 0.1, "nan"),
+        (None, None, "-"),
+    ],
+)
+def test_scatter_decides_the_decimals(mean, sd, text):
+    assert plus_minus(mean, sd) == text
+
+
+def test_a_column_has_the_same_decimals():
+    places = decimals([0.012, 0.0089, None, 0.0])
+    assert places == 4
+    assert plus_minus(0.97593, 0.01163, places) == "0.9759 ± 0.0116"
+    assert plus_minus(0.97593, None, places) == "0.9759"
+    assert decimals([0.5, 1e-5]) == 4  # not six for the sake of one row
+    assert plus_minus(0.25, 1e-5, 4) == "0.25 ± 1.0e-05"
+    assert decimals([None, 0.0]) is None
+
+
+def test_a_value_is_four_decimals_or_three_digits():
+    assert [quantity(value) for value in (0.0, 0.25, 1e-4)] == ["0.0000", "0.2500", "1.00e-04"]

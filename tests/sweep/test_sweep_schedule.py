@@ -1,0 +1,259 @@
+"""Where trials run and in which order: the schedule, places, options.  No process is started."""
+
+import threading
+
+import pytest
+import torch
+from sweep_made import made_run
+
+from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
+from ampatch.sweep.execution import engines
+from ampatch.sweep.execution.engines.local import LocalEngine
+from ampatch.sweep.execution.engines.options import Where
+from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
+from ampatch.sweep.execution.engines.schedule import Schedule
+from ampatch.sweep.execution.place import Place, device_groups
+from ampatch.sweep.plan import trials
+from ampatch.sweep.report.summary import summarize
+
+O0, O1 = Case("O0"), Case("O1", "float16")
+
+
+class Engine:
+    """Notes what is submitted; `script` says by label what happens to a trial, and when."""
+
+    def __init__(self, script=None, room=9):
+        self.submitted, self.script, self.room = [], script or {}, room
+        self.running = []
+
+    def has_room(self):
+        return len(self.running) < self.room
+
+    def submit(self, runner, trial, alone):
+        self.submitted.append((trial.label, alone, len(self.running)))
+        self.running.append(trial)
+
+    def events(self, seconds):
+        trial = self.running[0]
+        steps = self.script.get(trial.label, ["end"])
+        if steps and steps[0] == "step":
+            steps.pop(0)
+            return [Started(trial), Reached(trial, 1, 0.5)]
+        self.running.pop(0)
+        return (
+            [Lost(trial, "gone")]
+            if steps == ["lost"]
+            else [Ended(Run(trial, 0, 1.0, made_run(trial.case).measured))]
+        )
+
+
+def run_all(engine, others, timed=(), proven=False, due=lambda trial: True):
+    schedule = Schedule(others, timed, lambda trial: "runner" if due(trial) else None, proven)
+    return list(schedule.run(engine))
+
+
+WHOLE = [Trial(case, seed) for seed in (0, 1) for case in (O0, O1)]
+SHORT = [Trial(case, repeat=1, short=True) for case in (O0, O1)]
+
+
+def test_whole_runs_go_side_by_side_and_then_each_short_one_alone():
+    engine = Engine()
+    run_all(engine, WHOLE, SHORT, proven=True)
+    assert engine.submitted == [
+        ("O0 seed 0", False, 0),
+        ("O1-float16 seed 0", False, 1),
+        ("O0 seed 1", False, 2),
+        ("O1-float16 seed 1", False, 3),
+        ("O0 seed 0 repeat 1 (timing)", True, 0),
+        ("O1-float16 seed 0 repeat 1 (timing)", True, 0),
+    ]
+
+
+@pytest.mark.parametrize(("happens", "beside"), [(["end"], 0), (["step", "end"], 1)])
+def test_nothing_starts_beside_the_first_run_before_it_has_taken_a_step(happens, beside):
+    engine = Engine({"O0 seed 0": happens})
+    run_all(engine, WHOLE)
+    assert [running for _, _, running in engine.submitted[:2]] == [0, beside]
+
+
+def test_no_more_run_at_a_time_than_there_is_room_for():
+    engine = Engine(room=2)
+    run_all(engine, WHOLE, proven=True)
+    assert max(running for _, _, running in engine.submitted) == 1
+
+
+def test_what_is_not_due_is_left_out_and_what_is_lost_does_not_end_the_rest():
+    engine = Engine({"O0 seed 1": ["lost"]})
+    events = run_all(engine, WHOLE, SHORT, due=lambda trial: trial.case == O0)
+    assert [label for label, _, _ in engine.submitted] == [
+        "O0 seed 0",
+        "O0 seed 1",
+        "O0 seed 0 repeat 1 (timing)",
+    ]
+    assert [type(event) for event in events] == [Ended, Lost, Ended]
+
+
+def test_side_by_side_all_rounds_are_short():
+    planned = trials([O0, O1], seeds=3, rounds=2, apart=True)
+    assert [trial.short for trial in planned] == [False] * 6 + [True] * 6
+    assert sum(trial.again for trial in planned) == 2
+    assert len(set(planned)) == 12
+
+
+# The engine of one machine
+
+
+class Runner:
+    """Stands for a runner: notes who runs beside whom."""
+
+    def __init__(self, beside=2):
+        self.together = threading.Barrier(beside)
+        self.running, self.seen = 0, []
+        self.lock = threading.Lock()
+
+    def run(self, trial, watch, place):
+        with self.lock:
+            self.running += 1
+        if not place.alone:
+            self.together.wait(timeout=30)
+        self.seen.append((trial.label, self.running, place))
+        if not place.alone:
+            self.together.wait(timeout=30)
+        with self.lock:
+            self.running -= 1
+        return Run(trial, 0, 1.0, None, alone=place.alone)
+
+
+def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    engine = engines.make(Where(devices=("cuda:0", "cuda:1")), None)
+    runner = Runner()
+    with engine:
+        list(Schedule(WHOLE, SHORT, lambda trial: runner, proven=True).run(engine))
+    whole, short = runner.seen[:4], runner.seen[4:]
+    assert [running for _, running, _ in whole] == [2, 2, 2, 2]
+    assert {place.devices for _, _, place in whole} == {("cuda:0",), ("cuda:1",)}
+    assert [(running, place.devices) for _, running, place in short] == [(1, ("cuda:0",))] * 2
+
+
+def test_leaving_the_engine_ends_what_runs_and_a_second_interrupt_does_so_at_once():
+    killed = []
+
+    class Waits:
+        def run(self, trial, watch, place):
+            killed.append(watch.killed.wait(10))  # it does not end when asked politely
+            watch.check()
+
+    engine = LocalEngine([Place(), Place()], timed=Place())
+    engine._join = interrupted_once(engine._join)
+    with pytest.raises(KeyboardInterrupt), engine:
+        for trial in WHOLE[:2]:
+            engine.submit(Waits(), trial, alone=False)
+    assert killed == [True, True]
+
+
+def interrupted_once(function):
+    calls = []
+
+    def call():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        function()
+
+    return call
+
+
+# Devices and variables
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "expected"),
+    [
+        (("cuda:1",), None, {"CUDA_VISIBLE_DEVICES": "1"}),
+        (("cuda:0", "cuda:1"), "5,GPU-77", {"CUDA_VISIBLE_DEVICES": "5,GPU-77"}),
+        (("cuda:1",), "5,GPU-77", {"CUDA_VISIBLE_DEVICES": "GPU-77"}),
+        (("xpu:0",), None, {"ZE_AFFINITY_MASK": "0"}),
+        ((), "3", {"CUDA_VISIBLE_DEVICES": "3"}),
+    ],
+)
+def test_a_trial_sees_its_devices_only(devices, visible, expected):
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert Place(devices=devices).apply(environment) == expected
+
+
+def test_a_variable_can_be_removed():
+    place = Place(variables=(("A", None), ("B", "2")))
+    assert place.apply({"A": "1", "C": "3"}) == {"B": "2", "C": "3"}
+
+
+def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    devices = ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert device_groups(devices, 2) == [devices[:2], devices[2:]]
+
+
+# What cannot be run is said before anything runs
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine": "slrum"}, 'one of local, ray, slurm. Did you mean "slurm"?'),
+        ({"devices": "cuda:0,cuda:7"}, "there is no cuda:7 on this machine, which has cuda:0 to"),
+        ({"devices": "cuda:0,cuda:0"}, "named twice"),
+        ({"devices": "cuda:0,xpu:0"}, "of one kind"),
+        ({"devices": "cuda"}, "'cuda' is no device to give to a trial"),
+        ({"devices": "cuda:0,cuda:1", "nproc_per_node": 3}, "Expected a multiple of 3"),
+        ({"devices": "cuda:0", "jobs": 2}, "--jobs and --devices: give one of them"),
+        ({"address": "auto"}, "--address: has no meaning with --engine local, only with ray"),
+        ({"gpus_per_trial": 1}, "only with ray and slurm"),
+        ({"slurm": {"partition": "gpu"}}, "only with slurm"),
+        ({"jobs": 0}, "jobs=0"),
+        ({"nproc_per_node": 0}, "nproc_per_node=0"),
+    ],
+)
+def test_wrong_options(options, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(ValueError) as refused:
+        Sweep(script, out=tmp_path / "out", **options)
+    assert said in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("slurm", "submitit")])
+def test_an_engine_without_its_package_says_how_to_install_it(engine, package, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else 1)
+    with pytest.raises(ValueError, match=rf"needs the package {package}.*ampatch\[{engine}\]"):
+        Where(engine=engine)
+
+
+# What is said of runs beside others
+
+
+def test_only_runs_that_ran_alone_count_for_speed():
+    runs = [made_run(case, seed) for case in (O0, O1) for seed in (0, 1)]
+    for run in runs[1::2]:
+        run.alone = False
+        run.measured.step_seconds = [None, *[9.0] * 119]
+    base, row = summarize(runs)
+    assert (base.step_ms, row.step_ms, row.speed, row.speeds.n) == (10.0, 5.0, 2.0, 1)
+    assert row.comparisons[0].n == 2  # for accuracy both count
+
+
+def test_lost_trials_are_named_when_the_others_have_run(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("")
+
+    class Cluster(Engine):
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *exception: None  # noqa: E731
+
+    engine = Cluster({"O0 seed 0": ["step", "lost"]})
+    monkeypatch.setattr(engines, "make", lambda *_: engine)
+    sweep = Sweep(script, levels=["O0"], seeds=2, jobs=2, out=tmp_path / "out")
+    with pytest.raises(SweepError, match=r"Lost with their workers: O0 seed 0 \(gone\). --resume"):
+        sweep.run()
+    assert [run.trial.seed for run in sweep.runs] == [1]

@@ -1,0 +1,437 @@
+"""Speed: rounds and short runs, what is told apart, the parts of a step; times made by hand."""
+
+import copy
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.sweep import Sweep, read_results
+from ampatch.sweep.execution import default_dtypes
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.execution.short_runs import LEAST_STEPS, is_due, short_steps
+from ampatch.sweep.execution.time_left import TimeLeft
+from ampatch.sweep.json_files import write_json
+from ampatch.sweep.measure import machine, probes
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.recorder import Recorder
+from ampatch.sweep.measure.step_parts import ForwardNotice, StepParts
+from ampatch.sweep.plan import cases, trials
+from ampatch.sweep.report.judge import recommendation
+from ampatch.sweep.report.machine_state import machine_state
+from ampatch.sweep.report.summary import seeds_matter, summarize
+from ampatch.sweep.report.table import part_columns
+from ampatch.sweep.trial import BASE, Trial
+
+ROWS = cases(["O0", "O1"], ["bfloat16"])
+CPU = torch.device("cpu")
+
+
+def run_of(trial, ms=10.0, steps=40, **fields):
+    """A run whose steps take `ms` milliseconds, or those of a list."""
+    each = ms if isinstance(ms, list) else [ms] * (steps - 1)
+    measured = Measured(
+        opt_level=trial.case.opt_level,
+        skipped=[False] * (len(each) + 1),
+        step_seconds=[None, *(one / 1000 for one in each)],
+    )
+    for name, value in fields.items():
+        setattr(measured, name, value)
+    return Run(trial, 0, 1.0, measured)
+
+
+def swept(o0, again, o1, seeds=1):
+    """The rows of a sweep in whose rounds O0, O0 again and O1 took so many milliseconds."""
+    rounds = sorted({trial.round for trial in trials(ROWS, seeds, rounds=len(o0))})
+    runs = []
+    for trial in trials(ROWS, seeds, rounds=len(o0)):
+        times = again if trial.again else o0 if trial.case == BASE else o1
+        runs.append(run_of(trial, times[rounds.index(trial.round)]))
+    return summarize(runs)
+
+
+# The plan
+
+
+@pytest.mark.parametrize(("seeds", "whole", "short"), [(1, 2, 7), (2, 4, 5), (3, 6, 3), (4, 8, 4)])
+def test_there_are_three_rounds_with_any_number_of_seeds(seeds, whole, short):
+    plan = trials(ROWS, seeds)
+    assert (len([one for one in plan if not one.short]), len(plan)) == (whole, whole + short)
+    rounds = {}
+    for one in plan:
+        rounds.setdefault(one.round, []).append(one)
+    assert len(rounds) == max(3, seeds)
+    for number, one in enumerate(rounds.values()):
+        forwards = one if number % 2 == 0 else one[::-1]
+        assert [trial.case for trial in forwards] == [*ROWS, BASE]
+        assert [trial.again for trial in forwards] == [False, False, True]
+        assert forwards[-1].short
+    assert not plan[0].short and plan[0].case == BASE  # it says how long a short run is
+    assert len({trial.file_stem for trial in plan}) == len({one.label for one in plan}) == len(plan)
+
+
+def test_without_anything_to_compare_there_are_no_rounds():
+    for rows, rounds in (([BASE], 3), (ROWS[1:], 3), (ROWS, 1)):
+        assert trials(rows, seeds=1, rounds=rounds) == [Trial(case) for case in rows]
+
+
+def test_a_short_run_takes_seconds_and_enough_steps():
+    first = Trial(BASE)
+    assert short_steps([run_of(first, ms=10.0)]) == 300
+    assert short_steps([run_of(first, ms=2000.0)]) == LEAST_STEPS
+    assert short_steps([run_of(Trial(ROWS[1])), run_of(Trial(BASE, short=True))]) is None
+    assert short_steps([run_of(first, error="RuntimeError: no")]) is None
+
+
+def test_rows_that_failed_are_not_timed():
+    good, bad = run_of(Trial(BASE)), run_of(Trial(ROWS[1]), error="RuntimeError: no")
+    assert is_due(Trial(BASE, repeat=1, short=True), [good, bad])
+    assert not is_due(Trial(ROWS[1], repeat=1, short=True), [good, bad])
+    assert is_due(Trial(ROWS[1], seed=1), [good, bad])
+    without_base = [run_of(Trial(BASE), error="RuntimeError: no"), run_of(Trial(ROWS[1]))]
+    assert not is_due(Trial(ROWS[1], repeat=1, short=True), without_base)
+
+
+# What is told apart
+
+
+def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
+    base, row = swept([10, 20, 10], [10.2, 19.9, 10.1], [5, 8, 6])
+    assert (row.pace, row.speed, row.speeds.n) == ("faster", pytest.approx(2.0), 3)
+    assert (row.speeds.low, row.speeds.high) == pytest.approx((10 / 6, 2.5))
+    assert base.speed == pytest.approx(10 / 10.1) and "measured twice" in base.verdict
+    assert recommendation([base, row]).startswith("O1 in bfloat16: 2.00x the speed of O0")
+    assert swept([10] * 3, [10] * 3, [20, 25, 22])[1].pace == "slower"
+
+
+@pytest.mark.parametrize(
+    ("again", "o1", "said"),
+    [
+        ([10, 12, 11], [3, 3, 3], "O0 against O0 is 0.91x (0.83 to 1.00 in 3 rounds), off by more"),
+        ([7, 10, 10], [3, 3, 3], "O0 against O0 is 1.00x (1.00 to 1.43 in 3 rounds), off by more"),
+        ([10, 10, 10], [5, 8, 13], "not told apart from it on this machine: O1 bfloat16."),
+    ],
+)
+def test_what_noise_could_have_done_is_not_recommended(again, o1, said):
+    base, row = swept([10] * 3, again, o1)
+    assert row.pace == "not told apart" and "not told apart from O0's on this mach" in row.verdict
+    advice = recommendation([base, row])
+    assert said in advice and not advice.startswith("O1")
+
+
+def test_one_round_recommends_nothing():
+    base, row = swept([10.0], [], [1.0])
+    assert (row.pace, base.speed) == ("one round", None)
+    assert "--rounds 3" in recommendation([base, row])
+    two_without_noise = summarize([run_of(Trial(case, seed)) for case in ROWS for seed in (0, 1)])
+    assert two_without_noise[1].pace == "not told apart"
+
+
+def test_short_runs_count_for_times_alone():
+    """A short O0 beside a whole one is compared over its own steps, which may be others' longer."""
+    whole = {"losses": {"0": Series([0], [1.0])}, "metrics": {"accuracy": Series([40], [0.9])}}
+    later = [10.0] * 39 + [30.0] * 60
+    runs = [
+        run_of(Trial(BASE), later, **whole),
+        run_of(Trial(ROWS[1]), 5.0, **whole, memory_bytes=7, cpu_seconds=[None, *[0.02] * 40]),
+        run_of(Trial(BASE, short=True, again=True), 10.0, losses={"0": Series([0], [9.0])}),
+        run_of(Trial(BASE, repeat=1, short=True), 10.0, losses={"0": Series([0], [9.0])}),
+        run_of(Trial(ROWS[1], repeat=1, short=True), 15.0, memory_bytes=9),
+    ]
+    base, row = summarize(runs)
+    assert (base.speed, base.steps, base.last_loss) == (1.0, 100, 1.0)
+    assert (row.step_ms, row.cpu_ms, row.steps, row.memory_bytes) == (10.0, 20.0, 40, 7)
+    assert (row.last_loss, row.metrics) == (1.0, {"accuracy": 0.9})
+    assert {one.name: one.base_mean for one in row.comparisons} == {"last loss": 1, "accuracy": 0.9}
+    same = [run_of(Trial(BASE, seed), losses={"0": Series([0], [1.0])}) for seed in (0, 1)]
+    assert not seeds_matter([*same, *runs[2:]])
+
+
+# A sweep with runs made by hand
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Stands for the processes; the trials that ran, and after how many steps they end."""
+    ran = []
+
+    def run(runner, trial, watch, place):
+        ran.append((trial.label, runner.steps))
+        made = run_of(trial, 10.0 if trial.case == BASE else 5.0)
+        made.measured.error = "RuntimeError: no" if trial.case.opt_level == "O3" else ""
+        write_json(RunFiles.of(runner.directory, trial).run, made.to_json())
+        return made
+
+    monkeypatch.setattr(Runner, "run", run)
+    return ran
+
+
+def make(tmp_path, **options):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    settings = {"levels": ["O0", "O3"], "dtypes": ["bfloat16"], "autocast": False, **options}
+    return Sweep(str(script), out=tmp_path / "out", **settings)
+
+
+def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
+    first = make(tmp_path).run()
+    assert ran == [
+        ("O0 seed 0", None),
+        ("O3-bfloat16 seed 0", None),
+        ("O0 seed 0 again (timing)", 300),
+        ("O0 seed 0 repeat 1 again (timing)", 300),
+        ("O0 seed 0 repeat 1 (timing)", 300),
+        ("O0 seed 0 repeat 2 (timing)", 300),
+        ("O0 seed 0 repeat 2 again (timing)", 300),
+    ]
+    assert first.results.complete and first.results.planned == 7
+    ran.clear()
+    more = make(tmp_path, resume=True, rounds=4).run()
+    assert [label for label, _ in ran] == [
+        "O0 seed 0 repeat 3 again (timing)",
+        "O0 seed 0 repeat 3 (timing)",
+    ]
+    assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
+
+
+def test_short_runs_are_no_longer_than_whole_ones(tmp_path, ran):
+    make(tmp_path, steps=50).run()
+    assert {steps for _, steps in ran} == {50}
+
+
+# The parts of a step
+
+
+class Hands:
+    """A clock that is put forward by hand."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(probes, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+
+    def play(self, parts, *course):
+        """Seconds and notices by turns: after so many seconds that notice comes."""
+        for seconds, notice in zip(course[::2], course[1::2]):
+            self.now += seconds
+            if isinstance(notice, int):
+                parts.step_ends(notice, CPU)
+            else:
+                getattr(parts, notice)()
+
+
+@pytest.fixture
+def hands(monkeypatch):
+    return Hands(monkeypatch)
+
+
+FORWARD = (4.0, "forward", 8.0, "loss", 16.0, "backward", 1.0, "unscaled")
+
+
+@pytest.mark.parametrize(
+    ("course", "expected"),
+    [
+        ((*FORWARD, 2.0, "step_begins", 3.0, 1), (4, 8, 16, 6)),
+        ((*FORWARD, *FORWARD, 2.0, "step_begins", 3.0, 1), (8, 16, 32, 7)),  # micro-batches
+        ((4.0, "step_begins", *FORWARD, *FORWARD, 3.0, 1), (4, 16, 32, 13)),  # a closure, twice
+        ((4.0, "forward", 1.0, "forward", 7.0, "loss", *FORWARD[4:], 0.0, 1), (4, 8, 16, 1)),
+        ((12.0, "loss", *FORWARD[4:], 2.0, "step_begins", 3.0, 1), (0, 0, 16, 6, 12)),  # no model
+        ((4.0, "forward", 24.0, "step_begins", 3.0, 1), (4, 0, 0, 3, 24)),  # no scale_loss
+    ],
+)
+def test_the_parts_are_a_whole_step(hands, course, expected):
+    parts = StepParts()
+    hands.play(parts, 5.0, "forward", 5.0, "loss", 5.0, 1, *course, *course)
+    found = parts.of_steps(1)
+    names = ("data", "forward", "backward", "optimizer", "unsplit")
+    assert found == {
+        name: [None, seconds, seconds] for name, seconds in zip(names, expected) if seconds
+    }
+
+
+def test_two_optimizers_share_the_steps_of_either(hands):
+    """Those of an optimizer that did not start the clock begin with None as well."""
+    parts = StepParts()
+    hands.play(parts, 1.0, 7, *FORWARD, 1.0, 9)
+    hands.play(parts, *FORWARD, 1.0, 7, *FORWARD, 1.0, 9)
+    assert parts.of_steps(9) == {
+        "data": [None, 8.0],
+        "forward": [None, 16.0],
+        "backward": [None, 32.0],
+        "optimizer": [None, 4.0],
+    }
+    assert parts.of_steps(7)["optimizer"] == [None, 4.0]
+
+
+class Event:
+    """A CUDA event whose stream is at `now` milliseconds; notes which ones are waited for."""
+
+    now, made, waited = 0.0, 0, []
+
+    def __init__(self, enable_timing):
+        Event.made += 1
+        self.number = Event.made
+
+    def record(self, stream):
+        self.at = Event.now
+
+    def synchronize(self):
+        Event.waited.append(Event.made - self.number)
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+def test_on_cuda_the_host_waits_for_no_recent_work(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    parts, cuda = StepParts(), torch.device("cuda", 0)
+    for _ in range(700):
+        for milliseconds, notice in ((1, "forward"), (2, "loss"), (4, "backward")):
+            Event.now += milliseconds
+            getattr(parts, notice)()
+        Event.now += 8
+        parts.step_ends(1, cuda)
+    assert len(Event.waited) > 2 and min(Event.waited) >= probes.BATCH
+    found = parts.of_steps(1)
+    assert found == {
+        name: [None, *[seconds] * 699]
+        for name, seconds in zip(found, (0.001, 0.002, 0.004, 0.008), strict=True)
+    }
+
+
+def trained(level, steps=6, **settings):
+    """What a recorder measures of a small model, and the notices in their order."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder, notices = Recorder(lambda steps, loss: None), []
+    observer = types.SimpleNamespace(
+        **{
+            name: lambda *values, name=name: notices.append(name)
+            for name in ("on_loss", "on_backward", "on_unscaled", "on_step_begin", "on_step")
+        }
+    )
+    stops = [ampatch.observe(recorder), ampatch.observe(observer)]
+    try:
+        model, optimizer = ampatch.initialize(
+            model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0, **settings
+        )
+        for _ in range(steps):
+            with ampatch.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        with pytest.raises(ZeroDivisionError), ampatch.scale_loss(scaled.detach(), optimizer):
+            raise ZeroDivisionError
+        return recorder.measured(), notices, model
+    finally:
+        for stop in stops:
+            stop()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_ampatch_gives_the_notices_and_the_recorder_takes_them(level):
+    measured, notices, _ = trained(level)
+    once = ["on_loss", "on_backward", "on_unscaled", "on_step_begin", "on_step"]
+    assert notices == once * 6 + ["on_loss"]  # a block that raises has no end
+    assert list(measured.parts) == ["data", "forward", "backward", "optimizer"]
+    assert {len(column) for column in measured.parts.values()} == {6}
+    assert len(measured.cpu_seconds) == 6
+    for step, whole in list(enumerate(measured.step_seconds))[1:]:
+        together = sum(column[step] for column in measured.parts.values())
+        assert together == pytest.approx(whole, abs=2e-3)
+
+
+def test_copies_of_a_watched_model_are_silent():
+    told = []
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(ForwardNotice(lambda: told.append(1)))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(torch.ones(1, 2))
+    assert told == []
+    model(torch.ones(1, 2))
+    assert told == [1]
+
+
+def test_a_watched_model_compiles_in_one_graph():
+    told = []
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(ForwardNotice(lambda: told.append(1)))
+    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2))
+    torch.compiler.reset()
+    assert told == []
+
+
+def test_a_missing_part_is_missing_in_the_table():
+    parts = {"backward": [None, *[0.002] * 39], "unsplit": [None, *[0.004] * 39]}
+    [row] = summarize([run_of(Trial(BASE), parts=parts)])
+    shown = {column.title: column.text(row) for column in part_columns([row])}
+    assert shown == {
+        "level": "O0", "dtype": "float32", "data": "-", "forward": "-", "backward": "2.00",
+        "optimizer": "-", "unsplit": "4.00",
+    }  # fmt: skip
+    assert part_columns(summarize([run_of(Trial(BASE))])) == []
+
+
+# The machine
+
+
+def test_the_state_of_the_machine_is_recorded_and_told(monkeypatch, tmp_path):
+    governor = tmp_path / "governor"
+    governor.write_text("powersave\n")
+    files = {"governor": governor, "boost": tmp_path / "none"}
+    monkeypatch.setattr(machine, "_FREQUENCY", files)
+    monkeypatch.setattr("os.getloadavg", lambda: (2.5, 0, 0))
+    state = machine.state_of_the_machine()
+    assert (state["load_at_start"], state["governor"]) == (2.5, "powersave")
+    assert state["threads"] == torch.get_num_threads() and "boost" not in state
+    other = {**state, "load_at_end": 0.5, "cores": 64, "threads": 2}
+    told = machine_state([run_of(Trial(BASE), machine=other)])
+    assert told["threads"] == "2 on 64 cores" and told["frequency scaling"] == "powersave"
+    assert told["load average"].startswith("0.5 to 2.5 over")
+    assert machine_state([]) == {}
+
+
+def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monkeypatch):
+    """Also after `--resume` on a day on which doctor would call others so."""
+    answers = []
+    monkeypatch.setattr(default_dtypes, "fast_half_types", lambda device: answers.pop())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
+        answers.append(fast)
+        plan = make(tmp_path, levels=["O0", "O1"], dtypes=None, overwrite=True).run()
+        assert [case.dtype for case in plan.cases] == [None, expected]
+    again = make(tmp_path, levels=["O0", "O1"], dtypes=None, resume=True)
+    again.close()
+    assert again.cases == plan.cases and answers == []
+    make(tmp_path, levels=["O0"], dtypes=None, overwrite=True).close()  # needs to ask nobody
+
+
+def test_a_gpu_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked = default_dtypes._ASK
+    named = asked.replace("*fast_half_types()", "fast_half_types.__name__, 'float16'")
+    monkeypatch.setattr(default_dtypes, "_ASK", named)
+    assert default_dtypes.default_dtypes(tmp_path, False) == ["fast_half_types", "float16"]
+    monkeypatch.setattr(default_dtypes, "_ASK", "raise RuntimeError('CUDA error')")
+    with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
+        default_dtypes.default_dtypes(tmp_path, False)
+
+
+def test_time_left_knows_short_runs():
+    clock = types.SimpleNamespace(now=0.0)
+    left = TimeLeft(lambda: clock.now)
+    left.started(1, 5, False, 3)
+    clock.now = 60.0
+    left.ended()
+    left.started(2, 5, False, 3)
+    assert left.seconds() == 60 + 3 * 10  # none was short yet
+    clock.now = 120.0
+    left.ended()
+    left.started(3, 5, True, 2)
+    clock.now = 124.0
+    left.ended()
+    left.started(4, 5, True, 1)
+    assert left.seconds() == 4 + 4

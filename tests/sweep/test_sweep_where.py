@@ -1,0 +1,285 @@
+"""Sweeps in real processes: side by side, on Ray, through submitit, under torchrun.
+
+Whatever runs the trials, the figures of accuracy are the same to the bit.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import ampatch
+from ampatch.sweep import Sweep, SweepError, read_runs
+
+with contextlib.suppress(ImportError):
+    import ray  # noqa: F401  (it derives from subprocess.Popen, which `warm_trials` replaces)
+
+TRAINING = """
+    import os, signal, sys, time
+    import torch
+    import ampatch as amp
+    seed = int(os.environ["AMPATCH_SEED"])
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for step in range(12):
+        loss = model(torch.randn(16, 32)).pow(2).mean()
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        if step == 6:
+            MIDDLE
+    print("loss", loss.item())
+"""
+ONCE = """
+    import pathlib
+
+    def once(name):
+        try:
+            pathlib.Path(sys.argv[1], name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+"""
+KILL_THE_WORKER = """if seed == 0 and once("killed"):
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(600)"""
+
+
+def write_script(directory, middle="pass"):
+    path = directory / "train.py"
+    text = TRAINING.replace("    import torch\n", "    import torch\n" + ONCE, 1)
+    path.write_text(textwrap.dedent(text.replace("MIDDLE", middle)))
+    return str(path)
+
+
+def make(script, out, **options):
+    wanted = {"levels": ["O0"], "seeds": 2, "metrics": {"loss": r"loss (\S+)"}, **options}
+    return Sweep(script, [str(Path(script).parent)], dtypes=["bfloat16"], out=out, **wanted)
+
+
+def figures(directory):
+    """What accuracy is judged by, of each whole run."""
+    return {
+        run.trial.label: (run.measured.losses["0"].values, run.measured.metrics["loss"].values)
+        for run in read_runs(directory)
+        if not run.trial.short
+    }
+
+
+@pytest.fixture(scope="module")
+def one_by_one(warm_trials, tmp_path_factory):
+    """The figures of the plain sweep: one machine, one trial at a time."""
+    directory = tmp_path_factory.mktemp("plain")
+    script = write_script(directory, 'once("killed")')
+    make(script, directory / "out", levels=["O0", "O1"], autocast=False, rounds=1).run()
+    return figures(directory / "out")
+
+
+def test_side_by_side_gives_the_same_and_says_what_was_timed_alone(tmp_path, one_by_one):
+    options = {"levels": ["O0", "O1"], "autocast": False, "rounds": 2, "jobs": 2}
+    sweep = make(write_script(tmp_path), tmp_path / "out", **options).run()
+    assert figures(sweep.directory) == one_by_one and len(one_by_one) == 4
+    assert [run.alone for run in sweep.runs] == [run.trial.short for run in sweep.runs]
+    assert sweep.rows[1].speeds.n == 2
+    assert "of the 6 of 10 runs that ran alone" in sweep.results.notes[0]
+
+
+ENGINES = {
+    "ray": {"engine": "ray", "cpus_per_trial": 1},
+    "submitit": {"engine": "slurm", "slurm": {"cluster": "local"}},
+}
+
+
+@pytest.mark.parametrize("package", ENGINES)
+def test_an_engine_gives_the_same_and_replaces_a_killed_worker(package, tmp_path, one_by_one):
+    pytest.importorskip(package)
+    script = write_script(tmp_path, KILL_THE_WORKER)
+    sweep = make(script, tmp_path / "out", seeds=1, **ENGINES[package]).run()
+    assert (tmp_path / "killed").exists()
+    assert figures(sweep.directory) == {"O0 seed 0": one_by_one["O0 seed 0"]}
+    log = (sweep.directory / "runs/O0.seed0.repeat0.log").read_text()
+    assert log.startswith("loss ")  # of the second attempt alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ENGINES)
+def test_a_whole_sweep_is_the_same(package, tmp_path, one_by_one):
+    pytest.importorskip(package)
+    script = write_script(tmp_path)
+    options = {"levels": ["O0", "O1"], "autocast": False, "rounds": 2, **ENGINES[package]}
+    sweep = make(script, tmp_path / "out", **options).run()
+    assert figures(sweep.directory) == one_by_one
+    assert sweep.rows[1].speeds.n == 2 and sweep.results.complete
+
+
+def test_parameters_that_submitit_does_not_know_are_named(tmp_path):
+    pytest.importorskip("submitit")
+    sweep = make(write_script(tmp_path), tmp_path / "out", engine="slurm", slurm={"partitio": "a"})
+    with pytest.raises(SweepError, match="--slurm partitio=a|--slurm cluster=local"):
+        sweep.run()
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_of_two_nodes_loses_one_and_no_run(tmp_path, one_by_one):
+    """Timed runs are alone on one node; the node whose trial kills it takes nothing with it."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        pids = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
+        script = write_script(
+            tmp_path,
+            f"""if int(os.environ["RAY_RAYLET_PID"]) != {pids[0]} and once("killed"):
+                os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(600)""",
+        )
+        options = {"levels": ["O0", "O1"], "autocast": False, "rounds": 2}
+        out = tmp_path / "out"
+        sweep = make(script, out, engine="ray", address=cluster.address, **options).run()
+    finally:
+        cluster.shutdown()
+    assert (tmp_path / "killed").exists()
+    assert figures(out) == one_by_one
+    assert {run.alone for run in sweep.runs if run.trial.short} == {True}
+    assert len(sweep.runs) == 10 and sweep.results.complete
+
+
+RANKS = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    amp.log_metrics(rank=dist.get_rank())
+    print("rank", dist.get_rank())
+    if dist.get_rank() == 1 and os.environ["AMPATCH_OPT_LEVEL"] == "O1":
+        print("the last words")
+        raise RuntimeError("no more")
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def with_ranks(directory, **options):
+    script = write_script(directory)
+    with open(script, "a") as file:
+        file.write(textwrap.dedent(RANKS))
+    out = directory / "out"
+    wanted = {"seeds": 1, "rounds": 1, "metrics": {}, "autocast": False, "nproc_per_node": 2}
+    sweep = make(script, out, **wanted, **options).run()
+    assert not list((out / "runs").glob("*.ranks"))
+    [run] = sweep.runs
+    return sweep.rows[0], (out / f"runs/{run.trial.file_stem}.log").read_text()
+
+
+def test_a_rank_that_dies_ends_the_trial_with_its_output(tmp_path):
+    row, log = with_ranks(tmp_path, levels=["O1"])
+    assert row.status == "crashed: rank 1: RuntimeError: no more"
+    assert (row.metrics, row.steps) == ({"rank": 0.0}, 12)  # rank 0 reports
+    assert "the last words" in log and "RuntimeError: no more" in log
+
+
+@pytest.mark.slow
+def test_ranks_that_end_well(tmp_path):
+    row, log = with_ranks(tmp_path, levels=["O0"])
+    assert (row.status, row.metrics, row.steps) == ("ok", {"rank": 0.0}, 12)
+    assert "rank 0\n" in log and "rank 1\n" not in log
+
+
+# The end of a sweep
+
+
+STUBBORN = """
+    import os, signal, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    path = os.path.join(sys.argv[1], os.environ.get("RANK", "0") + ".pid")
+    with open(path + ".part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(path + ".part", path)
+    while True:
+        time.sleep(600)
+"""
+
+
+def start_stubborn(directory, *options):
+    """A sweep of a script that ignores SIGTERM, in its own process; and the script's pids."""
+    script = directory / "stubborn.py"
+    script.write_text(textwrap.dedent(STUBBORN))
+    paths = [str(Path(ampatch.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "ampatch", "sweep", str(script), "--out", "out", *options]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not as a shell has us
+    try:
+        sweep = subprocess.Popen(
+            [*command, "--levels", "O0", "--", str(directory)],
+            cwd=directory,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    ranks = 2 if "--nproc-per-node" in options else 1
+    wait_until(lambda: len(list(directory.glob("*.pid"))) == ranks)
+    return sweep, [int(path.read_text()) for path in directory.glob("*.pid")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--jobs", "2"],
+        pytest.param(["--engine", "ray"], marks=pytest.mark.slow),
+        pytest.param(["--engine", "slurm", "--slurm", "cluster=local"], marks=pytest.mark.slow),
+        pytest.param(["--nproc-per-node", "2"], marks=pytest.mark.slow),
+    ],
+    ids=["local", "ray", "slurm", "torchrun"],
+)
+def test_a_second_interrupt_ends_what_ignores_the_first(options, tmp_path):
+    sweep, children = start_stubborn(tmp_path, *options)
+    for _ in range(2):
+        sweep.send_signal(signal.SIGINT)
+        time.sleep(1)
+    _out, err = sweep.communicate(timeout=60)
+    assert sweep.returncode in (130, -signal.SIGINT) and "Interrupted" in err
+    wait_until(lambda: not any(map(is_alive, children)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--engine", "ray"],
+        ["--engine", "slurm", "--slurm", "cluster=local"],
+        ["--nproc-per-node", "2"],
+    ],
+    ids=["ray", "slurm", "torchrun"],
+)
+def test_a_killed_sweep_leaves_nothing_running(options, tmp_path):
+    sweep, children = start_stubborn(tmp_path, *options)
+    sweep.kill()
+    sweep.wait()
+    wait_until(lambda: not any(map(is_alive, children)))
+    sweep.communicate()  # to the end of all that it had started
+
+
+def wait_until(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+def is_alive(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
