@@ -14,6 +14,7 @@ from typing import Any
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.judge import compare, corrected, quality_text
+from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import Comparison, Results, Row, read_results, read_runs
 from ampatch.sweep.report.summary import samples_of, seeds_matter
 
@@ -67,7 +68,7 @@ class RowPair:
         ]
         if failed:
             return "; ".join(failed)
-        pace = [] if self.speed is None else [f"{self.speed:.2f}x the speed of A"]
+        pace = [] if self.speed is None else [f"{ratio(self.speed)}x the speed of A"]
         quality = [quality_text(self.comparisons[0], "A")] if self.comparisons else []
         return "; ".join(pace + quality) or "nothing to compare"
 
