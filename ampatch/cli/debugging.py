@@ -42,5 +42,11 @@ def _lines(debugger: Debugger) -> Iterator[str]:
             yield f"  {report.in_short()}"
         if len(passed) > SHOWN:
             yield f"  ... and {len(passed) - SHOWN} more"
-    other = "no other" if passed else "no"
+    if debugger.unseen_skips:
+        steps = f"{debugger.unseen_skips} step{'s' if debugger.unseen_skips > 1 else ''}"
+        yield (
+            f"ampatch: skipped {steps} because of an inf or NaN that no backward pass made: look "
+            "at what the script writes to .grad."
+        )
+    other = "no other" if passed or debugger.unseen_skips else "no"
     yield f"ampatch: {debugger.report or f'{other} inf or NaN in {debugger.step} optimizer steps.'}"

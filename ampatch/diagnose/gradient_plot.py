@@ -81,7 +81,7 @@ def _limits(axes: Any, report: GradientReport, low: float) -> None:
         (report.scale, "present", "--"),
         (report.suggestion.scale, "suggested", ":"),
     ):
-        if scale != 1:
+        if scale != 1 and flushed / scale > low:  # further left there are no gradients
             label = f"zero below, at the {name} loss scale {scale:g}"
             axes.axvline(flushed / scale, linestyle=style, color="#333333", label=label)
     axes.set_xlim(left=low)

@@ -65,12 +65,15 @@ def debug(model: nn.Module | None = None, *, stop_at: str = "unabsorbed") -> Deb
 class Debugger:
     """Watches one model, or all; `report` is None until something is found.
 
-    `passed_over` holds the first overflow of each step that the loss scale absorbed.
+    `passed_over` holds the first overflow of each step that the loss scale absorbed;
+    `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, as when
+    the script writes to `.grad`.
     """
 
     def __init__(self, model: nn.Module | None, stop_at: str = "unabsorbed") -> None:
         self.report: Report | None = None
         self.passed_over: list[Report] = []
+        self.unseen_skips = 0
         self.is_active = True
         self._passes_over = stop_at == "unabsorbed"
         self._loss_scale = LossScale()
@@ -142,7 +145,13 @@ class Debugger:
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         """Counts a skipped step of a managed optimizer; torch's hook counts the others."""
         if skipped is True:
+            self.unseen_skips += not self._is_explained()
             self._count(optimizer)
+
+    def _is_explained(self) -> bool:
+        """Whether something was found in this step, or in the last of any optimizer of several."""
+        since = self.step - (len(self._steps) > 1)
+        return self.report is not None or any(one.step >= since for one in self.passed_over[-1:])
 
     def on_deactivate(self) -> None:
         """`ampatch.deactivate()` also ends the watch of a given model."""
@@ -183,24 +192,37 @@ class Debugger:
         if parameter.requires_grad:
             hook = self._parameter_hook(weakref.ref(parameter))
             self._handles.append(parameter.register_hook(hook))
+            if parameter.is_leaf:
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(self._look_at_accumulated)
+                )
 
     def _parameter_hook(self, of: Callable[[], Tensor | None]) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
             parameter = of()
-            if parameter is None or is_finite(gradient):
-                return
-            name = self._models.name_of(parameter)
-            if name is None:
-                return
-            place = Place(self._models.owner(name), None, 0)
-            self._check(f"gradient of the parameter {name}", [gradient], place, [], "backward")
-            for report in (self.report, *self.passed_over[-1:]):
-                if report is not None and report.step == self.step:
-                    if name not in report.parameters:
-                        report.parameters.append(name)
-                    break
+            if parameter is not None:
+                self._look_at_gradient(parameter, gradient)
 
         return look
+
+    def _look_at_accumulated(self, parameter: Tensor) -> None:
+        """The gradient once more: hooks of the script that came later may have replaced it."""
+        if parameter.grad is not None:
+            self._look_at_gradient(parameter, parameter.grad)
+
+    def _look_at_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        if is_finite(gradient):
+            return
+        name = self._models.name_of(parameter)
+        if name is None:
+            return
+        place = Place(self._models.owner(name), None, 0)
+        self._check(f"gradient of the parameter {name}", [gradient], place, [], "backward")
+        for report in (self.report, *self.passed_over[-1:]):
+            if report is not None and report.step == self.step:
+                if name not in report.parameters:
+                    report.parameters.append(name)
+                break
 
     # The report
 

@@ -155,9 +155,11 @@ def convert_weights(
 
     Modules for which `skip` is true go to `skipped_dtype` instead.  FP32 buffers stay as
     they are, but for the statistics of a norm, whose kernels want them in the dtype
-    of its weights.  Tensors shared between modules are converted once.
+    of its weights.  Tensors shared between modules are converted once, and parameters that share
+    their memory go on sharing it.
     """
     converted: dict[int, Converted] = {}
+    in_place: dict[tuple, Tensor] = {}
     for module in model.modules():
         target = skipped_dtype if skip(module) else dtype
         tensors: list[Tensor] = list(module.parameters(recurse=False))
@@ -174,10 +176,18 @@ def convert_weights(
             ):
                 data = _data.__get__(tensor)
                 converted[id(tensor)] = Converted(tensor, tensor.dtype, data, tensor.grad)
-                set_data(tensor, data.to(target))
+                place = (*_place(data), target)
+                set_data(tensor, in_place.setdefault(place, data.to(target)))
     if converted:
         flatten_rnns(model)
     return list(converted.values())
+
+
+def _place(data: Tensor) -> tuple:
+    """Equal for tensors that are the same numbers in the same memory."""
+    if type(data) is not Tensor or data.layout is not torch.strided or not data.data_ptr():
+        return (id(data),)
+    return data.data_ptr(), data.dtype, data.shape, data.stride()
 
 
 def float_buffers(model: nn.Module, skip: Callable[[nn.Module], bool]) -> dict[str, Tensor]:

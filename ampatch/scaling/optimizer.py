@@ -47,8 +47,9 @@ class ManagedOptimizer:
     `groups` the places of parameters, `counter` counts steps.  `before_step(self)` and
     `after_step(self)` are called around each step, skipped or not.  `halves` gives the ids of
     the parameters that are to have masters now, `master_of` the master that another optimizer
-    has made for one of them, `held_copy` gives up an FP32 copy of one that the user's code holds.
-    The ranks of `process_group` share their overflow flag.
+    has made for one of them, `half_of` the parameter of such a master, `held_copy` gives up an
+    FP32 copy of one that the user's code holds.  The ranks of `process_group` share their
+    overflow flag.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ManagedOptimizer:
         after_step: Callable[[ManagedOptimizer], None],
         halves: Callable[[], set[int]] = set,
         master_of: Callable[[Tensor], Parameter | None] = lambda half: None,
+        half_of: Callable[[Tensor], Tensor | None] = lambda master: None,
         process_group: Any = None,
         name_of: Callable[[Tensor], str] = lambda half: "a weight",
         held_copy: Callable[[Tensor], Tensor | None] = lambda half: None,
@@ -69,7 +71,7 @@ class ManagedOptimizer:
         self.masters = MasterWeights(name_of, held_copy)
         self.gradients = GradientFlow(optimizer, self.masters, process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
-        self.groups = ParamGroups(optimizer, self.masters, master_of)
+        self.groups = ParamGroups(optimizer, self.masters, master_of, half_of)
         self.counter = StepCounter()
         self.found_states = FoundStates()
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked

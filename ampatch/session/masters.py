@@ -31,6 +31,14 @@ class Masters:
                 return master
         return None
 
+    def half_of(self, master: Tensor) -> Tensor | None:
+        """The half parameter of a master, or None."""
+        for optimizer in self._optimizers.alive():
+            half = optimizer.masters.half_of(master)
+            if half is not None:
+                return half
+        return None
+
     def share(self, half: Tensor) -> Parameter | None:
         """As `of`, for another optimizer that is about to use the same master."""
         for optimizer in self._optimizers.alive():

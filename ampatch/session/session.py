@@ -238,6 +238,7 @@ class Session:
             after_step=self._after_step,
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
+            half_of=self.masters.half_of if self.is_open else _no_half_of,
             process_group=self._process_group,
             name_of=lambda half: self.weights.names().get(id(half), "a weight"),
             held_copy=self.values.widened.hand_over,
@@ -440,6 +441,10 @@ def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
             undo.do(managed.found_states.restore)
         optimizers.remove(optimizer)
     undo.end()
+
+
+def _no_half_of(master: Tensor) -> None:
+    """While a session opens there are no masters that an optimizer could have been made of."""
 
 
 def _scaler(properties: Properties) -> Any:

@@ -248,6 +248,33 @@ def test_a_pass_outside_of_a_block_has_no_scale_to_absorb():
     assert debugger.report.loss_scale is None and debugger.report.phase == "backward"
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_hook_that_the_script_sets_later_is_seen(level):
+    model = linear(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0, init_scale=16.0)
+    with ampatch.debug(model) as debugger:
+        model.weight.register_hook(lambda gradient: gradient * float("nan"))
+        with ampatch.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+    assert (debugger.report.operator, debugger.report.phase) == ("aten.mul", "backward")
+
+
+def test_a_skip_that_no_backward_pass_explains_is_counted():
+    model = linear(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0, init_scale=16.0)
+    with ampatch.debug(model) as debugger:
+        for factor in (1.0, float("inf"), 1.0):
+            with ampatch.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+                scaled.backward()
+                model.weight.grad.mul_(factor)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert debugger.report is None and debugger.passed_over == []
+    assert debugger.unseen_skips == 1
+
+
 def test_a_step_that_breaks_the_weights_is_reported_after_absorbed_overflows():
     debugger = debugged_steps(lambda gradient: gradient * 1000, 8, lr=1e38)
     assert len(debugger.passed_over) == 5

@@ -281,6 +281,17 @@ def test_the_plot_has_logarithmic_axes(counted, report, tmp_path, monkeypatch):
     assert sum(heights) == pytest.approx(100 if counted else 0)
 
 
+@pytest.mark.parametrize(("scale", "lines"), [(16.0, 1), (2.0**40, 0)], ids=["seen", "far left"])
+def test_the_legend_names_only_lines_within_the_plot(scale, lines, report, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *path, **dpi: shown.append(figure))
+    dataclasses.replace(report, scale=scale).plot(tmp_path / "gradients.png")
+    texts = [text.get_text() for text in shown[0].legends[0].get_texts()]
+    assert sum("present loss scale" in text for text in texts) == lines
+
+
 def test_a_missing_matplotlib_is_said(report, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)

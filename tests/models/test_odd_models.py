@@ -283,3 +283,31 @@ def test_that_is_not_said_where_nothing_is_lost_or_nothing_trains(how, caplog):
         target = Target(4, 4).requires_grad_(how != "frozen")
         with_target(how if how in ("O1", "O3") else "O2", target, verbosity=int(how != "quiet"))
     assert "without master weights" not in caplog.text
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_share_their_memory_go_on_sharing_it(level, frozen):
+    """Two objects, tied by `.data`: in FP32 each step of one is seen in the other."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight.data = first.weight.data
+    second.weight.requires_grad_(not frozen)
+    model = nn.Sequential(first, nn.Tanh(), second)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    for _ in range(2):
+        before = first.weight.detach().clone()
+        optimizer.zero_grad()
+        with ampatch.scale_loss(model(torch.ones(2, 4)).square().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert torch.equal(first.weight, second.weight) and not torch.equal(first.weight, before)
+    with torch.no_grad():
+        first.weight.fill_(0.25)
+    assert bool((second.weight == 0.25).all())
+    optimizer.zero_grad()
+    optimizer.step()
+    assert bool((second.weight == 0.25).all())
+    ampatch.deactivate()
+    assert bool((first.weight == 0.25).all()) and bool((second.weight == 0.25).all())

@@ -185,3 +185,23 @@ def test_a_state_dict_held_since_before_there_were_masters_is_an_alias_of_them(c
     optimizer.step()
     assert torch.equal(held["0.weight"], first) and torch.equal(held["3.bias"], last)
     assert (first != 3).any() and torch.equal(first.bfloat16(), model[0].weight)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_made_of_anothers_masters_trains_the_model_to_the_end(level):
+    """Also after `deactivate`, when gradients are the model's own again."""
+    model = build()
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, first, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    params = list(ampatch.master_params(first))
+    second = ampatch.add_optimizers(torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    assert all(map(torch.equal, ampatch.master_params(second), params))
+    train(model, second)
+    ampatch.deactivate()
+    own = list(model.parameters())
+    assert all(ours is theirs for ours, theirs in zip(second.param_groups[0]["params"], own))
+    assert set(second.state) == set(own), "its momentum too"
+    before = own[0].detach().clone()
+    model(torch.randn(4, 8)).sum().backward()
+    second.step()
+    assert not torch.equal(own[0], before)

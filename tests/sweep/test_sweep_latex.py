@@ -26,6 +26,7 @@ def results_of(directory, *runs):
         ("50% of a_b & #1 {x} $y$", r"50\% of a\_b \& \#1 \{x\} \$y\$"),
         ("\\z~^", r"\textbackslash{}z\textasciitilde{}\textasciicircum{}"),
         ('"within" 3"', "``within'' 3''"),
+        ("--steps 3 \N{EN DASH} 5", "-{}-steps 3 -- 5"),
         ("1 ± 2", r"1 $\pm$ 2"),
         ("größe \N{GREEK SMALL LETTER ALPHA}", r"größe \texttt{U+03B1}"),
     ],

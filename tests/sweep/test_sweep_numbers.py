@@ -1,10 +1,12 @@
-"""How a mean and its scatter are written."""
+"""How means, their scatter and speeds are written and drawn."""
 
 import math
 
 import pytest
+from matplotlib.figure import Figure
 
-from ampatch.sweep.report.numbers import decimals, plus_minus, quantity
+from ampatch.sweep.report.drawing import Bar, bars
+from ampatch.sweep.report.numbers import decimals, plus_minus, quantity, ratio
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,26 @@ def test_a_column_has_the_same_decimals():
 
 def test_a_value_is_four_decimals_or_three_digits():
     assert [quantity(value) for value in (0.0, 0.25, 1e-4)] == ["0.0000", "0.2500", "1.00e-04"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.256, "1.26"),
+        (0.104, "0.10"),
+        (0.0152, "0.015"),
+        (1.5e-4, "1.5e-04"),
+        (34.56, "34.6"),
+        (591.6, "592"),
+    ],
+)
+def test_a_speed_far_from_1_shows_its_digits(value, text):
+    assert ratio(value) == text
+
+
+@pytest.mark.parametrize(("low", "scale"), [(0.9, "linear"), (0.002, "log")])
+def test_speeds_that_are_far_apart_have_a_logarithmic_axis(low, scale):
+    axes = Figure().subplots()
+    bars(axes, [Bar("O0", 1.0, "", {}, 0.9, 1.1), Bar("O1", 2.0, "", {}, low, 2.1)])
+    assert axes.get_xscale() == scale
+    assert [bar.get_x() for bar in axes.patches] == ([1, 1] if scale == "log" else [0, 0])

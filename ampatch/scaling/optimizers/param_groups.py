@@ -19,7 +19,8 @@ from .state import move_state
 class ParamGroups:
     """The places of one optimizer's parameters.
 
-    `master_of` gives the master that another optimizer has made for a half parameter, or None.
+    `master_of` gives the master that another optimizer has made for a half parameter, or None;
+    `half_of` the half parameter of a master that another optimizer has made, or None.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class ParamGroups:
         optimizer: Any,
         masters: MasterWeights,
         master_of: Callable[[Tensor], Parameter | None],
+        half_of: Callable[[Tensor], Tensor | None],
     ) -> None:
         self._optimizer = optimizer
         self._masters = masters
         self._master_of = master_of
+        self._half_of = half_of
 
     def own_parameters(self) -> Iterator[Tensor]:
         """The parameters that the optimizer was given: half ones where it has masters now."""
@@ -45,7 +48,8 @@ class ParamGroups:
         """Put masters in the place of half parameters in `halves` (ids); whether there were any.
 
         `originals` has the FP32 values that half parameters (ids) were rounded from.  Those in
-        `masters` (by ids of half parameters) exist already.
+        `masters` (by ids of half parameters) exist already.  An optimizer that was made of another
+        one's masters shares them.
         """
         parameter_lists.check(self._optimizer, halves)
         new_of: dict[int, Tensor] = {}
@@ -57,6 +61,10 @@ class ParamGroups:
                     move_state(self._optimizer, param, master)
                 elif id(param) in originals:
                     move_state(self._optimizer, param, param)
+                elif self._masters.half_of(param) is None:
+                    half = self._half_of(param)
+                    if half is not None:
+                        new_of[id(half)] = self._master_for(half, originals, masters)
         parameter_lists.exchange(self._optimizer, new_of)
         return bool(new_of)
 

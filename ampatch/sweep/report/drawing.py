@@ -96,18 +96,19 @@ def is_wide(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) > 50 * min(values)
 
 
-def logarithmic(axes: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis: powers of ten on a wide one, plain numbers on another."""
+def logarithmic(axes: Any, values: Sequence[float], along: str = "y") -> None:
+    """A logarithmic axis, "x" or "y": powers of ten on a wide one, plain numbers on another."""
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
-    axes.set_yscale("log")
+    axes.set(**{f"{along}scale": "log"})
+    axis = getattr(axes, f"{along}axis")
     if math.log10(max(values) / min(values)) < DECADES:
-        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+        axis.set_major_formatter(FormatStrFormatter("%g"))
     else:
-        axes.yaxis.set_major_locator(LogLocator(10, numticks=8))
-        axes.yaxis.set_minor_locator(LogLocator(10, subs=range(2, 10), numticks=100))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+        axis.set_major_locator(LogLocator(10, numticks=8))
+        axis.set_minor_locator(LogLocator(10, subs=range(2, 10), numticks=100))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def powers_of_two(axes: Any) -> None:
@@ -133,9 +134,14 @@ class Bar:
 
 
 def bars(axes: Any, drawn: Sequence[Bar]) -> None:
-    """The bars, the first on top, with their texts in a column on the right."""
+    """The bars, the first on top, with their texts in a column on the right.
+
+    Numbers that are far apart have a logarithmic axis, on which bars begin at 1.
+    """
+    is_log, ends = have_wide_axis(drawn), _ends(drawn)
+    start = 1 if is_log else 0
     for place, bar in enumerate(drawn):
-        axes.barh(place, bar.value, height=0.6, **bar.look)
+        axes.barh(place, bar.value - start, left=start, height=0.6, **bar.look)
         if bar.low is not None and bar.high is not None:
             reach = [[bar.value - bar.low], [bar.high - bar.value]]
             style = {"ecolor": "#666666", "elinewidth": 1, "capsize": 2.5}
@@ -144,11 +150,25 @@ def bars(axes: Any, drawn: Sequence[Bar]) -> None:
     axes.set_yticks(places, [plain(bar.name) for bar in drawn])
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.06 * max(max(bar.value, bar.high or 0) for bar in drawn))
+    if is_log:
+        logarithmic(axes, [*ends, 1], "x")
+        axes.set_xlim(min(*ends, 1) / 1.2, max(*ends, 1) * 1.2)
+    else:
+        axes.set_xlim(0, 1.06 * max(ends))
     texts = axes.secondary_yaxis("right")
     texts.set_yticks(places, [plain(bar.text) for bar in drawn])
     texts.tick_params(length=0)
     texts.spines["right"].set_visible(False)
+
+
+def have_wide_axis(drawn: Sequence[Bar]) -> bool:
+    """Whether `bars` draws them on a logarithmic axis."""
+    return is_wide(_ends(drawn))
+
+
+def _ends(drawn: Sequence[Bar]) -> list[float]:
+    ends = [end for bar in drawn for end in (bar.value, bar.low, bar.high)]
+    return [end for end in ends if end is not None]
 
 
 def bars_height(drawn: Sequence[Bar]) -> float:

@@ -34,6 +34,7 @@ _PLAIN = {
 }  # fmt: skip
 _LETTERS = "ßæÆœŒøØ"  # of pdflatex, besides ASCII and accents
 _QUOTED = re.compile(r'"([^"]*)"')
+_OF_TWO_HYPHENS = re.compile("-(?=-)")  # of "--resume"; two would become a dash
 _TIMES = re.compile(r"(?<=\d)x\b")  # of "1.25x"
 _NEGATIVE = re.compile(r"(?<![\w.)-])-(?=\d)")
 _STACKED = (
@@ -113,7 +114,8 @@ def caption(results: Results) -> str:
 
 def escaped(text: str) -> str:
     """`text` as LaTeX shows it; a letter that pdflatex lacks is given by its number."""
-    return _QUOTED.sub(r"``\1''", "".join(map(_letter, text))).replace('"', "''")
+    parts = ("".join(map(_letter, part)) for part in _OF_TWO_HYPHENS.split(text))
+    return _QUOTED.sub(r"``\1''", "-{}".join(parts)).replace('"', "''")
 
 
 def _letter(letter: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 MISSING = "-"
 _SMALL = 1e-3  # below this four decimals would show nothing
 _LARGE = 1e7  # from here on they would show nothing else
+_SMALL_RATIO = 0.1
 _MOST_DECIMALS = 6
 _PLAIN = 4  # decimals of a value without scatter
 
@@ -25,6 +26,15 @@ def number(value: float | None, form: str) -> str:
     if value is None:
         return MISSING
     return form.format(value) if math.isfinite(value) else str(value)
+
+
+def ratio(value: float) -> str:
+    """A speed: two decimals about 1, as many digits far from it, so that none is "0.00"."""
+    if not math.isfinite(value):
+        return str(value)
+    if 0 < value < _SMALL_RATIO:
+        return f"{value:.1e}" if value < _SMALL else f"{value:.2g}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def quantity(value: float | None) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import Row, Spread
 
 NOISE = 0.05
@@ -49,7 +50,7 @@ def in_words(row: Row) -> str:
     if row.outcome == "baseline":
         return f"measured twice, its second run had {_ratio(speeds, 'the speed of the first')}"
     if row.pace == ONE_ROUND:
-        return f"{speeds.median:.2f}x the speed of O0 in one round, which tells nothing"
+        return f"{ratio(speeds.median)}x the speed of O0 in one round, which tells nothing"
     if row.pace == NO_NOISE:
         return f"{_ratio(speeds, 'the speed of O0')}, with O0 measured once, which tells nothing"
     if row.pace == UNKNOWN:
@@ -89,7 +90,7 @@ def none_recommended(rows: Sequence[Row], base: Row) -> str:
 
 
 def _ratio(speeds: Spread, of: str = "") -> str:
-    words = f"{speeds.median:.2f}x {of}".rstrip()
+    words = f"{ratio(speeds.median)}x {of}".rstrip()
     if speeds.n < 2:
         return f"{words} (one round)"
-    return f"{words} ({speeds.low:.2f} to {speeds.high:.2f} in {speeds.n} rounds)"
+    return f"{words} ({ratio(speeds.low)} to {ratio(speeds.high)} in {speeds.n} rounds)"

@@ -32,13 +32,14 @@ from ampatch.sweep.report.drawing import (
     Sheet,
     bars,
     bars_height,
+    have_wide_axis,
     is_wide,
     logarithmic,
     plain,
     powers_of_two,
     widths,
 )
-from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.numbers import counted, ratio
 from ampatch.sweep.report.provenance import sentence, software
 from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.trial import BASE
@@ -270,7 +271,7 @@ def _speeds(plan: _Plan) -> Picture | None:
         return None
     drawn = [
         Bar(
-            _wrapped(row), row.speeds.median, f"{row.speeds.median:.2f}x, {row.step_ms:.3g} ms",
+            _wrapped(row), row.speeds.median, f"{ratio(row.speeds.median)}x, {row.step_ms:.3g} ms",
             plan.bar(row), row.speeds.low, row.speeds.high,
         )
         for row in timed
@@ -282,8 +283,8 @@ def _speeds(plan: _Plan) -> Picture | None:
         panels[0].set_xlabel("speed relative to O0 (times; larger is faster)")
 
     alt = "Bars of the speed relative to O0. " + "; ".join(
-        f"{row.name}: {row.speeds.median:.2f} times O0's, "
-        f"{row.speeds.low:.2f} to {row.speeds.high:.2f} over {counted(row.speeds.n, 'round')}"
+        f"{row.name}: {ratio(row.speeds.median)} times O0's, "
+        f"{ratio(row.speeds.low)} to {ratio(row.speeds.high)} over {counted(row.speeds.n, 'round')}"
         for row in timed
     )
     rounds = max(row.speeds.n for row in timed)
@@ -292,6 +293,7 @@ def _speeds(plan: _Plan) -> Picture | None:
         "the median time of a step.",
         f"Whiskers: quartiles of the ratios of {counted(rounds, 'round')}." if rounds > 1 else "",
         "O0's own ratio is that of its second run in each round to its first.",
+        "The axis is logarithmic; bars begin at 1." if have_wide_axis(drawn) else "",
     ]
     sheet = Sheet(bars_height(drawn))
     return plan.picture("speed", "Speed relative to O0", said, f"{alt}.", sheet, draw)

@@ -14,6 +14,7 @@ from typing import Any
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.judge import compare, corrected, quality_text
+from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.pace import is_noisy
 from ampatch.sweep.report.results import Comparison, Results, Row, read_results, read_runs
 from ampatch.sweep.report.summary import samples_of, seeds_matter
@@ -68,8 +69,8 @@ class RowPair:
         times = self.first.step_times, self.second.step_times
         apart = all(times) and (times[0].high < times[1].low or times[1].high < times[0].low)
         if apart and self.quiet:
-            return f"{self.speed:.2f}x the speed of A"
-        return f"speed not told apart from A's: {self.speed:.2f}x"
+            return f"{ratio(self.speed)}x the speed of A"
+        return f"speed not told apart from A's: {ratio(self.speed)}x"
 
     @property
     def verdict(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 from ampatch.sweep.report.judge import difference_text, mean_and_sd, method, p_text
-from ampatch.sweep.report.numbers import MISSING
+from ampatch.sweep.report.numbers import MISSING, ratio
 from ampatch.sweep.report.pace import NOISE
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.side_by_side import RowPair, SideBySide
@@ -64,7 +64,10 @@ def _cells(pair: RowPair) -> list[str]:
     first, second = pair.first, pair.second
     cells = [first.opt_level, first.dtype]
     cells += [_number(row.step_ms, "{:.2f}") for row in (first, second)]
-    cells += [_number(pair.speed, "{:.2f}x"), *map(_mebibytes, (first, second))]
+    cells += [
+        MISSING if pair.speed is None else f"{ratio(pair.speed)}x",
+        *map(_mebibytes, (first, second)),
+    ]
     if not pair.comparisons:
         return [*cells, MISSING, MISSING, MISSING, MISSING]
     one = pair.comparisons[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
 from ampatch.sweep.report.judge import LOSS, difference_text
-from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity
+from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity, ratio
 from ampatch.sweep.report.results import Row, Spread
 
 STEP_NOTE = (
@@ -56,9 +56,9 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     return [
         Column("level", lambda row: row.opt_level, right=False),
         Column("dtype", lambda row: row.dtype, right=False),
-        Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}")),
+        Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
         *([cpu] if any(row.cpu_ms is not None for row in rows) else []),
-        Column("speed", lambda row: _with_quartiles(row.speeds, "{:.2f}", "x")),
+        Column("speed", lambda row: _with_quartiles(row.speeds, ratio, "x")),
         *([samples] if sampled else []),
         Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
@@ -157,14 +157,14 @@ def _part(name: str) -> Callable[[Row], str]:
     return lambda row: number(row.parts.get(name), "{:.2f}")
 
 
-def _with_quartiles(spread: Spread | None, form: str, unit: str = "") -> str:
+def _with_quartiles(spread: Spread | None, form: Callable[[float], str], unit: str = "") -> str:
     """`1.62x [1.58, 1.66]`, or without quartiles of a single value."""
     if spread is None:
         return MISSING
-    text = form.format(spread.median) + unit
+    text = form(spread.median) + unit
     if spread.n < 2:
         return text
-    return f"{text} [{form.format(spread.low)}, {form.format(spread.high)}]"
+    return f"{text} [{form(spread.low)}, {form(spread.high)}]"
 
 
 def _mebibytes(row: Row) -> str:
