@@ -1,5 +1,6 @@
 """Verdicts and plans of sweeps, of records made by hand: statistics against formulas."""
 
+import io
 import statistics
 
 import pytest
@@ -13,6 +14,7 @@ from ampatch.sweep.report.paired import MISSING
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import as_csv, as_markdown
+from ampatch.sweep.report.terminal import write_results
 from ampatch.sweep.trial import Case, Trial
 
 # Verdicts
@@ -169,7 +171,7 @@ def test_the_fastest_that_is_as_good_is_recommended():
 def test_with_nothing_to_compare_nothing_is_recommended():
     base, row = run_of("O0", 0, 0.9), run_of("O1", 0, error="RuntimeError: no")
     for runs, lacking in (
-        ([], "there is no O0 that went well"),
+        ([], "no run has ended"),
         ([run_of("O1", 0, 0.9)], "there is no O0 that went well"),
         ([base], "O0 alone has run"),
         ([base, row], "no row beside O0 has gone well"),
@@ -266,3 +268,9 @@ def test_csv_and_markdown_have_every_row_and_verdict():
         rows[1].verdict in text and "Use O1." in text and "Holm" in text and "accuracy - O0" in text
     )
     assert Results.from_json(results.to_json()) == results
+
+
+def test_without_a_row_there_is_no_table():
+    stream = io.StringIO()
+    write_results(Results("train.py", [], "", 1, {}, {}, recommendation=recommendation([])), stream)
+    assert stream.getvalue().strip() == "Recommendation: nothing to compare yet: no run has ended."

@@ -32,11 +32,11 @@ def method(base: str) -> str:
     return (
         f"Accuracy: one value per seed; a row's and {base}'s with the same seed are a pair. Paired "
         "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
-        f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {LEVEL:.0%} for all rows "
-        "together. In brackets the 95 % confidence interval of the mean difference, of each row by "
+        f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {100 * LEVEL:.0f} % for all "
+        "rows together. In brackets the 95 % confidence interval of the mean difference, of each row by "
         'itself. "Within seed noise" means that the test found no difference. The difference that '
-        f"would have been seen is the one that the test finds with probability {POWER:.0%}: "
-        "ncp * s / sqrt(n), by the noncentral t distribution (Cohen, Statistical Power Analysis, "
+        f"would have been seen is the one that the test finds with probability "
+        f"{100 * POWER:.0f} %: ncp * s / sqrt(n), by the noncentral t distribution (Cohen, Statistical Power Analysis, "
         "1988). Where the difference is one number with each seed, the samples are compared as "
         "unpaired."
     )
@@ -155,6 +155,8 @@ def _judged(one: Comparison, p: float, rows: int) -> Comparison:
 
 
 def _what_lacks(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "no run has ended"
     if all(row.outcome != "baseline" for row in rows):
         return "there is no O0 that went well"
     return "O0 alone has run" if len(rows) == 1 else "no row beside O0 has gone well"

@@ -24,7 +24,8 @@ _LEAST = 10  # the least width of a column of words
 
 def write_results(results: Results, stream: TextIO) -> None:
     """Write the tables, the verdicts, the notes, and the recommendation."""
-    write_table(results.rows, stream)
+    if results.rows:  # none where the sweep ended in its first run
+        write_table(results.rows, stream)
     parts = part_columns(results.rows)
     if parts:
         stream.write("\n")
