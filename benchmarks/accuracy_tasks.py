@@ -20,7 +20,6 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import char_lm
-import digits
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -50,13 +49,32 @@ class Task:
     make: Callable[[int, float], Run]  # (seed, Adam's eps)
 
 
+class DigitsNet(nn.Module):
+    """Two convolutions and two linear layers, for 8 x 8 grey images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 12, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(12)
+        self.conv2 = nn.Conv2d(12, 24, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(24)
+        self.fc1 = nn.Linear(24 * 2 * 2, 64)
+        self.fc2 = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
+        x = F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc2(x)
+
+
 def digits_task(seed: int, eps: float) -> Run:
-    """The conv net of examples/digits.py by SGD; `eps` is without effect."""
+    """A small conv net by SGD; `eps` is without effect."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     train, test = _split(images, torch.tensor(data.target), stratify=True)
     torch.manual_seed(seed)
-    model = digits.Net()
+    model = DigitsNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     return Run(model, optimizer, _epochs(train), F.cross_entropy, lambda: _accuracy(model, test))
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..torch_private.probes import computes_with_fakes
+
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
@@ -56,7 +58,8 @@ class WidenedCopies:
 
     def keep_original(self, half: Tensor, original: Tensor) -> None:
         """`half` was rounded from `original`."""
-        if not torch.equal(half.to(original.dtype), original):
+        has_values = not half.is_meta and not computes_with_fakes()
+        if has_values and not torch.equal(half.to(original.dtype), original):
             self._originals[id(half)] = half, original
 
     def forget_original(self, half: Tensor) -> None:

@@ -102,10 +102,11 @@ class ModelInputs:
         found = tensor.dtype
         if found is self._dtype or found not in CASTABLE:
             return tensor
-        if found is torch.float32 and self._is_half and self._stays_float(tensor, place):
+        on_host = is_read_by_host(tensor)
+        if found is torch.float32 and self._is_half and self._stays_float(tensor, place, on_host):
             return tensor
         is_later = place in self._seen_places
-        if is_later and self._saturates and not is_read_by_host(tensor):
+        if is_later and self._saturates and not on_host:
             cast = self._saturated(tensor)
         else:
             cast = tensor.to(self._dtype)
@@ -113,12 +114,12 @@ class ModelInputs:
         given[0].append((tensor, cast))
         return cast
 
-    def _stays_float(self, tensor: Tensor, place: int) -> bool:
+    def _stays_float(self, tensor: Tensor, place: int, on_host: bool) -> bool:
         if place in self._float_places:
             return True
         if not tensor.numel() or tensor.layout is not torch.strided:
             return False
-        if not is_read_by_host(tensor) and (
+        if not on_host and (
             place in self._seen_places or not has_values(tensor.device) or is_captured(tensor)
         ):
             return False

@@ -1,5 +1,6 @@
 """`ampatch compare` of sweeps made by hand."""
 
+import dataclasses
 import json
 
 import pytest
@@ -116,3 +117,23 @@ def test_the_quantity_of_the_verdicts_can_be_chosen(tmp_path, capsys):
     first, second = stored(tmp_path, "a"), stored(tmp_path, "b")
     assert "A accuracy" in compared(capsys, first, second)[1]
     assert "A last loss" in compared(capsys, first, second, "--judge", "last loss")[1]
+
+
+def test_the_seeds_have_to_reach_the_script_in_both(tmp_path):
+    same = [made_run(CASES[0], 0), made_run(CASES[0], 0)]
+    same[1] = dataclasses.replace(same[1], trial=dataclasses.replace(same[1].trial, seed=1))
+    made_sweep(tmp_path / "same", same)
+    made_sweep(tmp_path / "other", [made_run(CASES[0], seed) for seed in (0, 1)])
+    for names in (("same", "other"), ("other", "same")):
+        [pair] = side_by_side(*(read_sweep(tmp_path / name) for name in names)).pairs
+        assert pair.comparisons[0].untested == "O0 is the same with each seed"
+
+
+def test_where_they_differ_a_says_which_way_is_better(tmp_path):
+    first, second = read_sweep(stored(tmp_path, "a")), read_sweep(stored(tmp_path, "b"))
+    rows = second.results.rows
+    rows[1] = dataclasses.replace(
+        rows[1], comparisons=[dataclasses.replace(rows[1].comparisons[0], better="lower")]
+    )
+    pairs = side_by_side(first, second).pairs
+    assert {pair.comparisons[0].better for pair in pairs} == {"higher"}

@@ -92,6 +92,9 @@ def test_a_script_that_goes_on_from_its_own_file_is_recognised(tmp_path):
     said = stopped(plan)
     assert "took no step in O1-bfloat16 seed 0, though it took 9 in O0 seed 0" in said
     assert "{trial_dir}" in said and "AMPATCH_TRIAL_DIR" in said
+    assert not any("several machines" in note for note in plan.results.notes)
+    said = stopped(planned(tmp_path, RESUMING, repr(str(tmp_path)), overwrite=True))  # it is there
+    assert "a file that was there before" in said and "{trial_dir}" in said
 
 
 def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Verdicts and plans of sweeps, of records made by hand: statistics against formulas."""
 
 import io
+import math
 import statistics
 
 import pytest
@@ -143,7 +144,7 @@ def test_values_that_are_one_number_have_no_spread():
     row = rows_of([0.9, 0.9, 0.9], [0.9, 0.9, 0.9])[1]
     assert row.verdict.endswith("equal to O0 with each of 3 seeds: accuracy 0.9")
     row = rows_of([0.9, 0.9, 0.9], [0.1, 0.1, 0.1])[1]
-    assert row.outcome == "worse" and "difference -0.8 with each seed, p=0, 3" in row.verdict
+    assert row.outcome == "worse" and "difference -0.8 with each seed, 3 seeds" in row.verdict
 
 
 def test_speed_is_of_the_round_so_that_drift_does_not_decide():
@@ -156,6 +157,23 @@ def test_speed_is_of_the_round_so_that_drift_does_not_decide():
     row = summarize(runs)[1]
     assert (row.speeds.low, row.speed, row.speeds.high) == pytest.approx((1.25,) * 3)
     assert row.speeds.n == 3
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_no_number_is_worse_and_not_recommended(lost):
+    base = [run_of("O0", seed, 0.9 + seed / 100, loss=seed) for seed in range(3)]
+    ours = [run_of("O1", seed, ms=0.5, accuracy=lost if seed else -lost) for seed in range(3)]
+    timing = [again(seed) for seed in range(3)]
+    for runs in ([*base, *ours, *timing], [base[0], ours[0], *timing]):  # three seeds, one seed
+        rows = summarize(runs)
+        assert rows[1].outcome == "worse" and "not all values are finite" in rows[1].verdict
+        assert recommendation(rows) == "Stay with O0: no row that went well is as accurate."
+
+
+def test_losses_of_both_infinities_end_no_sweep():
+    run = run_of("O1", 0)
+    run.measured.losses["0"].values[-2:] = [math.inf, -math.inf]
+    assert summarize([run_of("O0", 0), run])[1].status == "diverged at step 39: loss inf"
 
 
 def test_the_fastest_that_is_as_good_is_recommended():

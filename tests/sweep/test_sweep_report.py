@@ -31,6 +31,7 @@ from ampatch.sweep.report.curves import (
 from ampatch.sweep.report.drawing import FORMATS, logarithmic
 from ampatch.sweep.report.plots import COLOURS, gallery
 from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.terminal import write_results
 
 NAMES = ["loss-by-step", "loss-by-time", "speed", "memory", "loss-scale"]
 VOID = {"meta", "link", "img", "br"}
@@ -167,6 +168,17 @@ def test_there_may_be_next_to_nothing_to_show(tmp_path, runs):
     made_sweep(tmp_path, runs)
     assert write_report(tmp_path) == ""
     Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+def test_what_no_column_shows_is_not_explained(tmp_path):
+    explained = ("Step time is", "Speed is", "First and last loss", "CPU time")
+    failed = [made_run(CASES[0], steps=0, memory_bytes=None, error="SyntaxError: no")]
+    for name, runs in (("none", []), ("failed", failed)):
+        write_results(made_sweep(tmp_path / name, runs), text := io.StringIO())
+        assert not any(said in text.getvalue() for said in explained)
+        assert ("status" in text.getvalue()) == bool(runs)  # without rows there is no table
+    write_results(made_sweep(tmp_path / "all"), text := io.StringIO())
+    assert all(said in text.getvalue() for said in explained)
 
 
 # The pictures

@@ -128,7 +128,9 @@ def test_one_round_recommends_nothing():
     assert (row.pace, base.speed) == ("one round", None)
     assert "--rounds 3" in recommendation([base, row])
     two_without_noise = summarize([run_of(Trial(case, seed)) for case in ROWS for seed in (0, 1)])
-    assert two_without_noise[1].pace == "not told apart"
+    base, row = two_without_noise
+    assert row.pace == "noise not measured" and "with O0 measured once" in row.verdict
+    assert "O0 is measured twice" in recommendation([base, row])
 
 
 def test_short_runs_count_for_times_alone():
@@ -196,6 +198,8 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
         "O0 seed 0 repeat 3 (timing)",
     ]
     assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
+    with pytest.raises(ValueError, match="rounds was 4, now 3"):  # would leave out measured rounds
+        make(tmp_path, resume=True)
 
 
 def test_short_runs_are_no_longer_than_whole_ones(tmp_path, ran):

@@ -117,7 +117,7 @@ class Accelerator:
 )
 def test_kinds_of_devices(known, has_cuda, expected, monkeypatch):
     """torch has `torch.accelerator` from 2.6 on; before it, it is asked for CUDA."""
-    monkeypatch.setattr(torch, "accelerator", known, raising=False)
+    monkeypatch.setattr(devices, "_accelerator", known)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     assert devices.accelerator() == expected
     assert devices.device_types() == (("cpu",) if expected is None else ("cpu", expected))

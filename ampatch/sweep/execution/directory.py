@@ -36,7 +36,7 @@ from ampatch.sweep.report.results import (
 from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
-GROWING = ("rounds",)  # settings that a resumed sweep may change: its trials are added
+GROWING = ("rounds",)  # settings that may be larger in a resumed sweep: trials are added
 _LOCK = ".lock"
 _FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
 
@@ -179,7 +179,8 @@ def _longer(timeout: float | None, before: float | None) -> bool:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    names = [name for name in names if name not in GROWING]
+    grown = [name for name in GROWING if before.get(name, 0) < now.get(name, 0)]
+    names = [name for name in names if name not in grown]
     return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
 
 

@@ -11,11 +11,16 @@ from ampatch.sweep.trial import BASE
 
 LAST_LINES = 12  # of the output, shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
+_OWN_DIRECTORY = (
+    " Give it the trial's own directory, by {trial_dir} among its arguments (-- --checkpoints "
+    "{trial_dir}) or by the variable AMPATCH_TRIAL_DIR; it is empty when a trial begins."
+)
 _RESUMES = (
     "{script} took no step in {label}, though it took {steps} in {before}: it seems to go on from "
-    "a file that an earlier trial wrote, such as a checkpoint. Give it the trial's own directory, "
-    "by {{trial_dir}} among its arguments (-- --checkpoints {{trial_dir}}) or by the variable "
-    "AMPATCH_TRIAL_DIR; it is empty when a trial begins."
+    "a file that an earlier trial wrote, such as a checkpoint."
+)
+_MAY_RESUME = (
+    " It may go on from a file that was there before, such as a checkpoint." + _OWN_DIRECTORY
 )
 _WITHOUT_AMP = (
     " A script without AMP code is swept with --auto. If an option of the script switches AMP on, "
@@ -50,13 +55,16 @@ def _resumed(script: str, earlier: Sequence[Run], run: Run) -> str:
     trained = next((one for one in earlier if steps_of(one)), None)
     if trained is None or run.measured is None or run.measured.opt_level is None:
         return ""
-    return _RESUMES.format(
+    said = _RESUMES.format(
         script=script, label=run.trial.label, steps=steps_of(trained), before=trained.trial.label
     )
+    return said + _OWN_DIRECTORY
 
 
 def _hint(run: Run) -> str:
-    return _WITHOUT_AMP if run.measured and run.measured.opt_level is None else ""
+    if run.measured is None or run.measured.properties.get("enabled") == "False":
+        return ""
+    return _WITHOUT_AMP if run.measured.opt_level is None else _MAY_RESUME
 
 
 def _lacks_memory(said: str) -> bool:

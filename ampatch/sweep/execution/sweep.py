@@ -352,12 +352,16 @@ class Sweep:
         """Which figures were timed alone, and whether on one machine."""
         timed = [run for run in self.runs if run.alone]
         notes = []
-        if len(timed) < len(self.runs):
+        if self.runs and not timed:
+            more = "" if any(map(is_timed, self.trials)) else " --rounds 3 adds runs that do."
+            notes.append(f"No run ran alone on its device: no step time, no speed.{more}")
+        elif len(timed) < len(self.runs):
             notes.append(
                 f"Step time and speed are of the {len(timed)} of {len(self.runs)} runs that ran "
                 "alone on their device; the others ran beside each other, for accuracy."
             )
-        places = {f"{run.host} ({run.measured.device})" for run in timed if run.measured}
+        measured = [run for run in timed if run.measured and run.measured.device]
+        places = {f"{run.host} ({run.measured.device})" for run in measured}
         if len(places) > 1:
             notes.append(
                 f"Timed runs are from several machines or devices, {', '.join(sorted(places))}: "

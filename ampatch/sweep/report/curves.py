@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.figures import main_losses
+from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.trial import BASE
 
@@ -152,7 +153,7 @@ def _mean_of(lines: Sequence[Series]) -> Series:
     """The mean of the seeds as far as all of them go; without values for a single one."""
     if len(lines) < 2:
         return Series()
-    values = [statistics.fmean(column) for column in zip(*(line.values for line in lines))]
+    values = [mean(column) for column in zip(*(line.values for line in lines))]
     return Series(lines[0].steps, values)
 
 
@@ -191,7 +192,7 @@ def _curve(row: Row, lines: Sequence[list[_Point]]) -> Curve:
         there = [point for point in points if point is not None]
         values = [point.y for point in there if not math.isnan(point.y)] or [math.nan]
         x.append(statistics.fmean(point.x for point in there))
-        y.append(statistics.fmean(values))
+        y.append(mean(values))
         low.append(min(values))
         high.append(max(values))
     ends = [_finite(line)[-1] for line in lines if _finite(line) and math.isnan(line[-1].y)]

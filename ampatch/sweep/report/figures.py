@@ -27,6 +27,7 @@ import statistics
 from collections.abc import Sequence
 
 from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.results import Spread
 
 WARM_UP = 10  # steps
@@ -99,7 +100,7 @@ def first_and_last(measured: Measured | None) -> tuple[float | None, float | Non
     if not losses:
         return None, None
     count = max(1, len(losses) // SHARE)
-    return statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+    return mean(losses[:count]), mean(losses[-count:])
 
 
 def main_losses(measured: Measured | None) -> Series:

@@ -15,7 +15,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ampatch.sweep.report import pace
+from ampatch.sweep.report import numbers, pace
 from ampatch.sweep.report.paired import LEVEL, POWER, available, holm, paired, smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
@@ -33,12 +33,12 @@ def method(base: str) -> str:
         f"Accuracy: one value per seed; a row's and {base}'s with the same seed are a pair. Paired "
         "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
         f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {100 * LEVEL:.0f} % for all "
-        "rows together. In brackets the 95 % confidence interval of the mean difference, of each row by "
-        'itself. "Within seed noise" means that the test found no difference. The difference that '
-        f"would have been seen is the one that the test finds with probability "
-        f"{100 * POWER:.0f} %: ncp * s / sqrt(n), by the noncentral t distribution (Cohen, Statistical Power Analysis, "
-        "1988). Where the difference is one number with each seed, the samples are compared as "
-        "unpaired."
+        "rows together. In brackets the 95 % confidence interval of the mean difference, of each "
+        'row by itself. "Within seed noise" means that the test found no difference. The '
+        "difference that would have been seen is the one that the test finds with probability "
+        f"{100 * POWER:.0f} %: ncp * s / sqrt(n), by the noncentral t distribution (Cohen, "
+        "Statistical Power Analysis, 1988). Where the difference is one number with each seed, the "
+        "samples are compared as unpaired; where both have one value with all seeds, there is no p."
     )
 
 
@@ -120,14 +120,16 @@ def _compared(
 ) -> Comparison:
     seeds = sorted(sample.keys() & base.keys())
     ours, theirs = [sample[seed] for seed in seeds], [base[seed] for seed in seeds]
-    mean, base_mean = statistics.fmean(ours), statistics.fmean(theirs)
+    mean, base_mean = numbers.mean(ours), numbers.mean(theirs)
     plain = Comparison(
         name=name, better=better, n=len(seeds), mean=mean, sd=_sd(ours),
         base_mean=base_mean, base_sd=_sd(theirs), difference=mean - base_mean,
     )  # fmt: skip
     untested = _reason_against_a_test([*ours, *theirs], len(seeds), seeds_matter)
     if untested:
-        return dataclasses.replace(plain, untested=untested)
+        lost = all(map(math.isfinite, theirs)) and not all(map(math.isfinite, ours))
+        outcome = "worse" if lost else "untested"
+        return dataclasses.replace(plain, untested=untested, outcome=outcome)
     found = paired(ours, theirs)
     return dataclasses.replace(
         plain, difference=found.difference, scatter=found.sd, p=found.p,
@@ -136,12 +138,12 @@ def _compared(
 
 
 def _reason_against_a_test(values: Sequence[float], seeds: int, seeds_matter: bool) -> str:
+    if not all(map(math.isfinite, values)):
+        return "not all values are finite"
     if seeds < 2:
         return "one seed"
     if not seeds_matter:
         return "O0 is the same with each seed"
-    if not all(map(math.isfinite, values)):
-        return "not all values are finite"
     return "" if available() else "scipy is not installed"
 
 
@@ -180,7 +182,8 @@ def quality_text(one: Comparison, base: str) -> str:
         return f"{against}, not tested ({one.untested})"
     if not one.difference and not one.scatter:
         return f"equal to {base} with each of {one.n} seeds: {one.name} {one.mean:.4g}"
-    detail = f"{difference_text(one)}, p={one.corrected_p:.2g}, {one.n} seeds"
+    p = "" if never_varies(one) else f", p={one.corrected_p:.2g}"
+    detail = f"{difference_text(one)}{p}, {one.n} seeds"
     if one.outcome != "within":
         return f"{one.outcome} than {base}: {against}, difference {detail}"
     seen = f"; a difference of {one.smallest:.2g} would have been seen" if one.smallest else ""
@@ -194,6 +197,17 @@ def difference_text(one: Comparison) -> str:
     if not one.scatter:
         return f"{one.difference:+.2g} with each seed" if one.difference else "0 with each seed"
     return f"{one.difference:+.2g} [{one.low:+.2g}, {one.high:+.2g}]"
+
+
+def never_varies(one: Comparison) -> bool:
+    """Whether both have one value with every seed.  Where it is not the same, a p says nothing."""
+    return not one.sd and not one.base_sd
+
+
+def p_text(one: Comparison, p: float | None) -> str:
+    """A p of `one`, for a table."""
+    untold = bool(one.difference) and never_varies(one)
+    return numbers.MISSING if p is None or untold else f"{p:.2g}"
 
 
 def mean_and_sd(mean: float, sd: float | None, n: int) -> str:
@@ -241,4 +255,7 @@ def _name(row: Row) -> str:
 
 
 def _sd(values: Sequence[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
+    """The standard deviation; None of a single value, and where one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return statistics.stdev(values)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 
 MISSING = "-"
 _SMALL = 1e-3  # below this four decimals would show nothing
 _SMALL_RATIO = 0.1
 _MOST_DECIMALS = 6
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, also of values that are not finite; `fmean` refuses inf beside -inf."""
+    if all(map(math.isfinite, values)):
+        return statistics.fmean(values)
+    return sum(values) / len(values)
 
 
 def number(value: float | None, form: str) -> str:
@@ -42,19 +50,19 @@ def decimals(sds: Iterable[float | None]) -> int | None:
     return max(0, min(most, least + 2, _MOST_DECIMALS))
 
 
-def plus_minus(mean: float | None, sd: float | None, places: int | None = None) -> str:
+def plus_minus(value: float | None, sd: float | None, places: int | None = None) -> str:
     """`0.9759 ± 0.0032`, both with `places` decimals, by default those that suit `sd`.
 
     Without scatter (None or 0) the mean alone.
     """
     places = decimals([sd]) if places is None else places
-    if mean is None or not math.isfinite(mean) or places is None:
-        return quantity(mean)
+    if value is None or not math.isfinite(value) or places is None:
+        return quantity(value)
     if not sd or not math.isfinite(sd):
-        return f"{mean:.{places}f}"
+        return f"{value:.{places}f}"
     if round(sd, places) == 0:
-        return f"{mean:.3g} ± {sd:.1e}"
-    return f"{mean:.{places}f} ± {sd:.{places}f}"
+        return f"{value:.3g} ± {sd:.1e}"
+    return f"{value:.{places}f} ± {sd:.{places}f}"
 
 
 def split_interval(text: str) -> tuple[str, str]:

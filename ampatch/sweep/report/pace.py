@@ -6,7 +6,8 @@ without noise.
 
 Nothing is told apart where O0 differs from itself by more than `NOISE`, that is, where the
 median or a quartile of its own speed does.  Otherwise a row is faster, or slower, if both
-quartiles of its speed lie on the same side of 1.00.  One round tells nothing.  Of three rounds
+quartiles of its speed lie on the same side of 1.00.  One round tells nothing, nor do rounds in
+which O0 ran once.  Of three rounds
 the quartiles are the least and the greatest, so each of the three has to agree.
 """
 
@@ -20,6 +21,7 @@ from ampatch.sweep.report.results import Row, Spread
 NOISE = 0.05
 WORTHWHILE = 1.05  # a speed-up below this is none
 FASTER, SLOWER, UNKNOWN, ONE_ROUND = "faster", "slower", "not told apart", "one round"
+NO_NOISE = "noise not measured"
 
 
 def pace_of(speeds: Spread | None, noise: Spread | None) -> str:
@@ -28,7 +30,9 @@ def pace_of(speeds: Spread | None, noise: Spread | None) -> str:
         return ""
     if speeds.n < 2:
         return ONE_ROUND
-    if noise is None or is_noisy(noise) or speeds.low <= 1 <= speeds.high:
+    if noise is None:
+        return NO_NOISE
+    if is_noisy(noise) or speeds.low <= 1 <= speeds.high:
         return UNKNOWN
     return FASTER if speeds.low > 1 else SLOWER
 
@@ -47,6 +51,8 @@ def in_words(row: Row) -> str:
         return f"measured twice, its second run had {_ratio(speeds, 'the speed of the first')}"
     if row.pace == ONE_ROUND:
         return f"{ratio(speeds.median)}x the speed of O0 in one round, which tells nothing"
+    if row.pace == NO_NOISE:
+        return f"{_ratio(speeds, 'the speed of O0')}, with O0 measured once, which tells nothing"
     if row.pace == UNKNOWN:
         return f"speed not told apart from O0's on this machine: {_ratio(speeds)}"
     return _ratio(speeds, "the speed of O0")
@@ -59,6 +65,8 @@ def worthwhile(rows: Sequence[Row]) -> list[Row]:
 
 def none_recommended(rows: Sequence[Row], base: Row) -> str:
     """Why none of these rows is recommended for its speed, as a sentence."""
+    if not rows:
+        return "Stay with O0: no row that went well is as accurate."
     if not any(row.pace for row in rows):
         return "Stay with O0: the speed of no row that is as accurate was measured."
     if any(row.pace == ONE_ROUND for row in rows) or base.speeds is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import OK, status, step_ms
-from ampatch.sweep.report.judge import anything_compared, mean_and_sd, method
+from ampatch.sweep.report.judge import anything_compared, mean_and_sd, method, p_text
 from ampatch.sweep.report.numbers import MISSING, split_interval
 from ampatch.sweep.report.plots import Gallery, Picture
 from ampatch.sweep.report.provenance import called, facts
@@ -192,8 +192,8 @@ def _comparison(one: Comparison) -> list[str]:
         str(one.n),
         f"{one.difference:+.3g}",
         MISSING if one.low is None else f"{one.low:+.2g} to {one.high:+.2g}",
-        MISSING if one.p is None else f"{one.p:.2g}",
-        MISSING if one.corrected_p is None else f"{one.corrected_p:.2g}",
+        p_text(one, one.p),
+        p_text(one, one.corrected_p),
         MISSING if one.smallest is None else f"{one.smallest:.2g}",
         "within seed noise" if one.outcome == "within" else one.outcome,
     ]

@@ -107,7 +107,7 @@ class Row:
     parts: dict[str, float] = field(default_factory=dict)  # milliseconds of a step
     speed: float | None = None  # the median; relative to O0, above 1 is faster
     speeds: Spread | None = None  # n is the number of rounds; O0's: its second run's
-    pace: str = ""  # faster, slower, not told apart, one round; "" where it was not compared
+    pace: str = ""  # faster, slower, or why it cannot be said; "" where it was not compared
     samples_per_second: float | None = None
     memory_bytes: int | None = None
     memory_kind: str = "resident"

@@ -111,7 +111,7 @@ def side_by_side(first: Stored, second: Stored, judged: str | None = None) -> Si
     others = {row.label: row for row in second.results.rows}
     rows = [(row, others[row.label]) for row in first.results.rows if row.label in others]
     stored = [row.comparisons for sweep in (first, second) for row in sweep.results.rows]
-    better = {one.name: one.better for ones in stored for one in ones}
+    better = {one.name: one.better for ones in reversed(stored) for one in ones}
     wanted = judged or next((ones[0].name for ones in stored if ones), None)
     compared = corrected(
         [
@@ -120,7 +120,7 @@ def side_by_side(first: Stored, second: Stored, judged: str | None = None) -> Si
                 samples_of(first.runs_of(ours)),
                 wanted,
                 better,
-                seeds_matter(first.runs),
+                seeds_matter(first.runs) and seeds_matter(second.runs),
             )
             for ours, theirs in rows
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-from ampatch.sweep.report.judge import difference_text, mean_and_sd, method
+from ampatch.sweep.report.judge import difference_text, mean_and_sd, method, p_text
 from ampatch.sweep.report.numbers import MISSING, ratio
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.side_by_side import RowPair, SideBySide
@@ -73,7 +73,7 @@ def _cells(pair: RowPair) -> list[str]:
         mean_and_sd(one.base_mean, one.base_sd, one.n),
         mean_and_sd(one.mean, one.sd, one.n),
         difference_text(one) or f"{one.difference:+.2g}",
-        _number(one.corrected_p, "{:.2g}"),
+        p_text(one, one.corrected_p),
     ]
 
 

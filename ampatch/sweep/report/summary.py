@@ -29,6 +29,7 @@ from ampatch.sweep.report.figures import (
     step_times,
 )
 from ampatch.sweep.report.judge import LOSS, Samples, compare, corrected, judged_row, outcome_of
+from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.pace import pace_of
 from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.trial import BASE, Case
@@ -75,7 +76,7 @@ def samples_of(runs: Iterable[Run]) -> Samples:
         for name, value in _finals(run.measured or Measured()).items():
             values.setdefault(name, {}).setdefault(run.trial.seed, []).append(value)
     return {
-        name: {seed: statistics.fmean(of_seed) for seed, of_seed in seeds.items()}
+        name: {seed: mean(of_seed) for seed, of_seed in seeds.items()}
         for name, seeds in values.items()
     }
 
@@ -144,7 +145,7 @@ def _finals(measured: Measured) -> dict[str, float]:
 def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
     names = dict.fromkeys(name for one in measured for name in one.metrics)
     return {
-        name: statistics.fmean(m.metrics[name].values[-1] for m in measured if name in m.metrics)
+        name: mean([m.metrics[name].values[-1] for m in measured if name in m.metrics])
         for name in names
     }
 
@@ -202,7 +203,7 @@ def _speed(run: Run, base: Run) -> float | None:
 
 def _mean(values: Iterable[float | None]) -> float | None:
     there = [value for value in values if value is not None]
-    return statistics.fmean(there) if there else None
+    return mean(there) if there else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:

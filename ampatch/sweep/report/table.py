@@ -13,15 +13,17 @@ from ampatch.sweep.report.judge import LOSS, difference_text
 from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity, ratio
 from ampatch.sweep.report.results import Row, Spread
 
-NOTES = (
+STEP_NOTE = (
     "Step time is the median, without the first steps and evaluations; in brackets are the "
-    "quartiles.",
+    "quartiles."
+)
+SPEED_NOTE = (
     "Speed is the median over the rounds of O0's step time over the row's, both of the same "
     "round, with quartiles; above 1 is faster, and O0's is that of its second run in each round "
     "over its first. Step times are over all rounds together, so where the machine changed its "
-    "speed between rounds they may seem to contradict the speed, which does not depend on that.",
-    "First and last loss are means over the first and last twentieth.",
+    "speed between rounds they may seem to contradict the speed, which does not depend on that."
 )
+LOSS_NOTE = "First and last loss are means over the first and last twentieth."
 CPU_NOTE = "CPU time is that of all threads, and other processes hardly change it."
 PARTS_NOTE = (
     "Parts of a step in ms: data is from the end of a step to the next forward, loading, "
@@ -83,11 +85,17 @@ def part_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
-    """Explanations of the columns, or of the `main` ones, each a sentence."""
+    """Explanations of the columns that show something, or of the `main` ones."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
-    cpu = [CPU_NOTE] if any(row.cpu_ms is not None for row in rows) and not main else []
-    scatter = [SCATTER_NOTE] if any(any(row.sds.values()) for row in rows) else []
-    return [*NOTES, *cpu, *scatter, *(MEMORY_NOTES[kind] for kind in kinds)]
+    shown = {
+        STEP_NOTE: any(row.step_times for row in rows),
+        SPEED_NOTE: any(row.speeds for row in rows),
+        LOSS_NOTE: any(row.first_loss is not None for row in rows),
+        CPU_NOTE: any(row.cpu_ms is not None for row in rows) and not main,
+        SCATTER_NOTE: any(any(row.sds.values()) for row in rows),
+    }
+    of_columns = [note for note, is_shown in shown.items() if is_shown]
+    return [*of_columns, *(MEMORY_NOTES[kind] for kind in kinds)]
 
 
 def plain_table(rows: Sequence[Row]) -> str:

@@ -24,14 +24,8 @@ _LEAST = 10  # the least width of a column of words
 
 def write_results(results: Results, stream: TextIO) -> None:
     """Write the tables, the verdicts, the notes, and the recommendation."""
-    if results.rows:  # none where the sweep ended in its first run
-        write_table(results.rows, stream)
-    parts = part_columns(results.rows)
-    if parts:
-        stream.write("\n")
-        _write_columns(results.rows, parts, stream)
-        _say(PARTS_NOTE, stream)
-    stream.write("\n")
+    if results.rows:
+        _write_tables(results.rows, stream)
     for row in results.rows:
         _say(f"{row.name}: {row.verdict}", stream)
     for note in results.notes:
@@ -39,6 +33,16 @@ def write_results(results: Results, stream: TextIO) -> None:
     for name, text in results.machine.items():
         _say(f"{name.capitalize()}: {text}.", stream)
     _say(f"Recommendation: {results.recommendation}", stream)
+
+
+def _write_tables(rows: Sequence[Row], stream: TextIO) -> None:
+    write_table(rows, stream)
+    parts = part_columns(rows)
+    if parts:
+        stream.write("\n")
+        _write_columns(rows, parts, stream)
+        _say(PARTS_NOTE, stream)
+    stream.write("\n")
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:

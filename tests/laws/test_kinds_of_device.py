@@ -19,6 +19,7 @@ KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "xla", "npu", "musa")
 ALLOWED = {
     "casting/autocast_answers.py": "torch's functions that name no device mean CUDA",
     "casting/autocast_switch.py": "as autocast_answers.py",
+    "cli/sweep.py": "an example in the help of --devices",
     "native/loading.py": "which build of torch a native part was built for",
 }
 """Other files of the engine that name a kind, each with the reason."""
