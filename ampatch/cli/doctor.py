@@ -13,7 +13,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="versions, devices, and how fast half is here",
-        description="Prints what a report about a problem should begin with. Takes two seconds.",
+        description="Prints what a report about a problem should begin with. Takes some seconds.",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(command=run, parser=parser)

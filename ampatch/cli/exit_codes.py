@@ -9,7 +9,8 @@ OF_SCRIPTS = "0; the script's own if it failed; 1 if it never stepped an optimiz
 OWN = {
     "sweep": "0; 1 where no run went well or the sweep could not go on",
     "report": "0; 1 where something cannot be written",
-    "compare": "0; 1 where the sweeps have no row in common; 2 also for a directory without one",
+    "compare": "0; 1 where the sweeps have no row in common; 2 also for a directory "
+    "without a sweep",
     "run": "the script's own; 1 if an exception or --debug ends it",
     "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for "
     "a MODULE that cannot be imported",

@@ -25,11 +25,14 @@ SPEEDS = (
     "Speed relative to FP32, forward and backward, with the range of three measurements.\n"
     "Above 1 is faster; less than 10 %, or a range that reaches across 1, is a tie."
 )
-EXTRAS = ("numpy", "rich", "matplotlib", "scikit-learn", "scipy", "tensorboard")
+EXTRAS = (
+    "numpy", "rich", "matplotlib", "scikit-learn", "scipy",
+    "ray", "submitit", "tensorboard", "wandb", "mlflow-skinny",
+)  # fmt: skip
 
 
 def write_report(stream: TextIO) -> None:
-    """Write everything to `stream`; takes about a second per device."""
+    """Write everything to `stream`; takes some seconds."""
     for name, value in facts():
         print(f"{name:<22}{value}", file=stream)
     print(f"\n{SPEEDS}", file=stream)

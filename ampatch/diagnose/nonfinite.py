@@ -190,25 +190,7 @@ class Debugger:
 
     def _hook_parameter(self, parameter: Tensor) -> None:
         if parameter.requires_grad:
-            hook = self._parameter_hook(weakref.ref(parameter))
-            self._handles.append(parameter.register_hook(hook))
-            if parameter.is_leaf:
-                self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(self._look_at_accumulated)
-                )
-
-    def _parameter_hook(self, of: Callable[[], Tensor | None]) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            parameter = of()
-            if parameter is not None:
-                self._look_at_gradient(parameter, gradient)
-
-        return look
-
-    def _look_at_accumulated(self, parameter: Tensor) -> None:
-        """The gradient once more: hooks of the script that came later may have replaced it."""
-        if parameter.grad is not None:
-            self._look_at_gradient(parameter, parameter.grad)
+            self._handles += _hooks(parameter, self._look_at_gradient)
 
     def _look_at_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         if is_finite(gradient):
@@ -280,6 +262,28 @@ class Debugger:
             self._loss_scale.value,
             self._loss_scale.at_1(origin),
         )
+
+
+def _hooks(parameter: Tensor, look: Callable[[Tensor, Tensor], None]) -> Iterator[Any]:
+    """Handles of hooks that call `look(parameter, gradient)`.
+
+    The gradient is looked at as it comes and as it stays: hooks of the script that are set
+    later may replace it in between.
+    """
+    of = weakref.ref(parameter)
+
+    def comes(gradient: Tensor) -> None:
+        known = of()
+        if known is not None:
+            look(known, gradient)
+
+    def stays(known: Tensor) -> None:
+        if known.grad is not None:
+            look(known, known.grad)
+
+    yield parameter.register_hook(comes)
+    if parameter.is_leaf:
+        yield parameter.register_post_accumulate_grad_hook(stays)
 
 
 def _unseen(tensor: Tensor, place: Place, inputs: list[Tensor], phase: str) -> Origin:

@@ -1,5 +1,6 @@
 """Verdicts and plans of sweeps, of records made by hand: statistics against formulas."""
 
+import io
 import math
 import statistics
 
@@ -14,6 +15,7 @@ from ampatch.sweep.report.paired import MISSING
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import as_csv, as_markdown
+from ampatch.sweep.report.terminal import write_results
 from ampatch.sweep.trial import Case, Trial
 
 # Verdicts
@@ -284,3 +286,9 @@ def test_csv_and_markdown_have_every_row_and_verdict():
         rows[1].verdict in text and "Use O1." in text and "Holm" in text and "accuracy - O0" in text
     )
     assert Results.from_json(results.to_json()) == results
+
+
+def test_without_a_row_there_is_no_table():
+    stream = io.StringIO()
+    write_results(Results("train.py", [], "", 1, {}, {}, recommendation=recommendation([])), stream)
+    assert stream.getvalue().strip() == "Recommendation: nothing to compare yet: no run has ended."

@@ -32,13 +32,13 @@ def method(base: str) -> str:
     return (
         f"Accuracy: one value per seed; a row's and {base}'s with the same seed are a pair. Paired "
         "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
-        f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {LEVEL:.0%} for all rows "
-        "together. In brackets the 95 % confidence interval of the mean difference, of each row by "
-        'itself. "Within seed noise" means that the test found no difference. The difference that '
-        f"would have been seen is the one that the test finds with probability {POWER:.0%}: "
-        "ncp * s / sqrt(n), by the noncentral t distribution (Cohen, Statistical Power Analysis, "
-        "1988). Where the difference is one number with each seed, the samples are compared as "
-        "unpaired; where both have one value with all seeds, there is no p."
+        f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {100 * LEVEL:.0f} % for all "
+        "rows together. In brackets the 95 % confidence interval of the mean difference, of each "
+        'row by itself. "Within seed noise" means that the test found no difference. The '
+        "difference that would have been seen is the one that the test finds with probability "
+        f"{100 * POWER:.0f} %: ncp * s / sqrt(n), by the noncentral t distribution (Cohen, "
+        "Statistical Power Analysis, 1988). Where the difference is one number with each seed, the "
+        "samples are compared as unpaired; where both have one value with all seeds, there is no p."
     )
 
 

@@ -77,8 +77,8 @@ def none_recommended(rows: Sequence[Row], base: Row) -> str:
     if is_noisy(base.speeds):
         return (
             "No speed is recommended: not told apart on this machine, where O0 against O0 is "
-            f"{_ratio(base.speeds)}, off by more than {NOISE:.0%}. When it is idle, measure "
-            "anew (--overwrite) or add rounds (--resume --rounds N)."
+            f"{_ratio(base.speeds)}, off by more than {100 * NOISE:.0f} %. When it is idle, "
+            "measure anew (--overwrite) or add rounds (--resume --rounds N)."
         )
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:

@@ -24,7 +24,7 @@ _SPEED = (
     "B speed: how many times as fast as A, from the median step times. The two sweeps ran at "
     "different times, so what else their machines did is in it. It is told apart where the "
     "quartiles of the step times do not overlap and O0 against O0 was within "
-    f"{NOISE:.0%} in both sweeps."
+    f"{100 * NOISE:.0f} % in both sweeps."
 )
 _LONGEST = 40  # characters of a setting
 
