@@ -115,6 +115,17 @@ def test_a_row_with_a_bad_run_has_failed():
     assert row.verdict == "crashed: RuntimeError: no (1 of 2 runs)"
 
 
+@pytest.mark.parametrize("score, is_fit", [(0.85, True), (0.1, False)])
+def test_a_score_far_below_is_not_recommended_untested(score, is_fit):
+    runs = []
+    for repeat in range(3):
+        runs += [run_of("O0", 0, 0.9, repeat=repeat), again(0, repeat=repeat)]
+        runs.append(run_of("O1", 0, score, ms=0.5, repeat=repeat))
+    rows = summarize(runs)
+    assert rows[1].verdict.endswith("far below") is not is_fit
+    assert recommendation(rows).startswith("O1 in bfloat16") is is_fit
+
+
 def test_rows_share_one_level_of_significance():
     """Alone O1 differs: p = 0.049 (t = 4.35, two degrees of freedom).  Beside O2 it does not."""
     base = [run_of("O0", seed, 0.5, loss=seed) for seed in range(3)]

@@ -21,6 +21,7 @@ from ampatch.sweep.report.results import Comparison, Row
 
 LOSS = "last loss"
 NOTHING_YET = "nothing to compare yet"
+FAR = 0.1  # of O0's score
 Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
 
 _LOWER = {"loss", "error", "err", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bpc", "bpb"}
@@ -107,6 +108,7 @@ def recommendation(rows: Sequence[Row]) -> str:
     if not anything_compared(rows):
         return f"{NOTHING_YET}: {_what_lacks(rows)}."
     fit = [row for row in rows if row.outcome in ("within", "better", "untested")]
+    fit = [row for row in fit if not (row.comparisons and _is_far(row.comparisons[0]))]
     faster = pace.worthwhile(fit)
     base = next(row for row in rows if row.outcome == "baseline")
     if not faster:
@@ -156,6 +158,15 @@ def _judged(one: Comparison, p: float, rows: int) -> Comparison:
     return dataclasses.replace(one, corrected_p=p, smallest=smallest, outcome=outcome)
 
 
+def _is_far(one: Comparison) -> bool:
+    """Whether a score that could not be tested is so low that no test is needed to leave it.
+
+    Losses near 0 differ by such factors from seed to seed.
+    """
+    lost = one.base_mean - one.mean
+    return one.p is None and one.better == "higher" and lost > FAR * abs(one.base_mean)
+
+
 def _what_lacks(rows: Sequence[Row]) -> str:
     if not rows:
         return "no run has ended"
@@ -179,7 +190,8 @@ def quality_text(one: Comparison, base: str) -> str:
     """How a quantity compares with that of `base`, in words."""
     against = f"{one.name} {one.mean:.4g} against {one.base_mean:.4g}"
     if one.p is None:
-        return f"{against}, not tested ({one.untested})"
+        far = ", but far below" if _is_far(one) else ""
+        return f"{against}, not tested ({one.untested}){far}"
     if not one.difference and not one.scatter:
         return f"equal to {base} with each of {one.n} seeds: {one.name} {one.mean:.4g}"
     p = "" if never_varies(one) else f", p={one.corrected_p:.2g}"
