@@ -112,7 +112,8 @@ def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
     ("again", "o1", "said"),
     [
         ([10, 12, 11], [3, 3, 3], "O0 against O0 is 0.91x (0.83 to 1.00 in 3 rounds), off by more"),
-        ([7, 10, 10], [3, 3, 3], "O0 against O0 is 1.00x (1.00 to 1.43 in 3 rounds), off by more"),
+        ([7, 10, 10], [8, 5, 5], "not told apart from it on this machine: O1 bfloat16."),
+        ([13, 10, 10], [8, 5, 5], "not told apart from it on this machine: O1 bfloat16."),
         ([10, 10, 10], [5, 8, 13], "not told apart from it on this machine: O1 bfloat16."),
     ],
 )
@@ -121,6 +122,13 @@ def test_what_noise_could_have_done_is_not_recommended(again, o1, said):
     assert row.pace == "not told apart" and "not told apart from O0's on this mach" in row.verdict
     advice = recommendation([base, row])
     assert said in advice and not advice.startswith("O1")
+
+
+@pytest.mark.parametrize("again", [[7, 10, 10], [13, 10, 10]])
+def test_a_round_that_was_off_hides_no_row_that_is_further_away(again):
+    rows = swept([10] * 3, again, [5, 5, 5])
+    assert rows[1].pace == "faster" and recommendation(rows).startswith("O1 in bfloat16")
+    assert swept([10] * 3, again, [20, 20, 20])[1].pace == "slower"
 
 
 def test_one_round_recommends_nothing():

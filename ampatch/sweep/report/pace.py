@@ -4,11 +4,11 @@ A row's speed is the median over the rounds of O0's step time over the row's, bo
 round.  O0's own is that of its second run in each round over its first: 1.00 on a machine
 without noise.
 
-Nothing is told apart where O0 differs from itself by more than `NOISE`, that is, where the
-median or a quartile of its own speed does.  Otherwise a row is faster, or slower, if both
-quartiles of its speed lie on the same side of 1.00.  One round tells nothing, nor do rounds in
-which O0 ran once.  Of three rounds
-the quartiles are the least and the greatest, so each of the three has to agree.
+Nothing is told apart where O0 differs from itself by more than `NOISE` in the median.  Otherwise
+a row is faster, or slower, if both quartiles of its speed lie on the same side of 1.00, and
+beyond what O0's own quartiles reach, or their reciprocals.  One round tells nothing, nor do
+rounds in which O0 ran once.  Of three rounds the quartiles are the least and the greatest, so
+each of the three has to agree.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ NOISE = 0.05
 WORTHWHILE = 1.05  # a speed-up below this is none
 FASTER, SLOWER, UNKNOWN, ONE_ROUND = "faster", "slower", "not told apart", "one round"
 NO_NOISE = "noise not measured"
+WHEN_IDLE = "When it is idle, measure anew (--overwrite) or add rounds (--resume --rounds N)."
 
 
 def pace_of(speeds: Spread | None, noise: Spread | None) -> str:
@@ -32,14 +33,15 @@ def pace_of(speeds: Spread | None, noise: Spread | None) -> str:
         return ONE_ROUND
     if noise is None:
         return NO_NOISE
-    if is_noisy(noise) or speeds.low <= 1 <= speeds.high:
+    reach = max(noise.high, 1 / noise.low, 1.0)
+    if is_noisy(noise) or not (speeds.low > reach or speeds.high < 1 / reach):
         return UNKNOWN
-    return FASTER if speeds.low > 1 else SLOWER
+    return FASTER if speeds.low > reach else SLOWER
 
 
 def is_noisy(noise: Spread) -> bool:
     """Whether O0 differs from itself by more than `NOISE`."""
-    return noise.low < 1 / (1 + NOISE) or noise.high > 1 + NOISE
+    return not 1 / (1 + NOISE) <= noise.median <= 1 + NOISE
 
 
 def in_words(row: Row) -> str:
@@ -77,14 +79,13 @@ def none_recommended(rows: Sequence[Row], base: Row) -> str:
     if is_noisy(base.speeds):
         return (
             "No speed is recommended: not told apart on this machine, where O0 against O0 is "
-            f"{_ratio(base.speeds)}, off by more than {100 * NOISE:.0f} %. When it is idle, "
-            "measure anew (--overwrite) or add rounds (--resume --rounds N)."
+            f"{_ratio(base.speeds)}, off by more than {100 * NOISE:.0f} %. {WHEN_IDLE}"
         )
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:
         return (
             f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g}x as fast; not told "
-            f"apart from it on this machine: {', '.join(unknown)}."
+            f"apart from it on this machine: {', '.join(unknown)}. {WHEN_IDLE}"
         )
     return f"Stay with O0: no row with its accuracy is at least {WORTHWHILE:g}x as fast."
 
