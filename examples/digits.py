@@ -93,7 +93,7 @@ def parse_args():
     )
     parser.add_argument("--loss-scale", default=None, help='"dynamic" or a number')
     parser.add_argument("--width", type=int, default=1024, help="a multiple of 32")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=None, help="for a run that can be repeated")
