@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import itertools
 import re
 import shlex
 
@@ -25,8 +26,9 @@ COMMANDS = [
 
 
 def commands(program: str) -> list[list[str]]:
-    """The arguments of each call of a program."""
-    return [rest for name, *rest in COMMANDS if name.removeprefix(".venv/bin/") == program]
+    """The arguments of each call of a program, behind variables that are set for it."""
+    calls = [list(itertools.dropwhile(lambda word: "=" in word, words)) for words in COMMANDS]
+    return [rest for name, *rest in calls if name.removeprefix(".venv/bin/") == program]
 
 
 def test_every_link_is_absolute_for_a_package_page_has_no_files():
