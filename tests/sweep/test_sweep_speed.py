@@ -10,7 +10,7 @@ from torch import nn
 
 import ampatch
 from ampatch.sweep import Sweep, read_results
-from ampatch.sweep.execution import default_dtypes
+from ampatch.sweep.execution import default_dtypes, runner
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import LEAST_STEPS, is_due, short_steps
@@ -447,3 +447,13 @@ def test_time_left_knows_short_runs():
     left.ended()
     left.started(4, 5, True, 1)
     assert left.seconds() == 4 + 4
+
+
+def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypatch, tmp_path):
+    for name in runner.KEEP_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    trial = Trial(BASE)
+    environment = runner._environment(trial, RunFiles.of(tmp_path, trial))
+    expected = {**runner.KEEP_MEMORY, "MALLOC_TOP_PAD_": "1"}
+    assert {name: environment.get(name) for name in expected} == expected
