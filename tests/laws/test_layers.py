@@ -40,6 +40,7 @@ ALLOWED = {
     # above the public API: they use `ampatch`, its settings, and the facade
     "auto": ABOVE,
     "compat": ABOVE,
+    "integrations": ABOVE,
     "launch": ABOVE | {"auto", "compat"},
     "diagnose": ABOVE | {"launch"},
     "sweep": ABOVE | {"launch", "diagnose.speed"},

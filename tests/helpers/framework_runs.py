@@ -1,0 +1,62 @@
+"""What each framework's runs are asked for and give back, and the network and data they train.
+
+`runs_with_FRAMEWORK.py` beside the tests of the integrations has one function, `run(plan)`, which
+trains `network()` on `dataset()` with that framework and returns a `Run`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+CLASSES = 3
+BATCH = 8
+BATCHES = 16  # in one epoch
+LEARNING_RATE = 0.05
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One training run: one epoch of `dataset()`, not shuffled, SGD with momentum."""
+
+    folder: Path
+    precision: str = "ampatch"  # or "float32", or "amp": the framework's own
+    opt_level: str = "O1"  # of ampatch
+    dtype: str = "float16"  # of ampatch and of the framework's own AMP
+    clip: float | None = None  # the largest norm of the gradients
+    accumulate: int = 1  # batches in a step
+    stop_after: int | None = None  # batches; the run then saves a checkpoint into `folder`
+    resume: bool = False  # from the checkpoint in `folder`, with the batches after it
+    init_scale: float = 1024.0  # of the loss; of ampatch, and of the framework where it says so
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run gave."""
+
+    losses: list[float]  # one a batch, unscaled, of this rank's part
+    weights: dict[str, Tensor]  # `network().state_dict()`'s names; FP32, from the masters
+    loss_scale: float  # at the end; 1.0 without one
+
+
+def network() -> nn.Module:
+    """Half at O2, but for the normalisation."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def dataset() -> TensorDataset:
+    """A row's class is the largest of three fixed projections, which can be learnt."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(BATCH * BATCHES, 8, generator=generator)
+    return TensorDataset(inputs, (inputs @ torch.randn(8, CLASSES, generator=generator)).argmax(1))
