@@ -25,6 +25,7 @@ from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
+from ..torch_private.dtensors import exchange_data
 from ..torch_private.half_grads import restore_grad
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import (
@@ -214,7 +215,7 @@ class ManagedModel:
         restore_grad(tensor)
         if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
             tensor.grad = None
-            tensor.data = original
+            exchange_data(tensor, original)
             tensor.grad = grad
             if master is not None:
                 master.grad = None
@@ -222,7 +223,7 @@ class ManagedModel:
             set_data(tensor, self._values.release(tensor).to(dtype))
         else:
             tensor.grad = None
-            tensor.data = master.data.to(dtype)
+            exchange_data(tensor, master.detach().to(dtype))
             if master.grad is not None:
                 tensor.grad, master.grad = master.grad.to(dtype), None
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from ..torch_private.dtensors import local_of
+
 if TYPE_CHECKING:
     from ..scaling.optimizer import ManagedOptimizer
     from .session import Session
@@ -71,11 +73,12 @@ class HalfWeights:
 
         With it comes whether the parameter has a master.  None for another tensor.
         """
-        place = tensor.data_ptr()
+        place = local_of(tensor).data_ptr()
         for session in self._registry.sessions:
             for managed in session.models.alive():
                 for name, parameter in managed.model.named_parameters():
-                    if parameter.dtype is tensor.dtype and parameter.data_ptr() == place:
+                    own = local_of(parameter)
+                    if parameter.dtype is tensor.dtype and own.data_ptr() == place:
                         has_master = session.masters.of(parameter) is not None
                         return f"{type(managed.model).__name__}.{name}", has_master
         return None
