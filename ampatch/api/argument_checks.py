@@ -190,8 +190,11 @@ def not_sharded(models: list[nn.Module], properties: Properties) -> None:
     """
     for index, model in enumerate(models):
         by_wrapper = any(_is_fsdp(module) for module in model.modules())
+        by_fully_shard = any(_is_fsdp(module, "FSDPModule") for module in model.modules())
         for name, parameter in model.named_parameters():
-            sharded = by_wrapper or (is_dtensor(parameter) and not can_exchange_data(parameter))
+            sharded = by_wrapper or (
+                is_dtensor(parameter) and (by_fully_shard or not can_exchange_data(parameter))
+            )
             if sharded and _would_change(parameter, properties):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
@@ -202,11 +205,9 @@ def not_sharded(models: list[nn.Module], properties: Properties) -> None:
                 )
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    """FSDP's wrapper or `fully_shard`; importing their classes for this question would be slow."""
-    return any(
-        base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(module).__mro__
-    )
+def _is_fsdp(module: nn.Module, name: str = "FullyShardedDataParallel") -> bool:
+    """FSDP's first version, or another class; importing it for this question would be slow."""
+    return any(base.__name__ == name for base in type(module).__mro__)
 
 
 def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:

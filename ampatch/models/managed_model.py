@@ -9,8 +9,9 @@ as the model is, for as long as the session is open.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -100,6 +101,7 @@ class ManagedModel:
         self._widened = owner.values.widened
         self._may_have_masters = False
         self._converted: list[Converted] = []
+        self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
         self.mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
@@ -125,6 +127,7 @@ class ManagedModel:
         dtype = self.in_dtype
         if dtype is None:
             return
+        self._stays_float = skip
         self._converted = convert_weights(self.model, dtype, skip)
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
@@ -142,6 +145,25 @@ class ManagedModel:
                 dtype,
                 ", ".join(lost),
             )
+
+    @contextlib.contextmanager
+    def as_float(self, part: nn.Module) -> Iterator[None]:
+        """The weights of the model, or of a part of it, have their FP32 values meanwhile.
+
+        What stands there at the end, perhaps other parameters, is converted again.
+        """
+        own = set(map(id, part.parameters()))
+        concerned = [entry for entry in self._converted if id(entry.tensor) in own]
+        for entry in concerned:
+            self._restore(entry)
+        self._converted = [entry for entry in self._converted if id(entry.tensor) not in own]
+        try:
+            yield
+        finally:
+            if self.in_dtype is not None:
+                new = convert_weights(part, self.in_dtype, self._stays_float)
+                self._converted += new
+                self._dtypes |= {id(entry.tensor): entry.dtype for entry in new}
 
     def originals(self) -> dict[int, Tensor]:
         """FP32 values that half parameters were rounded from, by the parameter's id.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,9 @@ from ..interop import (
     parameter_data,
     swa,
     tensor_hooks,
+    tensor_parallel,
 )
+from ..interop.late_modules import is_imported
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from ..torch_private import layer_forwards
 
@@ -155,8 +158,18 @@ def tools(registry: Registry) -> list[Tool]:
         ),
         Tool(
             "torch.distributed.checkpoint.state_dict: masters in the place of half weights",
-            lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
+            lambda needs: needs.optimizers and is_imported(distributed_checkpoint.MODULE),
             lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
+        ),
+        *(
+            Tool(
+                f"{function}: DTensors of FP32 values",
+                lambda needs, module=module: needs.models and is_imported(module),
+                functools.partial(
+                    tensor_parallel.replacements, module, halves.optimizer_of, halves.as_float
+                ),
+            )
+            for module, function in tensor_parallel.FUNCTIONS.items()
         ),
     ]
 
