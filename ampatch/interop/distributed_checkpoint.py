@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import wrapt
 from torch import Tensor, nn
 
 from ..casting.patches import Replacement
@@ -25,6 +26,16 @@ _FUNCTIONS = (
     "get_optimizer_state_dict",
     "set_optimizer_state_dict",
 )
+
+
+def is_imported() -> bool:
+    """Whether there is anything to replace yet."""
+    return MODULE in sys.modules
+
+
+def when_imported(call: Callable[[], None]) -> None:
+    """Have `call()` run once the module is imported."""
+    wrapt.register_post_import_hook(lambda module: call(), MODULE)
 
 
 def replacements(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import wrapt
 from torch import nn
 
 from ..casting.patches import Replacement
@@ -23,6 +24,23 @@ FUNCTIONS = {
     "torch.distributed.tensor.parallel": "parallelize_module",
 }
 """By the modules that have them."""
+
+
+def has(name: str) -> bool:
+    """Whether one of these modules is imported, so that there is something to replace."""
+    return hasattr(sys.modules.get(name), FUNCTIONS[name])
+
+
+def is_imported() -> bool:
+    """Whether all of them are."""
+    return all(map(has, FUNCTIONS))
+
+
+def when_imported(call: Callable[[], None]) -> None:
+    """Have `call()` run once each of the others is imported."""
+    for name in FUNCTIONS:
+        if not has(name):
+            wrapt.register_post_import_hook(lambda module: call(), name)
 
 
 _is_running = False  # within a call for the module around this one
@@ -38,6 +56,7 @@ def replacements(
     `optimizer_of(module)` is a managed optimizer that has a parameter of a module, or None.  Inside
     `as_float(module)` the weights of a managed module are FP32.
     """
+
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def distributing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -56,8 +75,7 @@ def replacements(
 
         return distributing
 
-    module = sys.modules[owner]
-    return [(module, FUNCTIONS[owner], make)] if hasattr(module, FUNCTIONS[owner]) else []
+    return [(sys.modules[owner], FUNCTIONS[owner], make)]
 
 
 def _refuse(call: str, module: nn.Module, optimizer: Any) -> None:

@@ -57,7 +57,8 @@ class StateDictHooks:
         """Load the values as they are now; the user's hooks may come after this one."""
         given: dict[str, Any] = {}
         for name, tensor in _own_tensors(module):
-            loaded = given[name] = state_dict.get(prefix + name)
+            loaded: Any = state_dict.get(prefix + name)
+            given[name] = loaded
             if _may_be_values_of(loaded, tensor):
                 self._load(tensor, loaded)
         self._loading[id(module)] = state_dict, prefix, given

@@ -19,7 +19,7 @@ def world_size() -> int:
 
 
 def sharing_groups(group: Any, grads: list[Tensor]) -> list[Any]:
-    """The process groups that share the flag of these gradients: `group`, those of DTensors' meshes.
+    """The process groups that share the flag of these gradients: of DTensors' meshes, and `group`.
 
     A rank has its own part of a DTensor, and an inf may be in one part alone.
     """

@@ -201,7 +201,7 @@ Numbers = HostNumbers | DeviceNumbers
 
 
 def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """The tensors that hold their numbers, in lists of one device that one kernel takes together."""
+    """The tensors that hold their numbers, in lists that one kernel takes together."""
     if len(grads) == 1 and type(grads[0]) is Tensor and not grads[0].is_sparse:
         return [(grads[0].device, grads)]
     is_dense_cpu = grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads))
@@ -214,6 +214,6 @@ def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
 
 
 def values(grad: Tensor) -> Tensor:
-    """The tensor that holds the numbers: of a sparse gradient its values, of a DTensor this rank's."""
+    """The tensor that holds the numbers: a sparse gradient's values, this rank's of a DTensor."""
     grad = local_of(grad)
     return grad._values() if grad.is_sparse else grad

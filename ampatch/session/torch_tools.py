@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,11 +22,11 @@ from ..interop import (
     tensor_hooks,
     tensor_parallel,
 )
-from ..interop.late_modules import is_imported
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from ..torch_private import layer_forwards
 
 if TYPE_CHECKING:
+    from .half_weights import HalfWeights
     from .registry import Registry
     from .session import Session
 
@@ -158,20 +157,19 @@ def tools(registry: Registry) -> list[Tool]:
         ),
         Tool(
             "torch.distributed.checkpoint.state_dict: masters in the place of half weights",
-            lambda needs: needs.optimizers and is_imported(distributed_checkpoint.MODULE),
+            lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
             lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
         ),
-        *(
-            Tool(
-                f"{function}: DTensors of FP32 values",
-                lambda needs, module=module: needs.models and is_imported(module),
-                functools.partial(
-                    tensor_parallel.replacements, module, halves.optimizer_of, halves.as_float
-                ),
-            )
-            for module, function in tensor_parallel.FUNCTIONS.items()
-        ),
+        *(_tensor_parallel(halves, module) for module in tensor_parallel.FUNCTIONS),
     ]
+
+
+def _tensor_parallel(halves: HalfWeights, module: str) -> Tool:
+    return Tool(
+        f"{tensor_parallel.FUNCTIONS[module]}: DTensors are made of FP32 values",
+        lambda needs: needs.models and tensor_parallel.has(module),
+        lambda: tensor_parallel.replacements(module, halves.optimizer_of, halves.as_float),
+    )
 
 
 def watches(registry: Registry) -> list[Watch]:

@@ -38,7 +38,6 @@ plain_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 set_plain_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-
 def _own_data(tensor: Tensor) -> Tensor:
     """Its data, of a DTensor those of this rank: half and master have the same part of it."""
     own = local_of(tensor)
