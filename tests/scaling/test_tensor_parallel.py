@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import ampatch as amp
 
 pytest.importorskip("torch.distributed.tensor.debug", reason="torch without public DTensors")
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module  # noqa: E402
-from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
-from torch.distributed.tensor.parallel import (  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
