@@ -23,7 +23,7 @@ from ..config.overrides import ModuleKey
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..models.module_overrides import matching
-from ..torch_private.dtensors import can_exchange_data, is_dtensor
+from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 
 
 def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
@@ -203,6 +203,28 @@ def not_sharded(models: list[nn.Module], properties: Properties) -> None:
                     'and opt_level="O1"; for half weights give fully_shard a '
                     "MixedPrecisionPolicy."
                 )
+
+
+def parts_share_overflow(
+    optimizers: list[Any], properties: Properties, process_group: Any, call: str
+) -> None:
+    """Raise `AmpatchError` for parts of DTensors whose ranks would not learn of an overflow.
+
+    Around tensor parallel DDP trains each rank's part of a DTensor as a plain parameter, which
+    does not know its mesh.
+    """
+    if properties.loss_scale != "dynamic" or process_group is not None:
+        return
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(map(is_part_of_dtensor, params)):
+            raise AmpatchError(
+                f"{call}(optimizers=...): {type(optimizer).__name__} has parts of DTensors, which "
+                "DistributedDataParallel(device_mesh=...) has made plain parameters. An overflow "
+                "in one rank's part would skip the step on that rank alone. Expected the ranks "
+                "that decide together: ampatch.initialize(model, optimizer, "
+                "process_group=torch.distributed.group.WORLD)."
+            )
 
 
 def _is_fsdp(module: nn.Module, name: str = "FullyShardedDataParallel") -> bool:

@@ -54,6 +54,11 @@ def can_exchange_data(tensor: Tensor) -> bool:
     return hasattr(tensor, _LOCAL) and hasattr(tensor, _SPEC)
 
 
+def is_part_of_dtensor(parameter: Tensor) -> bool:
+    """Whether DDP has put this rank's part of a DTensor in its place (`device_mesh`, a slice)."""
+    return hasattr(parameter, "_st_info")
+
+
 def exchange_data(tensor: Any, data: Any) -> None:
     """Give a tensor other data, perhaps of another dtype; it stays the same object.
 

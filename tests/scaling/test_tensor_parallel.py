@@ -19,7 +19,7 @@ import ampatch as amp
 pytest.importorskip("torch.distributed.tensor.debug", reason="torch without public DTensors")
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -440,6 +440,96 @@ def alone(rank: int, level: str) -> bool:
 def test_one_rank_alone_reads_and_writes_its_state_dict(ranks, level):
     """A write into it reaches the weights when they are compared, as in one process."""
     assert ranks(alone, level) == [True, True]
+
+
+def on_two_dimensions(rank: int, level: str | None) -> dict:
+    """DTensors on a mesh of two dimensions: batches differ along one, weights along the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "parts"))
+    model = Net()
+    places = {"wide.weight": 0, "wide.bias": 0, "narrow.weight": 1, "scores.weight": 1}
+
+    def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            place = places.get(f"{name}.{key}")
+            layout = [Replicate(), Replicate() if place is None else Shard(place)]
+            module.register_parameter(
+                key, nn.Parameter(distribute_tensor(parameter.data, mesh, layout))
+            )
+
+    run = Run(level)
+    distribute_module(model, mesh, distribute)
+    optimizer = optimizer_of(model, run)
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
+    found: dict = {"losses": [], "skipped": []}
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, distribute_tensor(data(step), mesh, [Shard(0), Replicate()]), run)
+        if level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if step == 1 and rank == 3:
+                    poison(model)
+            found["skipped"].append(None)
+        optimizer.step()
+        if level is not None:
+            found["skipped"][-1] = amp.step_was_skipped(optimizer)
+        found["losses"].append(full(loss).item())
+    found["weights"] = [full(value) for value in model.state_dict().values()]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_mesh_of_two_dimensions(four_ranks, level):
+    """Data and tensor parallel by DTensors alone; an inf in one part of one batch skips on all."""
+    found = four_ranks(on_two_dimensions, level)
+    reference = in_one_process(Run(level, poisoned=(1,), loss_scale="dynamic"))
+    for rank in found:
+        assert rank["skipped"] == [False, True, False]
+        assert_close(rank, reference, torch.float16)
+        assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
+
+
+def under_ddp(rank: int, level: str, group: bool) -> dict:
+    """DDP with a mesh takes DTensors out of the model."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "parts"))
+    model = parallel(Net(), mesh["parts"], Run())
+    try:
+        if level != "O1":
+            amp.initialize(model, opt_level=level, verbosity=0)
+        wrapped = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["data"])
+        optimizer = optimizer_of(wrapped, Run())
+        shared = dist.group.WORLD if group else None
+        amp.initialize(wrapped, optimizer, init_scale=256.0, process_group=shared, verbosity=0)
+    except amp.AmpatchError as error:
+        return {"error": str(error)}
+    losses, skipped = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, data(step), Run())
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if step == 1 and rank == 1:
+                optimizer.param_groups[0]["params"][-1].grad[-1] = float("inf")
+        optimizer.step()
+        losses.append(loss.item())
+        skipped.append(amp.step_was_skipped(optimizer))
+    return {"error": None, "losses": losses, "skipped": skipped}
+
+
+def test_ddp_around_tensor_parallel(ranks):
+    """At O1 with a process group; without one, and with half weights, it is refused."""
+    reference = in_one_process(Run("O1", poisoned=(1,), loss_scale="dynamic"))
+    for rank in ranks(under_ddp, "O1", True):
+        assert rank["error"] is None and rank["skipped"] == [False, True, False]
+        assert rank["losses"] == pytest.approx(reference["losses"], rel=4e-3)
+    for rank in ranks(under_ddp, "O1", False):
+        assert "process_group=torch.distributed.group.WORLD" in rank["error"]
+    for rank in ranks(under_ddp, "O2", True):
+        assert "DTensor in torch.float16" in rank["error"] and 'opt_level="O1"' in rank["error"]
 
 
 def check_repetition(ranks: Ranks) -> None:
