@@ -74,7 +74,7 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
         if wants_to_see(value):
             raise Handled
         if castable(value, policy) and value.dtype is not to and not is_internal(value):
-            if is_dtensor(value) and not is_dynamo_compiling():  # the weights of tensor parallel
+            if not is_dynamo_compiling() and is_dtensor(value):  # the weights of tensor parallel
                 return policy.cache.cast(value, to) if value.is_leaf else value.to(to)
             return value.to(to)
         return value
