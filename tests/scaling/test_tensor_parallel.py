@@ -488,7 +488,9 @@ def on_two_dimensions(rank: int, level: str | None) -> dict:
     found: dict = {"losses": [], "skipped": []}
     for step in range(3):
         optimizer.zero_grad()
-        loss = loss_of(model, distribute_tensor(data(step), mesh, [Shard(0), Replicate()]), run)
+        loss = loss_of(
+            model, distribute_tensor(data(10 * step), mesh, [Shard(0), Replicate()]), run
+        )
         if level is None:
             loss.backward()
         else:
@@ -533,7 +535,7 @@ def under_ddp(rank: int, level: str, group: bool) -> dict:
     losses, skipped = [], []
     for step in range(3):
         optimizer.zero_grad()
-        loss = loss_of(wrapped, data(step), Run())
+        loss = loss_of(wrapped, data(10 * step), Run())
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
             if step == 1 and rank == 1:
