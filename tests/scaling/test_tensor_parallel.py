@@ -484,7 +484,8 @@ def on_two_dimensions(rank: int, level: str | None) -> dict:
     distribute_module(model, mesh, distribute)
     optimizer = optimizer_of(model, run)
     if level is not None:
-        amp.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
+        settings = {"init_scale": 256.0, "loss_scale": "dynamic", "verbosity": 0}
+        amp.initialize(model, optimizer, opt_level=level, **settings)
     found: dict = {"losses": [], "skipped": []}
     for step in range(3):
         optimizer.zero_grad()
