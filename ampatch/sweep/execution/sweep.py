@@ -56,6 +56,7 @@ from ampatch.sweep.report.results import SUMMARY, Results, Row
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
 from ampatch.sweep.trial import Trial
+from ampatch.torch_private.devices import has_tf32
 
 
 class SweepError(AmpatchError):
@@ -148,9 +149,7 @@ class Sweep:
             is_needed = overrides or set(levels) != {"O0"}
             dtypes = default_dtypes(path, resume) if is_needed else DTYPES
         dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
-        self.cases = cases(
-            levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available(), auto=auto
-        )
+        self.cases = cases(levels, dtypes, overrides, autocast, tf32=has_tf32(), auto=auto)
         seeds, repeats = _count("seeds", seeds), _count("repeats", repeats)
         rounds = _count("rounds", rounds)
         steps = None if steps is None else _count("steps", steps)
