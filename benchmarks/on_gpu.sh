@@ -110,7 +110,9 @@ marked() {
     }
     local files
     mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort)
-    "$python" -m pytest -q -p no:cacheprovider -m gpu -rs "${files[@]}"
+    # By NVML torch counts GPUs without starting CUDA, which a process that forks others must not do.
+    PYTORCH_NVML_BASED_CUDA_CHECK=1 \
+        "$python" -m pytest -q -p no:cacheprovider -m gpu -rs "${files[@]}"
 }
 
 swept() {

@@ -26,8 +26,10 @@ def default_dtypes(directory: Path, resume: bool) -> Sequence[str]:
 
     Raises `ValueError` if an accelerator does not answer.
     """
-    earlier = read_results(directory) if resume else None
-    if earlier is not None:
+    if resume:
+        earlier = read_results(directory)
+        if earlier is None:
+            return NONE_IS_FAST  # for no run: the sweep's directory refuses to go on
         return earlier.settings["dtypes"]
     return (_of_accelerator() if accelerator() else fast_half_types("cpu")) or NONE_IS_FAST
 
