@@ -48,18 +48,21 @@ for name in "${chosen[@]}"; do
 done
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-for package in torch wrapt; do
-    "$python" -c "import $package" 2>/dev/null ||
-        usage "$python cannot import $package. Install it (pip install $package), or name another interpreter in PYTHON"
-done
-if [[ -z $device ]]; then
-    device=$("$python" -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')
-fi
+asked='
+import importlib.util, platform, sys
+missing = [name for name in ("torch", "wrapt") if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit("pip install " + " ".join(missing))
+import torch
+has_gpu = torch.cuda.is_available()
+print("cuda" if has_gpu else "cpu")
+print(torch.cuda.get_device_name() if has_gpu else "cpu " + platform.machine())'
+told=$("$python" -c "$asked") ||
+    usage "$python lacks torch or wrapt. Install what is missing, or name another interpreter in PYTHON"
+device=${device:-${told%%$'\n'*}} called=${told#*$'\n'}
 if [[ $device == cpu && -z $small ]]; then
     usage "torch sees no CUDA device. With --small it runs on the CPU"
 fi
-called=$("$python" -c 'import platform, torch
-print(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu " + platform.machine())')
 slug=$(tr '[:upper:] _' '[:lower:]--' <<<"$called${small:+ small}" | tr -cd 'a-z0-9-')
 mkdir -p "$out" || exit 2
 page="$out/$(date +%F)-$slug.md" log="$out/$(date +%F)-$slug.log"
