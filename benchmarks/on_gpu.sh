@@ -145,7 +145,8 @@ section resnet 240 '' "${gpu[@]}" --models ResNet-50 "${timed[@]}"
 section gpt 210 '' "${gpu[@]}" --models 'GPT-2 small' "${timed[@]}"
 section bert 240 '' "${gpu[@]}" --models 'BERT large' "${timed[@]}"
 section sweep 120 fence bash -c swept
-section pair 100 '' "$python" benchmarks/two_processes.py --device "$device"
+section pair 100 '' "$python" benchmarks/two_processes.py --device "$device" \
+    --limit $((${#small} ? 280 : 85))
 
 printf '%s\n' '' "${summary[@]}" "$page"
 printf '%s\n' '' '## Sections' '' "${summary[@]/#/- }" >>"$page"
