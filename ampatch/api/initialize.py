@@ -183,6 +183,7 @@ def add_optimizers(optimizers: Any) -> Any:
         half_of = registry.half_weights.half_of
         argument_checks.optimizers_own_parameters(models, new, half_of, call)
         argument_checks.fused_steps_work(models, new, session.properties, call)
+        argument_checks.zero_steps_by_itself(new, session.properties, call)
     session.add_optimizers(new)
     return optimizers
 
@@ -249,6 +250,7 @@ def _check(
     argument_checks.not_sharded(models, properties)
     argument_checks.weights_convert(models, properties)
     argument_checks.fused_steps_work(models, optimizers, properties)
+    argument_checks.zero_steps_by_itself(optimizers, properties)
     argument_checks.overridden_modules_exist(rules.modules, models)
     if rules.functions:
         argument_checks.overridden_functions_exist(rules.functions, registry.installation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if are_ranks() else 1
 
 
-def share_flag(flag: Flag, group: Any, grads: list[Tensor]) -> Flag:
+def share_flag(flag: Flag, group: Any, near: Sequence[Tensor]) -> Flag:
     """A flag that is set on all ranks of a process group if it is on one.
 
-    What the host knows travels on the device of the gradients.
+    What the host knows travels on the device of the tensors in `near`.
     """
     if isinstance(flag, Tensor):
         shared = flag
     else:
-        device = grads[0].device if grads else torch.device("cpu")
+        device = near[0].device if near else torch.device("cpu")
         shared = torch.tensor(float(flag), dtype=torch.float32, device=device)
     torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
     return shared if isinstance(flag, Tensor) else bool(shared.item())

@@ -20,6 +20,7 @@ from ..interop import (
     parameter_data,
     swa,
     tensor_hooks,
+    zero_redundancy,
 )
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from ..torch_private import layer_forwards
@@ -157,6 +158,11 @@ def tools(registry: Registry) -> list[Tool]:
             "torch.distributed.checkpoint.state_dict: masters in the place of half weights",
             lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
             lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
+        ),
+        Tool(
+            "ZeroRedundancyOptimizer: made of half weights beside FP32 ones",
+            lambda needs: needs.master_levels and zero_redundancy.is_imported(),
+            lambda: zero_redundancy.replacements(halves.that_need_masters),
         ),
     ]
 
