@@ -17,6 +17,7 @@ import ampatch as amp
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
 STEPS = 6
+ADAM = ("exp_avg", "exp_avg_sq", "step")
 KINDS = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-4}),
@@ -181,3 +182,128 @@ def test_an_overflow_on_one_rank(ranks, level, poisoned):
     results = ranks(train, level, FP16, "SGD", {}, tuple(poisoned))
     left_out = {step for _, step in poisoned}
     check(results, level, FP16, left_out, in_float("SGD", left_out=left_out))
+
+
+def alone(rank: int, level: str) -> dict:
+    """Without DDP each rank has gradients of its own; only rank 1 sees the inf."""
+    return train(rank, level, FP16, "SGD", {"order": "before, alone"}, ((1, 2),))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_without_ddp_all_ranks_leave_the_same_step_out(ranks, level):
+    one, two = ranks(alone, level)
+    for rank in (one, two):
+        assert rank["skipped"] == [step == 2 for step in range(STEPS)]
+        assert rank["scales"] == one["scales"] and rank["scales"][-1] == 512.0
+    assert all(map(torch.equal, one["values"], two["values"]))
+
+
+def saved(optimizer, model, rank: int) -> bytes | None:
+    """A checkpoint of rank 0 alone, as scripts write it."""
+    optimizer.consolidate_state_dict(to=0)
+    if rank != 0:
+        return None
+    whole = getattr(model, "module", model)
+    file = io.BytesIO()
+    parts = {"model": whole.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**parts, "amp": amp.state_dict()}, file)
+    return file.getvalue()
+
+
+def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_first: bool) -> list:
+    """Six steps; and three, a checkpoint, a new model and optimizer, and three more."""
+    found = []
+    for interrupted in (False, True):
+        model, optimizer = managed(level, dtype, "Adam", order, 2, views)
+        for step in range(STEPS):
+            if interrupted and step == STEPS // 2:
+                sent = [saved(optimizer, model, rank)]
+                dist.broadcast_object_list(sent)
+                amp.deactivate()
+                model, optimizer = managed(level, dtype, "Adam", order, 2, views)
+                kept = torch.load(io.BytesIO(sent[0]))
+                whole = getattr(model, "module", model)
+                if optimizer_first:
+                    optimizer.load_state_dict(kept["optimizer"])
+                whole.load_state_dict(kept["model"])
+                if not optimizer_first:
+                    optimizer.load_state_dict(kept["optimizer"])
+                amp.load_state_dict(kept["amp"])
+            one_step(model, optimizer, rank, step, clip=0.1, bad=(rank, step) == (1, 1))
+        own = [param for group in optimizer.optim.param_groups for param in group["params"]]
+        states = [optimizer.optim.state[param][name] for param in own for name in ADAM]
+        found.append([*values(model, optimizer), *states, torch.tensor(amp.loss_scale())])
+        amp.deactivate()
+    return found
+
+
+@pytest.mark.parametrize(
+    "level, dtype, order, views, optimizer_first",
+    [
+        ("O1", FP16, "before", True, False),
+        ("O2", FP16, "before", False, True),
+        ("O2", BF16, "after", False, False),
+        ("O2", FP16, "before, alone", True, False),
+        ("O3", BF16, "before", False, False),
+    ],
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(
+    ranks, level, dtype, order, views, optimizer_first
+):
+    for at_once, resumed in ranks(resume, level, dtype, order, views, optimizer_first):
+        assert len(at_once) == len(resumed)
+        assert all(map(torch.equal, at_once, resumed))
+
+
+def closures(rank: int, level: str) -> dict:
+    model, optimizer = managed(level, FP16, "SGD", "before", 1, False)
+    skipped = []
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            inputs, targets = batch(1000 * rank + 10 * step)
+            loss = F.cross_entropy(model(inputs).float(), targets)
+            bad = (rank, step) == (1, 2)
+            with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
+                scaled.backward()
+            return loss
+
+        optimizer.step(closure)
+        skipped.append(amp.step_was_skipped(optimizer))
+    kept = values(model, optimizer)
+    amp.deactivate()
+    return {"skipped": skipped, "values": kept, "after": [p.detach() for p in model.parameters()]}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_closures(ranks, level):
+    one, two = ranks(closures, level)
+    assert one["skipped"] == two["skipped"] == [step == 2 for step in range(STEPS)]
+    assert all(map(torch.equal, one["values"], two["values"]))
+    for ours, theirs in zip(one["after"], in_float("SGD", left_out={2}), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
+
+
+def overlapping(rank: int, level: str, late: bool, settings: dict) -> str:
+    model = Net()
+    settings = {"opt_level": level, "dtype": BF16, "verbosity": 0, **settings}
+    if late:
+        amp.initialize(model, **settings)
+    optimizer = zero(model.parameters(), "SGD", overlap_with_ddp=True)
+    try:
+        amp.add_optimizers(optimizer) if late else amp.initialize(model, optimizer, **settings)
+    except amp.AmpatchError as error:
+        return str(error)
+    return "taken"
+
+
+def test_steps_in_the_backward_pass(ranks):
+    for level, late, settings in [
+        ("O1", False, {"loss_scale": "dynamic"}),
+        ("O2", False, {}),
+        ("O2", True, {}),
+    ]:
+        for error in ranks(overlapping, level, late, settings):
+            assert "overlap_with_ddp=True" in error and "loss_scale=1.0" in error
+    assert ranks(overlapping, "O1", False, {}) == ["taken"] * 2  # gloo cannot run it
