@@ -23,6 +23,7 @@ from .optimizers.idle_steps import IdleSteps
 from .optimizers.param_groups import ParamGroups
 from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import FoundStates
+from .optimizers import zero
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
@@ -217,6 +218,7 @@ class ManagedOptimizer:
     def agree(self) -> None:
         """Have the ranks that step together decide together."""
         if self.gradients.step_group is not None and self._looks_for_overflow():
+            zero.refuse_lead(self.optimizer)
             self.gradients.share_overflow()
 
     def bring_up_to_date(self) -> None:

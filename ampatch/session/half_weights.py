@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from ..errors import AmpatchError
+
 if TYPE_CHECKING:
     from ..scaling.optimizer import ManagedOptimizer
     from .session import Session
@@ -108,6 +110,32 @@ class HalfWeights:
             for parameter in parameters:
                 if managed.masters.of(parameter) is not None:
                     managed.masters.broadcast(parameter, send)
+
+    def broadcast_scales(self, model: nn.Module, send: Callable[[list], None]) -> None:
+        """Have `send` make the states of loss scalers equal, of sessions with parts of `model`."""
+        for session in self._sessions_of(model):
+            states = [scaler.state_dict() for scaler in session.scalers]
+            send(states)
+            for scaler, state in zip(session.scalers, states, strict=True):
+                scaler.load_state_dict(state)
+
+    def refuse_uneven(self, model: nn.Module) -> None:
+        """Raise `AmpatchError` for a model whose ranks share a flag, which `join` cannot shadow."""
+        if any(session.process_group is not None for session in self._sessions_of(model)):
+            raise AmpatchError(
+                f"DistributedDataParallel({type(model).__name__}).join(): "
+                "ampatch.initialize(process_group=...) has the ranks share a flag in each block, "
+                "for which a rank without data would not be there. Leave process_group out: "
+                "DistributedDataParallel shows each rank the overflows of the others."
+            )
+
+    def _sessions_of(self, model: nn.Module) -> list[Session]:
+        parts = set(map(id, model.modules()))
+        return [
+            session
+            for session in self._registry.sessions
+            if any(id(managed.model) in parts for managed in session.models.alive())
+        ]
 
     @contextlib.contextmanager
     def as_plain(self, halves: set[int]) -> Iterator[None]:

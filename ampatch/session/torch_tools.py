@@ -20,6 +20,7 @@ from ..interop import (
     parameter_data,
     swa,
     tensor_hooks,
+    uneven_inputs,
     zero_redundancy,
 )
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
@@ -113,6 +114,12 @@ def tools(registry: Registry) -> list[Tool]:
             "DistributedDataParallel: masters are broadcast too, and values that wait for them",
             lambda needs: needs.optimizers or needs.master_levels,
             lambda: ddp.replacements(halves.broadcast_masters, registry.wrapped.note),
+            is_over_tables=True,
+        ),
+        Tool(
+            "DistributedDataParallel.join: masters and loss scales of the rank that trained on",
+            lambda needs: needs.optimizers,
+            lambda: uneven_inputs.replacements(halves),
             is_over_tables=True,
         ),
         Tool(

@@ -12,6 +12,7 @@ _BY_PARAMETER = ("_param_to_rank_cache", "_param_to_index_cache")
 _BUILD_BUCKETS = "_build_param_buckets"
 _CHECK_TYPES = "_verify_same_dense_param_type"
 _OVERLAPS = "_overlap_with_ddp"
+_JOIN_CONFIG = "_join_config"
 
 
 def kind() -> Any:
@@ -33,6 +34,12 @@ def takes_other_parameters(optimizer: Any) -> bool:
 def steps_in_backward(optimizer: Any) -> bool:
     """Whether hooks of DistributedDataParallel make its steps (`overlap_with_ddp`)."""
     return getattr(optimizer, _OVERLAPS, False)
+
+
+def leads_join(optimizer: Any) -> bool:
+    """Whether it is the first in a `Join` context, which asks there who still has data."""
+    config = getattr(optimizer, _JOIN_CONFIG, None)
+    return config is not None and config.enable and config.is_first_joinable
 
 
 def forget_parameters(optimizer: Any) -> None:

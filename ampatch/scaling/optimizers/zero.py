@@ -36,6 +36,17 @@ def forget_keys(optimizer: Any) -> None:
         zero_redundancy.forget_parameters(optimizer)
 
 
+def refuse_lead(optimizer: Any) -> None:
+    """Raise `AmpatchError` where the ranks are asked only later who of them still has data."""
+    if zero_redundancy.leads_join(optimizer):
+        raise AmpatchError(
+            "ZeroRedundancyOptimizer.step(): this optimizer is the first in Join([...]), and under "
+            "a dynamic loss scale its ranks share a flag before Join asks who still has data. "
+            "Expected the DistributedDataParallel model first: Join([model, optimizer]); or "
+            "loss_scale=1.0."
+        )
+
+
 def settle(optimizer: Any) -> None:
     """Its parameters, or their memory, may be others than before: its buckets hold them again.
 
