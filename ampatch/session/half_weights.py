@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import AmpatchError
 
 if TYPE_CHECKING:
+    from ..scaling.masters.half_gradients import HalfGradients
     from ..scaling.optimizer import ManagedOptimizer
     from .session import Session
 
@@ -86,6 +87,18 @@ class HalfWeights:
         """Ids of the half parameters of models at a level with master weights."""
         sessions = self._registry.sessions
         return set().union(*(session.weights.halves_that_need_masters() for session in sessions))
+
+    def keepers(self, parameters: Sequence[Tensor]) -> list[list[HalfGradients]]:
+        """What keeps the FP32 gradients of each parameter: of half weights with masters."""
+        optimizers = [managed for managed in self._optimizers() if managed.masters.by_half]
+        return [
+            [
+                managed.gradients.in_halves
+                for managed in optimizers
+                if id(parameter) in managed.masters.by_half
+            ]
+            for parameter in parameters
+        ]
 
     # Events
 

@@ -51,7 +51,7 @@ class Registry:
         self.optimizers = Index(operator.attrgetter("optimizer"))
         self.models = Index(operator.attrgetter("model"))
         self.half_weights = HalfWeights(self)
-        self.wrapped = WrappedModels()
+        self.wrapped = WrappedModels(self.half_weights.keepers)
         managed_of = functools.partial(wrapped_optimizers.managed, self.optimizers)
         self.schedulers = HeldSchedulers(managed_of)
         self.opens_as_apex = False  # sessions that open now follow apex's tables

@@ -340,7 +340,9 @@ class Session:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
-                managed.gradients.in_halves.before_forward(reduces, unscaled)
+                if managed.masters.by_half:
+                    in_float = reduces is not None and registry.wrapped.average_in_float(model)
+                    managed.gradients.in_halves.before_forward(reduces, in_float, unscaled)
 
     def _before_step(self, managed: ManagedOptimizer) -> None:
         if registry.observers.are_there:

@@ -119,7 +119,7 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "DistributedDataParallel.join: masters and loss scales of the rank that trained on",
             lambda needs: needs.optimizers,
-            lambda: uneven_inputs.replacements(halves),
+            lambda: uneven_inputs.replacements(halves, registry.wrapped.averages_of),
             is_over_tables=True,
         ),
         Tool(
