@@ -57,11 +57,10 @@ class FloatAverages:
         if not any(keepers):
             return self._sum(buffer.mul_(share)).then(_value)
         wide = buffer.float()
-        start = buffer.storage_offset()
-        for half, grad, keeping in zip(
-            bucket.parameters(), bucket.gradients(), keepers, strict=True
-        ):
-            place = wide.as_strided(grad.size(), grad.stride(), grad.storage_offset() - start)
+        start = 0
+        for half, keeping in zip(bucket.parameters(), keepers, strict=True):
+            place = wide.as_strided(half.size(), _strides_in_bucket(half), start)
+            start += half.numel()
             for keeper in () if self.is_joined else keeping:
                 earlier = keeper.take_unreduced(half)
                 if earlier is not None:
@@ -84,6 +83,19 @@ class FloatAverages:
     def _sum(self, tensor: Tensor) -> Any:
         work = torch.distributed.all_reduce(tensor, group=self._group, async_op=True)
         return work.get_future()
+
+
+def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays a gradient out: as its parameter, if that leaves no gaps.
+
+    `bucket.gradients()` has all gradients in the order of their elements.
+    """
+    size = 1
+    for stride, length in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
+        if length != 1 and stride != size:
+            return torch.empty(parameter.size(), device="meta").stride()
+        size *= length
+    return parameter.stride()
 
 
 def _value(done: Any) -> Tensor:

@@ -242,7 +242,7 @@ class Session:
             process_group=self.process_group,
             name_of=lambda half: self.weights.names().get(id(half), "a weight"),
             held_copy=self.values.widened.hand_over,
-            looks_for_overflow=self._looks_for_overflow,
+            looks_for_overflow=lambda: _look_for_overflow(self.scalers),
         )
         copies = OptimizerCopies(managed, self.weights.contain, self.plain_parameters)
         managed.add_methods(copies.methods())
@@ -268,10 +268,6 @@ class Session:
             managed.found_states.forget()
         self.waiting.give_to(added)
         registry.refresh()
-
-    def _looks_for_overflow(self) -> bool:
-        """Whether the gradients of some loss are checked."""
-        return any(scaler.is_dynamic for scaler in self.scalers)
 
     def _halves_to_step_on(self) -> set[int]:
         """Ids of the half parameters that get masters; they are up to date, to be stepped on."""
@@ -361,7 +357,7 @@ class Session:
         if news is not None:
             self.skips.report(managed, news, self.weights.names(), self.scalers)
         without_block = not (managed.step_had_block or self.scales_by_itself)
-        if without_block and self._looks_for_overflow():
+        if without_block and _look_for_overflow(self.scalers):
             managed.warn_without_block()
         if registry.observers.are_there:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
@@ -448,6 +444,10 @@ def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
             undo.do(managed.found_states.restore)
         optimizers.remove(optimizer)
     undo.end()
+
+
+def _look_for_overflow(scalers: list[Any]) -> bool:
+    return any(scaler.is_dynamic for scaler in scalers)
 
 
 def _no_half_of(master: Tensor) -> None:

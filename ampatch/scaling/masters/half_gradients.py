@@ -76,8 +76,9 @@ class HalfGradients:
         """Move gradients of (these) masters, by their ids, to where DDP averages them."""
         for half, master in self._masters:
             if master.grad is not None and (masters is None or id(master) in masters):
-                if self.in_float:
+                if self.in_float:  # a weight that the pass does not use has to have one, too
                     self.averages.waiting[id(half)] = master.grad
+                    set_raw_grad(half, torch.zeros_like(half.detach()))
                 else:
                     set_raw_grad(half, master.grad.to(half.dtype))
                 master.grad = None
@@ -163,6 +164,8 @@ class HalfGradients:
                 self.state.finish_pending()
                 set_raw_grad(half, None)
                 add_to([master], [self.averages.widen(half, grad.float())])
+            if self.reduces is not None:
+                self.is_unreduced = not self.reduces
         earlier = self.take_unreduced(half)
         if earlier is not None:
             add_to([master], [earlier])
