@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import subprocess
@@ -38,7 +39,7 @@ def go_on(rank: int, ranks: int, level: str, dtype: str, state: dict | None, unt
     model, optimizer = script.managed(level, dtype, seed=rank + until)
     if state is None:
         model.load_state_dict(script.build(0)[0].state_dict())
-    step = 0 if state is None else script.load(state, model, optimizer)
+    step = 0 if state is None else script.load(copy.deepcopy(state), model, optimizer)
     if not (step or state) and rank:
         model.load_state_dict(script.build(rank)[0].state_dict())  # DDP makes ranks equal
     parallel = DistributedDataParallel(model) if ranks > 1 else model
@@ -67,6 +68,7 @@ def test_a_restart_on_two_ranks_changes_no_bit(ranks, level, dtype):
     model, optimizer = script.managed(level, dtype, seed=5)
     script.load(part, model, optimizer)
     assert same(part["model"], model.state_dict()) and same(part["ampatch"], amp.state_dict())
+    amp.deactivate()
     alone = go_on(0, 1, level, dtype, part, STEPS)
     assert alone["ampatch"] == at_once["ampatch"]
     wide = 0.1 if level == "O3" else 0.01
@@ -77,7 +79,7 @@ def test_a_restart_on_two_ranks_changes_no_bit(ranks, level, dtype):
 def sharded_checkpoint(rank: int, folder: str, level: str) -> list[dict]:
     """As above with `torch.distributed.checkpoint`, which all ranks write and read."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint import state_dict as states
 
     found = []
     for restarts in (False, True):
@@ -85,15 +87,15 @@ def sharded_checkpoint(rank: int, folder: str, level: str) -> list[dict]:
         parallel = DistributedDataParallel(model)
         for number in range(STEPS):
             if restarts and number == KILLED_AT:
-                weights, moments = get_state_dict(parallel, optimizer)
+                weights, moments = states.get_state_dict(parallel, optimizer)
                 dcp.save({"w": weights, "m": moments, "amp": amp.state_dict()}, checkpoint_id=folder)
                 amp.deactivate()
                 model, optimizer = script.managed(level, "float16", seed=7 + rank)
                 parallel = DistributedDataParallel(model)
-                weights, moments = get_state_dict(parallel, optimizer)
+                weights, moments = states.get_state_dict(parallel, optimizer)
                 kept = {"w": weights, "m": moments, "amp": amp.state_dict()}
                 dcp.load(kept, checkpoint_id=folder)
-                set_state_dict(
+                states.set_state_dict(
                     parallel, optimizer, model_state_dict=kept["w"], optim_state_dict=kept["m"]
                 )
                 amp.load_state_dict(kept["amp"])
