@@ -47,7 +47,8 @@ class WrappedModels:
 
     def average_in_float(self, model: Any) -> bool:
         """Have the wrappers of a model average in FP32; whether all do."""
-        return all([self.averages_of(wrapper) is not None for wrapper in self._around(model)])
+        averages = [self.averages_of(wrapper) for wrapper in self._around(model)]  # asks each
+        return None not in averages
 
     def averages_of(self, wrapper: DistributedDataParallel) -> FloatAverages | None:
         """What averages in FP32 for a wrapper; None where no weight needs it, or a hook is there.

@@ -32,7 +32,7 @@ class KeepsGradients(Protocol):
         """The average of the pass that is running, which will be in this tensor."""
 
 
-Keepers = Callable[[Sequence[Tensor]], list[list[KeepsGradients]]]
+Keepers = Callable[[Sequence[Tensor]], Sequence[Sequence[KeepsGradients]]]
 """Who keeps the gradients of each parameter; of most there is one, of FP32 weights none."""
 
 
@@ -68,7 +68,7 @@ class FloatAverages:
                 keeper.note_average(half, place)
         return self._sum(wide.mul_(share)).then(lambda done: buffer.copy_(_value(done)))
 
-    def _keepers_of(self, bucket: Any, buffer: Tensor) -> list[list[KeepsGradients]]:
+    def _keepers_of(self, bucket: Any, buffer: Tensor) -> Sequence[Sequence[KeepsGradients]]:
         if buffer.is_sparse or buffer.dtype not in HALF_TYPES:
             return []
         return self._keepers(bucket.parameters())

@@ -15,6 +15,7 @@ from ..torch_private.optimizers import note_skipped_step
 from .gradient_flow import GradientFlow
 from .gradient_state import Event, State
 from .master_weights import MasterWeights
+from .optimizers import zero
 from .optimizers.apex_checkpoints import torch_layout
 from .optimizers.bare_calls import bare_step, is_bare_zero_grad
 from .optimizers.closures import Evaluations, step_with_closure, with_closures
@@ -23,7 +24,6 @@ from .optimizers.idle_steps import IdleSteps
 from .optimizers.param_groups import ParamGroups
 from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import FoundStates
-from .optimizers import zero
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter

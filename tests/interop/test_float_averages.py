@@ -65,7 +65,7 @@ def heads_of(part: int, unused: bool) -> int:
 def averaged(rank: int, level: str, dtype, way: dict) -> dict:
     """Gradients of passes in `no_sync` and of the one that DDP averages; and what it sent."""
     blocks, unused = way.get("blocks", True), way.get("unused", False)
-    options = {name: True for name in way.get("options", ())}
+    options = dict.fromkeys(way.get("options", ()), True)
     model, optimizer = managed(level, dtype, 256.0 if blocks else 1.0, **options)
     sent = []
     real = dist.all_reduce
@@ -175,9 +175,7 @@ def test_a_hook_of_the_script_decides(ranks, name):
     exact = averages_of_one_pass()
     for ours, theirs in zip(one["grads"], exact, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0.05, atol=2e-3)
-    assert any(
-        not torch.equal(grad, exact_.float()) for grad, exact_ in zip(one["grads"], exact)
-    )
+    assert any(not torch.equal(grad, exact_.float()) for grad, exact_ in zip(one["grads"], exact))
 
 
 def averages_of_one_pass() -> list:

@@ -45,8 +45,14 @@ def uneven(rank: int, level: str, dtype, settings: dict) -> dict:
     optimizer = optimizer_of(model, settings)
     options = {} if level == "O0" else {"loss_scale": "dynamic"}
     amp.initialize(
-        model, optimizer, opt_level=level, dtype=dtype, init_scale=256.0, growth_interval=4,
-        verbosity=0, **options,
+        model,
+        optimizer,
+        opt_level=level,
+        dtype=dtype,
+        init_scale=256.0,
+        growth_interval=4,
+        verbosity=0,
+        **options,
     )
     parallel = DistributedDataParallel(model)
     micro = settings.get("micro", 1)

@@ -88,7 +88,9 @@ def sharded_checkpoint(rank: int, folder: str, level: str) -> list[dict]:
         for number in range(STEPS):
             if restarts and number == KILLED_AT:
                 weights, moments = states.get_state_dict(parallel, optimizer)
-                dcp.save({"w": weights, "m": moments, "amp": amp.state_dict()}, checkpoint_id=folder)
+                dcp.save(
+                    {"w": weights, "m": moments, "amp": amp.state_dict()}, checkpoint_id=folder
+                )
                 amp.deactivate()
                 model, optimizer = script.managed(level, "float16", seed=7 + rank)
                 parallel = DistributedDataParallel(model)
@@ -128,7 +130,11 @@ def torchrun(folder: Path, count: int, *arguments: object) -> dict:
     command += ["--nproc-per-node", str(count), "--max-restarts", "1"]
     subprocess.run(
         [*command, script.__file__, str(folder), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            **{"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # gloo would find the dead workers' places
+        },
         check=True,
         timeout=300,
         capture_output=True,

@@ -106,7 +106,9 @@ def train(rank: int, level: str, dtype, kind: str, options: dict, poisoned: tupl
         skipped.append(amp.step_was_skipped(optimizer))
         scales.append(amp.loss_scale())
     sizes = sum(
-        value.numel() for one in optimizer.optim.state.values() for value in one.values()
+        value.numel()
+        for one in optimizer.optim.state.values()
+        for value in one.values()
         if torch.is_tensor(value) and value.dim()
     )
     kept = values(model, optimizer)
@@ -115,7 +117,11 @@ def train(rank: int, level: str, dtype, kind: str, options: dict, poisoned: tupl
     amp.deactivate()
     after = [param.detach().clone() for param in model.parameters()]
     return {
-        "values": kept, "skipped": skipped, "scales": scales, "state": state, "after": after,
+        "values": kept,
+        "skipped": skipped,
+        "scales": scales,
+        "state": state,
+        "after": after,
         "sizes": sizes,
     }
 
@@ -247,9 +253,7 @@ def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_firs
         ("O3", BF16, "before", False, False),
     ],
 )
-def test_a_resumed_run_is_the_same_bit_for_bit(
-    ranks, level, dtype, order, views, optimizer_first
-):
+def test_a_resumed_run_is_the_same_bit_for_bit(ranks, level, dtype, order, views, optimizer_first):
     for at_once, resumed in ranks(resume, level, dtype, order, views, optimizer_first):
         assert len(at_once) == len(resumed)
         assert all(map(torch.equal, at_once, resumed))
