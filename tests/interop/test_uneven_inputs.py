@@ -15,7 +15,7 @@ import ampatch as amp
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
-BATCHES = {0: 3, 1: 6}  # rank 0 runs out of data
+BATCHES = {0: 3, 1: 6, 2: 4, 3: 0}  # the others run out of data before rank 1
 
 
 def joining(model, optimizer, settings: dict):
@@ -160,3 +160,14 @@ def test_what_join_cannot_shadow_is_refused(ranks):
         assert "Leave process_group out" in error
     for error in ranks(with_zero_first):
         assert "Join([model, optimizer])" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level, dtype, settings", CASES[1:])
+def test_four_ranks_of_which_one_has_no_data(four_ranks, level, dtype, settings):
+    results = four_ranks(uneven, level, dtype, settings)
+    assert results[3]["skipped"] == []
+    for one in results:
+        assert one["state"] == results[0]["state"] and one["scales"] == results[0]["scales"]
+        for ours, theirs in zip(one["weights"], results[0]["weights"], strict=True):
+            assert all(map(torch.equal, ours, theirs))

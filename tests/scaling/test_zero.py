@@ -311,3 +311,13 @@ def test_steps_in_the_backward_pass(ranks):
         for error in ranks(overlapping, level, late, settings):
             assert "overlap_with_ddp=True" in error and "loss_scale=1.0" in error
     assert ranks(overlapping, "O1", False, {}) == ["taken"] * 2  # gloo cannot run it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level, dtype, kind, options", CASES)
+def test_four_ranks(four_ranks, level, dtype, kind, options):
+    poisoned = () if level == "O0" else ((2, 1),)
+    results = four_ranks(train, level, dtype, kind, options, poisoned)
+    known = {name: options[name] for name in ("count", "micro", "clip") if name in options}
+    left_out = {step for _, step in poisoned}
+    check(results, level, dtype, left_out, in_float(kind, left_out=left_out, ranks=4, **known))
