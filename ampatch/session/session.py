@@ -166,7 +166,7 @@ class Session:
             state=registry.state,
             policy=self.policies.at(properties),
             overrides=[
-                self._module_override(module, precision, properties)
+                _module_override(self.policies, module, precision, properties)
                 for module, precision in found.items()
             ],
         )
@@ -206,15 +206,6 @@ class Session:
             managed.policy = self.policies.mixed
             if self.is_open:
                 registry.refresh()
-
-    def _module_override(
-        self, module: nn.Module, precision: str, properties: Properties
-    ) -> module_overrides.ModuleOverride:
-        dtype = torch.float32 if precision == "float" else properties.dtype
-        policy = self.policies.tables.forced(dtype) if properties.patch_torch_functions else None
-        return module_overrides.ModuleOverride(
-            module, dtype, registry.state, policy, properties.cast_model_type
-        )
 
     def release_model(self, model: nn.Module) -> None:
         """Manage a model no longer; its parameters go back into the optimizers."""
@@ -446,6 +437,16 @@ class Session:
         originals, halves = self.weights.originals(), self.weights.halves(trained)
         for managed in self.optimizers.alive():
             managed.adopt_parameters(originals, halves, masters)
+
+
+def _module_override(
+    policies: Policies, module: nn.Module, precision: str, properties: Properties
+) -> module_overrides.ModuleOverride:
+    dtype = torch.float32 if precision == "float" else properties.dtype
+    policy = policies.tables.forced(dtype) if properties.patch_torch_functions else None
+    return module_overrides.ModuleOverride(
+        module, dtype, registry.state, policy, properties.cast_model_type
+    )
 
 
 def _give_back_models(session: Session, models: list[nn.Module]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import runs_with_accelerate as runs
@@ -12,8 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
-from framework_runs import Plan
+from framework_runs import Plan, dataset
 from torch import nn
+from torch.utils.data import DataLoader
 
 import ampatch
 from ampatch.integrations.accelerate import AmpatchAccelerator
@@ -281,6 +283,19 @@ def test_a_run_is_without_warnings_and_goes_on_where_it_stopped(precision, tmp_p
     assert first.losses + rest.losses == whole.losses
     assert rest.loss_scale == whole.loss_scale
     assert all(torch.equal(rest.weights[name], value) for name, value in whole.weights.items())
+
+
+def test_the_example_of_the_docs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "frameworks.md"
+    section = page.read_text().split("## accelerate")[1].split("\n## ")[0]
+    model, optimizer = parts()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    given |= {"loader": DataLoader(dataset(), batch_size=32), "loss_of": F.cross_entropy}
+    exec(section.split("```python\n")[1].split("```")[0], given)
+    assert given["scheduler"].get_last_lr() == [0.1 * 0.5**2]  # 4 batches, 2 steps
+    assert (tmp_path / "checkpoint" / "ampatch.pt").exists()
 
 
 # Two ranks
