@@ -52,6 +52,10 @@ class WrappedModels:
         self._averages = weakref.WeakKeyDictionary()
         self._keepers = keepers
 
+    def __len__(self) -> int:
+        """How many there may be: none, or some of which a few may have gone."""
+        return len(self._wrappers)
+
     def note(self, wrapper: DistributedDataParallel) -> None:
         """A wrapper was made."""
         self._wrappers = [entry for entry in self._wrappers if entry[0]() is not None]

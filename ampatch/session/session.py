@@ -166,7 +166,7 @@ class Session:
             state=registry.state,
             policy=self.policies.at(properties),
             overrides=[
-                self._module_override(module, precision, properties)
+                _module_override(self.policies, module, precision, properties)
                 for module, precision in found.items()
             ],
         )
@@ -177,6 +177,22 @@ class Session:
                 self.mix(managed)
         managed.install()
         fx_jit.note_scripted_parts(model, managed.policy)
+
+    def add_models(self, models: list[nn.Module]) -> None:
+        """Manage more models; all of them or, on an exception, none."""
+        if not self.properties.enabled:
+            return
+        self._was_given = True
+        try:
+            for model in models:
+                self._manage_model(model, self.properties)
+            self._adopt_parameters({}, ())
+        except BaseException:
+            _give_back_models(self, models)
+            raise
+        self.waiting.wait()
+        self.weights.forget_originals()
+        registry.refresh()
 
     def _forget_originals(self) -> None:
         """Masters hold the FP32 values that are still needed; without an optimizer they wait."""
@@ -190,15 +206,6 @@ class Session:
             managed.policy = self.policies.mixed
             if self.is_open:
                 registry.refresh()
-
-    def _module_override(
-        self, module: nn.Module, precision: str, properties: Properties
-    ) -> module_overrides.ModuleOverride:
-        dtype = torch.float32 if precision == "float" else properties.dtype
-        policy = self.policies.tables.forced(dtype) if properties.patch_torch_functions else None
-        return module_overrides.ModuleOverride(
-            module, dtype, registry.state, policy, properties.cast_model_type
-        )
 
     def release_model(self, model: nn.Module) -> None:
         """Manage a model no longer; its parameters go back into the optimizers."""
@@ -336,7 +343,8 @@ class Session:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
-                if managed.masters.by_half:
+                masters = managed.masters
+                if masters.by_half and (not registry.wrapped or masters.have_any_of(model)):
                     in_float = reduces is not None and registry.wrapped.average_in_float(model)
                     managed.gradients.in_halves.before_forward(reduces, in_float, unscaled)
 
@@ -432,6 +440,24 @@ class Session:
         originals, halves = self.weights.originals(), self.weights.halves(trained)
         for managed in self.optimizers.alive():
             managed.adopt_parameters(originals, halves, masters)
+
+
+def _module_override(
+    policies: Policies, module: nn.Module, precision: str, properties: Properties
+) -> module_overrides.ModuleOverride:
+    dtype = torch.float32 if precision == "float" else properties.dtype
+    policy = policies.tables.forced(dtype) if properties.patch_torch_functions else None
+    return module_overrides.ModuleOverride(
+        module, dtype, registry.state, policy, properties.cast_model_type
+    )
+
+
+def _give_back_models(session: Session, models: list[nn.Module]) -> None:
+    """The models that have just come are as they were, since one of them cannot be managed."""
+    undo = UndoAll("ampatch.add_models(...) fails")
+    for model in models:
+        undo.do(session.release_model, model)
+    undo.end()
 
 
 def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:

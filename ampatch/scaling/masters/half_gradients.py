@@ -49,6 +49,7 @@ class HalfGradients:
         self.in_float = False
         self.is_unreduced = False
         self.averages = Averages()
+        self._put: list[tuple[Tensor, Tensor, int]] = []  # by `put_back`, with versions
 
     # Moves
 
@@ -60,6 +61,7 @@ class HalfGradients:
         """Move the gradients out of the half weights: masters, and their FP32 gradients."""
         if ends_block and self.reduces is not None:
             self.is_unreduced = not self.reduces
+        self._put = []
         masters, grads = take_up(*self._masters.lists())
         if self.averages.are_there():
             halves = [self._masters.by_master[id(master)].half for master in masters]
@@ -80,11 +82,22 @@ class HalfGradients:
                     self.averages.waiting[id(half)] = master.grad
                     set_raw_grad(half, torch.zeros_like(half.detach()))
                 else:
-                    set_raw_grad(half, master.grad.to(half.dtype))
+                    grad = master.grad.to(half.dtype)
+                    set_raw_grad(half, grad)
+                    self._put.append((half, grad, grad._version))
                 master.grad = None
+
+    def _no_pass_came(self) -> bool:
+        """Whether nobody has taken what `put_back` gave: another forward has come, say."""
+        if self.averages.waiting:
+            return True
+        return bool(self._put) and all(
+            raw_grad(half) is grad and grad._version == version for half, grad, version in self._put
+        )
 
     def drop(self) -> None:
         """Forget the gradients in the half weights."""
+        self._put = []
         drop_raw_grads(self._masters.lists()[0])
         self.averages.forget()
 
@@ -127,8 +140,9 @@ class HalfGradients:
         if self.state.in_block or not self.has_any():
             return
         self.state.finish_pending()
+        still_waits = self.is_unreduced and self._no_pass_came()
         add_to(*self.take())
-        self.is_unreduced = self.reduces is False
+        self.is_unreduced = still_waits or self.reduces is False
         if self.script is Script.WRITES_BLOCKS and self.reduces is None:  # there are both
             self.script = Script.HAS_PLAIN_PASSES
             self.watch()
