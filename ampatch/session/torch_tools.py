@@ -20,6 +20,7 @@ from ..interop import (
     parameter_data,
     swa,
     tensor_hooks,
+    tensor_parallel,
     uneven_inputs,
     zero_redundancy,
 )
@@ -27,6 +28,7 @@ from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from ..torch_private import layer_forwards
 
 if TYPE_CHECKING:
+    from .half_weights import HalfWeights
     from .registry import Registry
     from .session import Session
 
@@ -171,7 +173,16 @@ def tools(registry: Registry) -> list[Tool]:
             lambda needs: needs.master_levels and zero_redundancy.is_imported(),
             lambda: zero_redundancy.replacements(halves.that_need_masters),
         ),
+        *(_tensor_parallel(halves, module) for module in tensor_parallel.FUNCTIONS),
     ]
+
+
+def _tensor_parallel(halves: HalfWeights, module: str) -> Tool:
+    return Tool(
+        f"{tensor_parallel.FUNCTIONS[module]}: DTensors are made of FP32 values",
+        lambda needs: needs.models and tensor_parallel.has(module),
+        lambda: tensor_parallel.replacements(module, halves.optimizer_of, halves.as_float),
+    )
 
 
 def watches(registry: Registry) -> list[Watch]:
