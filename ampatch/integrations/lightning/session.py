@@ -73,9 +73,9 @@ class PluginSession:
         """Manage optimizers that have weights."""
         for optimizer in optimizers:
             if optimizer.param_groups:
+                trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                self._values = [known for known in self._values if id(known[0]) not in trained]
                 ampatch.add_optimizers(optimizer)
-                with_masters = {id(pair.half) for pair in facade.master_pairs(optimizer)}
-                self._values = [known for known in self._values if id(known[0]) not in with_masters]
 
     def hold(self, scheduler: Any) -> None:
         """Have a scheduler wait while steps are skipped, if steps can be."""
