@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.patches import PatchSet
@@ -44,6 +44,7 @@ __all__ = [
     "evaluates_closure_once",
     "foreach",
     "half_of",
+    "in_step",
     "have_fused_optimizers",
     "listed_function",
     "load_loss_scales",
@@ -166,6 +167,20 @@ def sync_masters(optimizer: Any) -> None:
     managed = registry.optimizers.managed(optimizer)
     if managed is not None:
         managed.masters.sync_from_half()
+
+
+# Models
+
+
+def in_step(model: nn.Module, is_sent_through_call: bool) -> AbstractContextManager[None]:
+    """Context manager around a framework's step, a method of a managed model that calls its parts.
+
+    At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
+    return FP32.  With `is_sent_through_call` the model's first call in it is the step itself, sent
+    through `DistributedDataParallel`.
+    """
+    managed = registry.models.managed(model)
+    return contextlib.nullcontext() if managed is None else managed.in_step(is_sent_through_call)
 
 
 # Casting

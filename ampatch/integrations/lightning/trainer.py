@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         self._settings = Settings(type(self).__name__, given)
         self._run = PluginSession(self._settings)
         self._package = PACKAGES[0]
+        self._module: nn.Module | None = None
+        self._is_wrapped = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings})"
@@ -51,12 +54,14 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         self._package = found[0]
         self._run.close()
         self._run.open(module)
+        self._module, self._is_wrapped = module, False
         return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Manage the optimizers; schedulers that step with them wait while steps are skipped."""
+        self._is_wrapped = model is not self._module  # in DistributedDataParallel
         self._run.add(optimizers)
         for config in lr_schedulers:
             self._run.hold(config.scheduler)
@@ -65,8 +70,17 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     def teardown(self) -> None:
         """Module and optimizers are plain again; the loss scale stays, for another fit."""
         self._run.close()
+        self._module = None
 
     # Around one step
+
+    def train_step_context(self) -> AbstractContextManager[None]:
+        """Around `training_step`: what it computes itself, a loss say, is outside the half model."""
+        if self._module is None:
+            return nullcontext()
+        return facade.in_step(self._module, self._is_wrapped)
+
+    val_step_context = test_step_context = predict_step_context = train_step_context
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Hooks `on_before_backward`; they get the loss unscaled."""
