@@ -17,7 +17,6 @@ class Package(NamedTuple):
 
     precision: Any  # the base class of the Trainer's plugins
     module: Any  # LightningModule
-    averaging: Any  # the callback StochasticWeightAveraging
     fabric_precision: Any  # the base class of Fabric's plugins
     fabric: Any  # Fabric
 
@@ -47,7 +46,6 @@ def _package(trainer: Any, fabric: Any) -> Package:
     return Package(
         precision=trainer.plugins.Precision,
         module=trainer.LightningModule,
-        averaging=trainer.callbacks.StochasticWeightAveraging,
         fabric_precision=fabric.plugins.Precision,
         fabric=fabric.Fabric,
     )

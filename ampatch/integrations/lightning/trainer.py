@@ -6,12 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.optim import LBFGS
 
 import ampatch
 
 from ...session import facade
+from .averages import Averages
 from .packages import PACKAGES
 from .session import PluginSession, Settings
 
@@ -34,9 +35,10 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
         self._settings = Settings(type(self).__name__, given)
         self._run = PluginSession(self._settings)
+        self._averages = Averages()
         self._package = PACKAGES[0]
-        self._module: nn.Module | None = None
-        self._is_wrapped = False
+        self._module: Any = None  # that is managed now
+        self._is_wrapped = self._is_compiled = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings})"
@@ -55,6 +57,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         self._run.close()
         self._run.open(module)
         self._module, self._is_wrapped = module, False
+        self._is_compiled = getattr(module, "_compiler_ctx", None) is not None
         return module
 
     def connect(
@@ -65,14 +68,25 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         self._run.add(optimizers)
         for config in lr_schedulers:
             self._run.hold(config.scheduler)
+        self._averages.widen(self._module.trainer.callbacks)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Module and optimizers are plain again; the loss scale stays, for another fit."""
-        self._run.close()
+        self._averages.release()
         self._module = None
+        self._run.close()
 
     # Around one step
+
+    def convert_input(self, data: Any) -> Any:
+        """The batch; in half for a half module that was compiled as a whole.
+
+        Elsewhere each part casts its own inputs, so that targets stay as they are.
+        """
+        if self._is_compiled:
+            return apply_to_collection(data, Tensor, self._run.as_weights)
+        return data
 
     def train_step_context(self) -> AbstractContextManager[None]:
         """Around `training_step`: what it computes itself, a loss say, is outside the half model."""
