@@ -44,8 +44,8 @@ __all__ = [
     "evaluates_closure_once",
     "foreach",
     "half_of",
-    "in_step",
     "have_fused_optimizers",
+    "in_step",
     "listed_function",
     "load_loss_scales",
     "loss_scales",
@@ -102,7 +102,13 @@ def loss_scales(session: Session) -> dict[str, Any]:
 
 
 def load_loss_scales(session: Session, state: dict[str, Any]) -> None:
-    """As `ampatch.load_state_dict(state)`, into one session."""
+    """As `ampatch.load_state_dict(state)`, into one session.
+
+    Raises `ValueError` for entries that are wrong or missing.
+    """
+    expected = list(loss_scales(session))
+    if sorted(state) != expected:
+        raise ValueError(f"loss scales of a checkpoint: got {sorted(state)}, expected {expected}.")
     for number, scaler in enumerate(session.scalers):
         entry = state[f"loss_scaler{number}"]
         checked_entry(f"loss_scaler{number}", entry, scaler.settings)

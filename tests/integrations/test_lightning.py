@@ -132,7 +132,10 @@ def test_products_are_half_and_losses_are_not(level, by):
         def predict_step(self, batch: Any, index: int) -> Any:
             return self.look(batch)
 
-    module, runs = Seen(), trainer(amp(level, "bfloat16"), limit_val_batches=1, num_sanity_val_steps=0)
+    module, runs = (
+        Seen(),
+        trainer(amp(level, "bfloat16"), limit_val_batches=1, num_sanity_val_steps=0),
+    )
     runs.fit(module, loader(), loader())
     runs.predict(module, loader())
     assert len(module.seen) == 16 + 1 + 16
@@ -257,7 +260,9 @@ def test_an_exception_leaves_plain_weights_with_the_masters_values():
     module = Fails()
     with pytest.raises(RuntimeError, match="own"):
         trainer(amp()).fit(module, loader())
-    assert all(torch.equal(value, module.seen[0][key]) for key, value in module.state_dict().items())
+    assert all(
+        torch.equal(value, module.seen[0][key]) for key, value in module.state_dict().items()
+    )
     assert not torch.equal(module.net[0].weight, module.net[0].weight.half().float())
     with pytest.raises(ampatch.AmpatchError, match="no ampatch session"):
         ampatch.loss_scale()

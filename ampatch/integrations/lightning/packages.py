@@ -37,7 +37,7 @@ def installed() -> list[Package]:
     if not found:
         raise ImportError(
             "ampatch.integrations.lightning: neither lightning nor pytorch_lightning is "
-            'installed. Install one of them, version 2.2 or newer: pip install "ampatch[lightning]".'
+            'installed. Install one, version 2.2 or newer: pip install "ampatch[lightning]".'
         )
     return found
 

@@ -89,7 +89,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         return data
 
     def train_step_context(self) -> AbstractContextManager[None]:
-        """Around `training_step`: what it computes itself, a loss say, is outside the half model."""
+        """Around `training_step`: what it computes itself, as a loss, is outside the half model."""
         if self._module is None:
             return nullcontext()
         return facade.in_step(self._module, self._is_wrapped)
