@@ -16,11 +16,13 @@ out.
 * Training, evaluation, prediction and `generate` run under casts until `ampatch.deactivate()`.
   As with `bf16=True` they are those of the model's forward, and its outputs are FP32: a loss or
   metrics computed outside of it run in FP32.  `patch_scope="process"` casts these too.
-* Before the first `train()` of O2, evaluation runs at O1: the weights stay as they are.
+* Before the first `train()` at O2, evaluation runs at O1: the weights stay as they are.
+* Under torchrun with gloo the process group is destroyed when the process ends, as `trainer.end()`
+  would.  Without that about one run in 50 fails after its results are written, with ampatch or not.
 * Models and checkpoints are saved in FP32.  A checkpoint has the loss scale in `ampatch.json`, and
   `resume_from_checkpoint` goes on with the same bits.  It takes the scale of a run with `fp16=True`
   too.
-* Frozen weights have no FP32 masters at O2: they are saved as rounded to half.  Use O1 to keep them.
+* Weights that are frozen at O2 have no FP32 masters: what is saved of them is rounded to half.
 * A skipped step counts in `global_step` and `max_steps`, as with `fp16=True`: its batches are used
   up.  The learning rate waits.
 """

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -37,8 +38,10 @@ class Ours(AmpatchTrainerMixin, Seq2SeqTrainer):
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """transformers has a logger of its own, with bars."""
+def fresh(monkeypatch):
+    """accelerate's state is the process's, and transformers 4 writes bf16=True into a variable."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
 
 
@@ -327,13 +330,9 @@ def test_other_mixed_precision_is_refused_by_name(options, said, tmp_path):
 
 
 def test_accelerates_own_mixed_precision_is_refused(tmp_path, monkeypatch):
-    from accelerate.state import AcceleratorState
-
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="mixed_precision='bf16'"):
         trainer_of(tmp_path, "O1")
-    AcceleratorState._reset_state()
 
 
 def test_wrong_settings_are_refused_at_once(tmp_path):
