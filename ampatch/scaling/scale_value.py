@@ -20,6 +20,7 @@ from ..config.scale_settings import ScaleSettings
 from ..native import part
 from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
 from ..torch_private.devices import is_owned_by_host
+from ..torch_private.dtensors import local_of
 
 Flag = Tensor | bool
 
@@ -200,14 +201,11 @@ Numbers = HostNumbers | DeviceNumbers
 
 
 def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """The tensors that hold their numbers, in lists that one kernel takes together.
-
-    They are of one device, and all sharded or none.
-    """
+    """The tensors that hold their numbers, in lists that one kernel takes together."""
     if len(grads) == 1 and type(grads[0]) is Tensor and not grads[0].is_sparse:
         return [(grads[0].device, grads)]
     is_dense_cpu = grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads))
-    if is_dense_cpu and len(set(map(type, grads))) == 1:  # the usual case, without a look at each
+    if is_dense_cpu and set(map(type, grads)) == {Tensor}:  # the usual case, without a look at each
         return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}
     for grad in map(values, grads):
@@ -216,5 +214,6 @@ def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
 
 
 def values(grad: Tensor) -> Tensor:
-    """The tensor that holds the numbers: of a sparse gradient its values."""
+    """The tensor that holds the numbers: a sparse gradient's values, this rank's of a DTensor."""
+    grad = local_of(grad)
     return grad._values() if grad.is_sparse else grad
