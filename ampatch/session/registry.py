@@ -9,10 +9,7 @@ import atexit
 import functools
 import operator
 from collections.abc import Callable
-<<<<<<< HEAD
-=======
 from types import ModuleType
->>>>>>> main
 from typing import TYPE_CHECKING, Any
 
 import torch
