@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 CLASSES = 3
 BATCH = 8
@@ -55,8 +56,24 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def dataset() -> TensorDataset:
+def _rows() -> tuple[Tensor, Tensor]:
     """A row's class is the largest of three fixed projections, which can be learnt."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(BATCH * BATCHES, 8, generator=generator)
-    return TensorDataset(inputs, (inputs @ torch.randn(8, CLASSES, generator=generator)).argmax(1))
+    return inputs, (inputs @ torch.randn(8, CLASSES, generator=generator)).argmax(1)
+
+
+ROWS = _rows()  # made at the import: a session with casts would change classes
+
+
+def dataset() -> TensorDataset:
+    """Inputs and classes."""
+    return TensorDataset(*ROWS)
+
+
+
+def batches(done: int = 0) -> DataLoader:
+    """For loops that take any batches: those of this rank, but for the first `done`."""
+    rows = dataset()
+    mine = list(DistributedSampler(rows, shuffle=False) if dist.is_initialized() else range(len(rows)))
+    return DataLoader(Subset(rows, mine[BATCH * done :]), batch_size=BATCH)
