@@ -39,7 +39,7 @@ def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
         )
 
 
-def as_models(models: Any) -> list[nn.Module]:
+def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
     """The models as a list.  Raises `TypeError` for anything that is no module."""
     listed = list(models) if isinstance(models, (list, tuple)) else [models]
     for index, model in enumerate(listed):
@@ -51,12 +51,12 @@ def as_models(models: Any) -> list[nn.Module]:
                 else ""
             )
             raise TypeError(
-                f"ampatch.initialize({where}=...): expected a torch.nn.Module, or a "
+                f"{call}({where}=...): expected a torch.nn.Module, or a "
                 f"list or tuple of them, got {type_name(model)}.{hint}"
             )
         if isinstance(model, torch.jit.RecursiveScriptModule):
             raise TypeError(
-                f"ampatch.initialize(models=...): {model.original_name} was compiled by "
+                f"{call}(models=...): {model.original_name} was compiled by "
                 "torch.jit.script, and such modules take no hooks. Expected the model as it "
                 "was before, or a module around the compiled one: torch.nn.Sequential(model)."
             )

@@ -152,6 +152,39 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
+def add_models(models: Any, to: Any = None) -> Any:
+    """Manage models that come after `initialize`, under the same settings; returns what was passed.
+
+        generator, first = ampatch.initialize(generator, first, opt_level="O2")
+        discriminator = ampatch.add_models(discriminator)
+        second = ampatch.add_optimizers(torch.optim.Adam(discriminator.parameters()))
+
+    For code that sees one model after the other, as frameworks do.  The models of one session
+    share its loss scales.  FP32 values wait for optimizers as `add_optimizers` says.  Models of
+    another session leave it.
+
+    Args:
+        models: a `torch.nn.Module`, or a list or tuple of them.  Those that the session has already
+            stay as they are.
+        to: a model or an optimizer of the session that they join.  None: the session opened last.
+
+    Raises:
+        TypeError: `models` holds something else.
+        AmpatchError: no session is open, `to` is in none, or `initialize` would refuse the models.
+        After any of these nothing has been changed.
+    """
+    call = "ampatch.add_models"
+    listed = argument_checks.as_models(models, call)
+    session = registry.session_of(to, f"{call}(to=...)")
+    new = [model for model in listed if registry.models.session_of(model) is not session]
+    if session.properties.enabled:
+        argument_checks.not_wrapped_before(new, session.properties)
+        argument_checks.not_sharded(new, session.properties)
+        argument_checks.weights_convert(new, session.properties)
+    session.add_models(new)
+    return models
+
+
 def add_optimizers(optimizers: Any) -> Any:
     """Manage optimizers that were made after `initialize(models)`; returns what was passed in.
 

@@ -153,11 +153,17 @@ class ManagedModel:
             if entry.tensor.dtype in HALF_TYPES
         }
 
-    def keep_originals(self, halves: set[int]) -> None:
-        """Keep the FP32 values of these half parameters (ids), for masters that are to come."""
+    def keep_originals(self, halves: set[int]) -> list[Tensor]:
+        """Keep the FP32 values of these half parameters (ids), for masters that are to come.
+
+        Returns those whose values are still here.
+        """
+        kept = []
         for tensor, _, original, _ in self._converted:
-            if id(tensor) in halves:
+            if id(tensor) in halves and original is not tensor:
                 self._widened.keep_original(tensor, original.float())
+                kept.append(tensor)
+        return kept
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""

@@ -91,9 +91,9 @@ def with_apex_tables() -> Iterator[None]:
 # Optimizers and master weights
 
 
-def session_of(optimizer: Any) -> Session | None:
-    """The open session that has an optimizer, or None."""
-    return registry.optimizers.session_of(optimizer)
+def session_of(given: Any) -> Session | None:
+    """The open session that has an optimizer or a model, or None."""
+    return registry.optimizers.session_of(given) or registry.models.session_of(given)
 
 
 def managed_optimizer(optimizer: Any) -> ManagedOptimizer | None:

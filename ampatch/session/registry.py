@@ -9,7 +9,7 @@ import atexit
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -112,6 +112,24 @@ class Registry:
                 "Call ampatch.initialize(model, optimizer) first."
             )
         return self.sessions[-1]
+
+    def session_of(self, given: Any, what: str) -> Session:
+        """The session of a model or an optimizer; of None, the one opened last.
+
+        Raises `AmpatchError` when there is none.
+        """
+        if given is None:
+            return self.latest(what)
+        found = self.models.session_of(given)
+        if found is None:
+            session_and_managed = wrapped_optimizers.find(self.optimizers, given)
+            found = None if session_and_managed is None else session_and_managed[0]
+        if found is None:
+            raise AmpatchError(
+                f"{what}: no session has this {type(given).__name__}. Pass a model or an optimizer "
+                "that ampatch.initialize, add_models or add_optimizers was given."
+            )
+        return found
 
     # Patches and policies
 

@@ -178,6 +178,30 @@ class Session:
         managed.install()
         fx_jit.note_scripted_parts(model, managed.policy)
 
+    def add_models(self, models: list[nn.Module]) -> None:
+        """Manage more models; all of them or, on an exception, none."""
+        if not self.properties.enabled:
+            return
+        self._was_given = True
+        with Transfer(registry, models, []) as transfer:
+            try:
+                for model in models:
+                    self._manage_model(model, self.properties)
+                self._adopt_parameters({}, transfer.trained)
+            except BaseException:
+                self._give_back_models(models)
+                raise
+        self.waiting.wait()
+        self.weights.forget_originals()
+        registry.refresh()
+
+    def _give_back_models(self, models: list[nn.Module]) -> None:
+        """The models that have just come are as they were, since one of them cannot be managed."""
+        undo = UndoAll("ampatch.add_models(...) fails")
+        for model in models:
+            undo.do(self.release_model, model)
+        undo.end()
+
     def _forget_originals(self) -> None:
         """Masters hold the FP32 values that are still needed; without an optimizer they wait."""
         if self.optimizers.is_empty():

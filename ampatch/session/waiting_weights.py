@@ -26,8 +26,11 @@ class WaitingWeights:
         self.halves: list[Tensor] = []
 
     def wait(self) -> None:
-        """Models were converted, and there is no optimizer yet."""
-        self.halves = self._weights.keep_originals()
+        """Models were converted, and not all of their weights are in an optimizer yet."""
+        known = set(map(id, self.halves))
+        for half in self._weights.keep_originals():
+            if id(half) not in known and self._masters.of(half) is None:
+                self.halves.append(half)
 
     def originals(self) -> dict[int, Tensor]:
         """The values, by ids of the half parameters; what was written into these counts."""
