@@ -23,6 +23,8 @@ from ..casting.tables import Rule
 from ..config.opt_levels import Properties
 from ..scaling.master_weights import Pair
 from ..scaling.optimizer import ManagedOptimizer
+from ..scaling.optimizers.closures import torch_optimizers
+from ..scaling.scaler_entries import checked_entry
 from ..torch_private import foreach
 from ..torch_private.devices import have_fused_optimizers
 from ..torch_private.probes import current_backward_pass
@@ -39,17 +41,22 @@ __all__ = [
     "current_backward_pass",
     "drop_cached_weights",
     "edit_tables",
+    "evaluates_closure_once",
     "foreach",
     "half_of",
     "have_fused_optimizers",
     "listed_function",
+    "load_loss_scales",
+    "loss_scales",
     "manage_optimizer",
     "managed_optimizer",
     "master_pairs",
     "open_automatic_session",
     "open_sessions",
+    "optimizers_of",
     "replacement_of",
     "session_of",
+    "share_loss_scales",
     "stop_watching_casts",
     "sync_masters",
     "watch_casts",
@@ -88,7 +95,30 @@ def with_apex_tables() -> Iterator[None]:
         registry.opens_as_apex = False
 
 
+def loss_scales(session: Session) -> dict[str, Any]:
+    """As `ampatch.state_dict()`, of one session."""
+    return {f"loss_scaler{n}": scaler.state_dict() for n, scaler in enumerate(session.scalers)}
+
+
+def load_loss_scales(session: Session, state: dict[str, Any]) -> None:
+    """As `ampatch.load_state_dict(state)`, into one session."""
+    for number, scaler in enumerate(session.scalers):
+        entry = state[f"loss_scaler{number}"]
+        checked_entry(f"loss_scaler{number}", entry, scaler.settings)
+        scaler.load_state_dict(entry)
+
+
+def share_loss_scales(session: Session, other: Session) -> None:
+    """Have `session`, which has just opened, scale losses as `other` does, from now on."""
+    session.scalers = other.scalers
+
+
 # Optimizers and master weights
+
+
+def optimizers_of(session: Session) -> list[Any]:
+    """The optimizers that a session manages."""
+    return [managed.optimizer for managed in session.optimizers.alive()]
 
 
 def session_of(given: Any) -> Session | None:
@@ -110,6 +140,14 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     if is_first:
         registry.refresh()  # torch's gradient tools are replaced while there are optimizers
     return managed
+
+
+def evaluates_closure_once(optimizer: Any) -> bool:
+    """Whether `optimizer.step(closure)` does what the closure and then `step()` would do.
+
+    So it is with torch's own optimizers, but for LBFGS.
+    """
+    return type(optimizer) in torch_optimizers()
 
 
 def half_of(master: Tensor) -> Tensor | None:
