@@ -38,6 +38,7 @@ def watched(framework: str, plan: Plan) -> Watched:
     weights: dict[str, set[torch.dtype]] = {}
     for layer, dtype in framework_runs.WEIGHTS_SEEN:
         weights.setdefault(layer, set()).add(dtype)
+    said = [line.replace(str(plan.folder), "FOLDER") for line in said]
     return Watched(result, kernels.dtypes(), weights, said)
 
 
