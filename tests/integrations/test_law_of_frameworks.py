@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -62,11 +63,18 @@ WHERE_TIMM_IS = (
     "own, in .ci/run and clients/"
 )
 
-CASES = pytest.mark.parametrize(
-    "level, half",
-    list(product(["O0", "O1", "O2", "O3"], ["float16", "bfloat16"])),
-    ids=lambda value: value,
-)
+BY_DEFAULT = [("O0", "float16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "bfloat16")]
+"""The cases whose runs of every kind are in the default tests; the other kinds are slow."""
+
+
+def cases(*kinds: str) -> pytest.MarkDecorator:
+    """Every level in both half types; but for plain runs half of them are slow tests."""
+    listed = []
+    for kind, *case in product(kinds, IN_HALF, ("float16", "bfloat16")):
+        quick = kind == "plain" or tuple(case) in BY_DEFAULT
+        marks = () if quick else pytest.mark.slow
+        listed.append(pytest.param(kind, *case, marks=marks, id="-".join([kind, *case])))
+    return pytest.mark.parametrize("kind, level, half", listed)
 
 
 @pytest.fixture(scope="module", params=FRAMEWORKS)
@@ -74,7 +82,9 @@ def framework(request) -> str:
     package = FRAMEWORKS[request.param]
     if importlib.util.find_spec(package) is None:
         pytest.skip(WHERE_TIMM_IS if package == "timm" else f"{package} is not installed")
-    importlib.import_module(f"runs_with_{request.param}")  # Lightning changes torch.compile then
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says at import is not about ampatch
+        importlib.import_module(f"runs_with_{request.param}")  # Lightning changes torch.compile
     return request.param
 
 
@@ -125,8 +135,7 @@ def scale_of(level: str, half: str) -> float:
     return 1024.0 if half == "float16" and level in ("O1", "O2") else 1.0
 
 
-@CASES
-@pytest.mark.parametrize("kind", KINDS)
+@cases(*KINDS)
 def test_training(runs, framework, kind, level, half):
     expected = runs("float32", **KINDS[kind])
     found = runs("ampatch", opt_level=level, dtype=half, **KINDS[kind])
@@ -155,8 +164,8 @@ def in_two_parts(framework, tmp_path_factory):
     return run
 
 
-@CASES
-def test_resuming(runs, in_two_parts, level, half):
+@cases("resume")
+def test_resuming(runs, in_two_parts, kind, level, half):
     """The loss scale is the checkpoint's, whatever the new run would begin with."""
     whole = runs("ampatch", opt_level=level, dtype=half)
     first, second = in_two_parts("ampatch", opt_level=level, dtype=half)
@@ -180,10 +189,10 @@ def pairs(framework, ranks, tmp_path_factory):
     return run
 
 
-@CASES
-def test_two_ranks(pairs, framework, level, half):
+@cases("ranks")
+def test_two_ranks(pairs, kind, level, half):
     """Each trains on its part of the data; their weights are the same, and those of FP32."""
-    expected = pairs("float32", **KINDS["plain"])
+    expected = pairs("float32")
     found = pairs("ampatch", opt_level=level, dtype=half)
     for mine, in_float32 in zip(found, expected, strict=True):
         assert len(mine.run.losses) == BATCHES // 2
