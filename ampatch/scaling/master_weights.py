@@ -189,6 +189,10 @@ class MasterWeights:
         self._writers.note(pair)
         self._equal_on_ranks.add(id(half))
 
+    def are_equal_on_ranks(self, halves: set[int]) -> None:
+        """The values that masters of these half weights (ids) were made of are on all ranks."""
+        self._equal_on_ranks |= halves & self.by_half.keys()
+
     def touched(self, tensor: Tensor, data: Tensor | None) -> None:
         """`.data` of a half weight or a master was read, or (None) replaced."""
         if id(tensor) in self.by_half:

@@ -24,6 +24,7 @@ class WaitingWeights:
         self._masters = masters
         self._values = values
         self.halves: list[Tensor] = []
+        self._equal_on_ranks: set[int] = set()  # ids of those whose values `broadcast` has sent
 
     def wait(self) -> None:
         """Models were converted, and not all of their weights are in an optimizer yet."""
@@ -45,12 +46,14 @@ class WaitingWeights:
                 send(values)
                 self._values.widened.forget_original(half)
                 self._values.widened.keep_original(half, values)
+                self._equal_on_ranks.add(id(half))
 
     def let_go(self) -> None:
         """A model runs without an optimizer."""
         for half in self.halves:
             self._values.widened.forget_original(half)
         self.halves = []
+        self._equal_on_ranks.clear()
 
     def give_to(self, optimizers: list[ManagedOptimizer]) -> None:
         """Optimizers have come: their masters hold these values now.
@@ -66,6 +69,7 @@ class WaitingWeights:
                     "in training mode at initialize.",
                     type(managed.optimizer).__name__,
                 )
+            managed.masters.are_equal_on_ranks(self._equal_on_ranks)
         for half in self.halves:
             if self._masters.of(half) is not None:
                 self._values.widened.forget_original(half)
