@@ -110,8 +110,7 @@ class AmpatchAccelerator(Accelerator):
         """As accelerate's; ampatch manages the optimizer once its model is prepared."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             place = self.device_placement if device_placement is None else device_placement
-            optimizer = _SkippingOptimizer(optimizer, device_placement=place)
-            optimizer._is_accelerate_prepared = True  # so that accelerate wraps no other around it
+            optimizer = SkippingOptimizer(optimizer, device_placement=place)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         self._add_optimizers()
         return prepared
@@ -129,7 +128,7 @@ class AmpatchAccelerator(Accelerator):
 
     def _member(self) -> Any:
         """A model or optimizer of this accelerator that ampatch manages, or None."""
-        given = [*map(_innermost, self._models), *map(_bare, self._optimizers)]
+        given = [*map(_innermost, self._models), *map(bare, self._optimizers)]
         return next((one for one in given if session_of(one) is not None), None)
 
     def _add_optimizers(self) -> None:
@@ -138,7 +137,7 @@ class AmpatchAccelerator(Accelerator):
         known = {id(parameter) for model in models for parameter in model.parameters()}
         new = [
             optimizer
-            for optimizer in map(_bare, self._optimizers)
+            for optimizer in map(bare, self._optimizers)
             if session_of(optimizer) is None and not known.isdisjoint(_parameters(optimizer))
         ]
         if new:
@@ -148,7 +147,7 @@ class AmpatchAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
         """As accelerate's; `loss_id` is that of `ampatch.scale_loss`."""
-        managed = [one for one in map(_bare, self._optimizers) if session_of(one) is not None]
+        managed = [one for one in map(bare, self._optimizers) if session_of(one) is not None]
         if not managed:
             return super().backward(loss, **kwargs)
         with ampatch.scale_loss(loss, managed, loss_id=loss_id) as scaled_loss:
@@ -187,8 +186,10 @@ class AmpatchAccelerator(Accelerator):
             )
 
 
-class _SkippingOptimizer(AcceleratedOptimizer):
+class SkippingOptimizer(AcceleratedOptimizer):
     """Tells accelerate, and so its schedulers, which steps ampatch has skipped."""
+
+    _is_accelerate_prepared = True  # so that accelerate wraps no other around it
 
     @property
     def step_was_skipped(self) -> bool:
@@ -208,7 +209,8 @@ def _innermost(model: nn.Module) -> nn.Module:
             return model
 
 
-def _bare(optimizer: Any) -> Any:
+def bare(optimizer: Any) -> Any:
+    """The optimizer that was prepared, without what accelerate has put around it."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

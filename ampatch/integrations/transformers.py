@@ -29,23 +29,23 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import PretrainedConfig, Trainer
 
 import ampatch
 
 from ..config.opt_levels import ARGUMENTS, Properties, properties_for
 from ..errors import AmpatchError
 from ..log import logger
-from ..session.facade import Session, open_sessions, session_of
+from ..session.facade import PatchSet, Session, open_sessions, session_of
+from .accelerate import SkippingOptimizer, bare
 
 SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
@@ -104,7 +104,6 @@ class AmpatchTrainerMixin:
         self._ampatch_session: Session | None = None
         _checked(self._ampatch_settings)
         super().__init__(*args, **kwargs)
-        self.add_callback(_TrainingBegins(self._ampatch_begin))  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
         """The accelerator's `backward` scales the loss."""
@@ -119,66 +118,45 @@ class AmpatchTrainerMixin:
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if training and not self._ampatch_trains():
-            model = self.model_wrapped = self.model  # one in DDP, of an earlier session, cannot be
-            ampatch.initialize(model, _inner(self.optimizer), **self._ampatch_settings)
-            self._ampatch_session = session_of(_inner(self.optimizer))
-        elif not training and not _is_managed(self.model):
+            model = self.model_wrapped = self.model  # without the DDP of an earlier session
+            self._ampatch_begin()
+        elif not training and session_of(self.model) is None:
             ampatch.initialize(self.model, **_for_evaluation(self._ampatch_settings))
         return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
 
     def _ampatch_trains(self) -> bool:
         """Whether the session that this trainer opened still has its optimizer."""
-        session = session_of(_inner(self.optimizer))
+        session = session_of(bare(self.optimizer))
         return session is not None and session is self._ampatch_session
 
-    def _ampatch_begin(self, scheduler: Any) -> None:
-        if not self._ampatch_trains():
-            raise AmpatchError(
-                f"{type(self).__name__}.train(): transformers {transformers.__version__} did not "
-                "let ampatch.initialize have the model, so nothing would be cast. Expected "
-                "transformers 4.57 to 5.23; report this with your version."
-            )
-        ampatch.hold_scheduler(scheduler)
+    def _ampatch_begin(self) -> None:
+        optimizer = bare(self.optimizer)
+        ampatch.initialize(self.model, optimizer, **self._ampatch_settings)
+        self._ampatch_session = session_of(optimizer)
+        if self.optimizer is optimizer:
+            self.optimizer = SkippingOptimizer(optimizer)
+        _name_saved_dtypes()
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.args.should_save:
-            state = json.dumps(ampatch.state_dict(), indent=2)
-            Path(output_dir, SCALE_FILE).write_text(state + "\n")
+            state = ampatch.state_dict(of=bare(self.optimizer))
+            Path(output_dir, SCALE_FILE).write_text(json.dumps(state, indent=2) + "\n")
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        optimizer = bare(self.optimizer)
         ours, grad_scaler = Path(checkpoint, SCALE_FILE), Path(checkpoint, GRAD_SCALER_FILE)
         if ours.is_file():
-            ampatch.load_state_dict(json.loads(ours.read_text()))
+            ampatch.load_state_dict(json.loads(ours.read_text()), of=optimizer)
         elif grad_scaler.is_file():
-            ampatch.load_state_dict(torch.load(grad_scaler, weights_only=True))
+            ampatch.load_state_dict(torch.load(grad_scaler, weights_only=True), of=optimizer)
         else:
             logger.warning(
-                "%s has no loss scale (%s): it begins at %g.",
-                *(checkpoint, SCALE_FILE, ampatch.loss_scale()),
+                "train(resume_from_checkpoint=%r): no loss scale is in it (%s), so that it begins "
+                "anew.",
+                *(str(checkpoint), SCALE_FILE),
             )
-
-
-class _TrainingBegins(TrainerCallback):
-    """Tells when all is prepared; `begin` takes the learning-rate scheduler."""
-
-    def __init__(self, begin: Callable[[Any], None]) -> None:
-        self._begin = begin
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin(kwargs["lr_scheduler"])
-
-
-def _inner(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _is_managed(model: nn.Module) -> bool:
-    return any(session.models.find(model) is not None for session in open_sessions())
 
 
 def _checked(settings: dict[str, Any]) -> Properties:
@@ -194,6 +172,44 @@ def _for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     kept = {name: value for name, value in settings.items() if name not in _OF_HALF_MODELS}
     return {**kept, "opt_level": "O1", "dtype": properties.dtype}
+
+
+@functools.cache
+def _name_saved_dtypes() -> None:
+    """From now on `config.json` names the dtype of the weights that are saved beside it.
+
+    transformers writes that of the parameters, half at O2, and `from_pretrained` of transformers 5
+    would round the FP32 weights to it.
+    """
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def save_pretrained(self: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
+            dtype = _saved_dtype(self)
+            if dtype is not None:
+                self.dtype = str(dtype).removeprefix("torch.")
+            return original(self, *args, **kwargs)
+
+        return save_pretrained
+
+    PatchSet().replace(PretrainedConfig, "save_pretrained", make)
+
+
+def _saved_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """The dtype of a managed model's weights in its `state_dict()`; None for other models."""
+    for session in open_sessions():
+        for managed in session.models.alive():
+            for module in managed.model.modules():
+                if getattr(module, "config", None) is config:
+                    return next(_dtypes_in_state(module), None)
+    return None
+
+
+def _dtypes_in_state(model: nn.Module) -> Iterator[torch.dtype]:
+    for module in model.modules():
+        if any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
+            saved = module.state_dict()
+            yield from (value.dtype for value in saved.values() if value.is_floating_point())
 
 
 def _check_seams() -> None:
