@@ -38,11 +38,12 @@ from ..config.opt_levels import ARGUMENTS, properties_for
 from ..config.overrides import parse
 from ..errors import did_you_mean
 from ..log import logger
-from ..session.facade import open_sessions, session_of
+from ..session.facade import note_reduction, open_sessions, session_of
 
 _SCALE_FILE = "ampatch.pt"
 _OWN = {"models", "optimizers", "opt_level", "dtype", "unknown"}
 _SETTINGS = set(inspect.signature(ampatch.initialize).parameters) - _OWN
+_CHECKED = set(ARGUMENTS)
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
@@ -73,7 +74,13 @@ class AmpatchAccelerator(Accelerator):
         settings = {name: arguments.pop(name) for name in _SETTINGS & arguments.keys()}
         _check(opt_level, dtype, settings, arguments)
         super().__init__(**arguments)
-        _refuse(self.mixed_precision, "an Accelerator that this process has made before")
+        _refuse(self.mixed_precision, "an earlier Accelerator of this process")
+        if self.scaler_handler is not None:
+            raise ValueError(
+                "AmpatchAccelerator(kwargs_handlers=[GradScalerKwargs(...)]): ampatch has a loss "
+                "scale of its own. Expected its settings by name: init_scale, growth_factor, "
+                "backoff_factor, growth_interval."
+            )
         if self.distributed_type in _ENGINES:
             raise ampatch.AmpatchError(
                 f"AmpatchAccelerator: it was launched for {self.distributed_type.value}, which has "
@@ -153,6 +160,14 @@ class AmpatchAccelerator(Accelerator):
         with ampatch.scale_loss(loss, managed, loss_id=loss_id) as scaled_loss:
             super().backward(scaled_loss, **kwargs)
 
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """As accelerate's; at O2 the gradients that waited in the masters are averaged too."""
+        with Accelerator.trigger_sync_in_backward(model):
+            note_reduction(_innermost(model))
+            yield
+
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """With `AutocastKwargs(enabled=False)` nothing is cast; else the opt level says what is."""
@@ -174,10 +189,11 @@ class AmpatchAccelerator(Accelerator):
         member = self._member()
         if member is None:
             return
-        found = [path for name in (_SCALE_FILE, SCALER_NAME) if (path := Path(folder, name)).exists()]
-        if found:
-            ampatch.load_state_dict(torch.load(found[0], weights_only=True), of=member)
-        else:
+        files = [Path(folder, name) for name in (_SCALE_FILE, SCALER_NAME)]
+        found = next(filter(Path.exists, files), None)
+        if found is not None:
+            ampatch.load_state_dict(torch.load(found, weights_only=True), of=member)
+        elif any(entry.get("dynamic", True) for entry in ampatch.state_dict(of=member).values()):
             logger.warning(
                 "accelerator.load_state(%r): there is no loss scale in it (%s), so that it stays "
                 "as it is.",
@@ -221,7 +237,7 @@ def _parameters(optimizer: Any) -> Iterator[int]:
 
 
 def _check(opt_level: Any, dtype: Any, settings: dict, arguments: dict) -> None:
-    """Raise `TypeError` or `ValueError` for arguments that mean nothing, or that ampatch replaces."""
+    """Raise `TypeError` or `ValueError` for wrong arguments and those that ampatch replaces."""
     known = set(inspect.signature(Accelerator.__init__).parameters) - {"self"}
     for name in arguments:
         if name not in known:
@@ -230,10 +246,13 @@ def _check(opt_level: Any, dtype: Any, settings: dict, arguments: dict) -> None:
                 f"accelerate.Accelerator.{did_you_mean(name, known | _SETTINGS)}"
             )
     asked = arguments.get("mixed_precision")
-    _refuse(asked, "mixed_precision")
+    _refuse(asked, "an argument")
     if asked is None:
-        _refuse(os.environ.get("ACCELERATE_MIXED_PRECISION"), "ACCELERATE_MIXED_PRECISION")
-    properties_for(opt_level, dtype, **{name: settings[name] for name in ARGUMENTS if name in settings})
+        variable = "ACCELERATE_MIXED_PRECISION"
+        _refuse(os.environ.get(variable), f"{variable}, which accelerate launch and its config set")
+    properties_for(
+        opt_level, dtype, **{name: settings[name] for name in _CHECKED & settings.keys()}
+    )
     parse(settings.get("overrides"))
 
 
@@ -241,7 +260,7 @@ def _refuse(mixed_precision: Any, asked_by: str) -> None:
     """Raise `ValueError` where accelerate's own mixed precision is on beside ampatch's."""
     if mixed_precision is not None and str(mixed_precision).lower() != "no":
         raise ValueError(
-            f"AmpatchAccelerator: mixed_precision={str(mixed_precision)!r} is asked for by "
-            f"{asked_by}, and ampatch casts and scales by itself. Expected \"no\": choose the half "
+            f"AmpatchAccelerator: mixed_precision={str(mixed_precision)!r} is asked for, by "
+            f'{asked_by}. Expected "no", since ampatch casts and scales by itself: choose the half '
             'type with dtype="float16" or "bfloat16", and launch with --mixed_precision no.'
         )

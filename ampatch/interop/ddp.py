@@ -28,6 +28,10 @@ class WrappedModels:
     def __init__(self) -> None:
         self._wrappers: list[tuple[weakref.ref, set[int]]] = []  # with ids of modules inside
 
+    def __len__(self) -> int:
+        """How many there may be: none, or some of which a few may have gone."""
+        return len(self._wrappers)
+
     def note(self, wrapper: DistributedDataParallel) -> None:
         """A wrapper was made."""
         self._wrappers = [entry for entry in self._wrappers if entry[0]() is not None]

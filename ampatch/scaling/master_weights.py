@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..log import logger
@@ -81,6 +81,10 @@ class MasterWeights:
         """The half parameter of a master, or None."""
         pair = self.by_master.get(id(master))
         return None if pair is None else pair.half
+
+    def have_any_of(self, model: nn.Module) -> bool:
+        """Whether some of them are masters of a model's parameters."""
+        return any(id(parameter) in self.by_half for parameter in model.parameters())
 
     def lists(self) -> tuple[list[Tensor], list[Tensor]]:
         """Halves and masters, in the order of `by_half`; other lists once a pair comes or goes."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.patches import PatchSet
@@ -51,6 +51,7 @@ __all__ = [
     "manage_optimizer",
     "managed_optimizer",
     "master_pairs",
+    "note_reduction",
     "open_automatic_session",
     "open_sessions",
     "optimizers_of",
@@ -153,6 +154,15 @@ def evaluates_closure_once(optimizer: Any) -> bool:
 def half_of(master: Tensor) -> Tensor | None:
     """The half parameter whose FP32 master weight a tensor is, or None."""
     return registry.half_weights.half_of(master)
+
+
+def note_reduction(model: nn.Module) -> None:
+    """DDP averages the next pass of a model if its wrapper says so now, not at the forward."""
+    session = registry.models.session_of(model)
+    reduces = registry.wrapped.reduces(model)
+    for managed in [] if session is None else session.optimizers.alive():
+        if managed.masters.have_any_of(model):
+            managed.gradients.in_halves.reduces = reduces
 
 
 def master_pairs(optimizer: Any) -> list[Pair]:

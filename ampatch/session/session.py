@@ -359,7 +359,8 @@ class Session:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
-                managed.gradients.in_halves.before_forward(reduces, unscaled)
+                if not registry.wrapped or managed.masters.have_any_of(model):
+                    managed.gradients.in_halves.before_forward(reduces, unscaled)
 
     def _before_step(self, managed: ManagedOptimizer) -> None:
         if registry.observers.are_there:

@@ -45,6 +45,7 @@ class HalfGradients:
         self.script = Script.UNKNOWN
         self.reduces: bool | None = None
         self.is_unreduced = False
+        self._put: list[tuple[Tensor, Tensor, int]] = []  # by `put_back`, with versions
 
     # Moves
 
@@ -56,17 +57,27 @@ class HalfGradients:
         """Move the gradients out of the half weights: masters, and their FP32 gradients."""
         if ends_block and self.reduces is not None:
             self.is_unreduced = not self.reduces
+        self._put = []
         return take_up(*self._masters.lists())
 
     def put_back(self, masters: set[int] | None = None) -> None:
         """Move gradients of (these) masters, by their ids, to where autograd adds to them."""
         for half, master in self._masters:
             if master.grad is not None and (masters is None or id(master) in masters):
-                set_raw_grad(half, master.grad.to(half.dtype))
+                grad = master.grad.to(half.dtype)
+                set_raw_grad(half, grad)
+                self._put.append((half, grad, grad._version))
                 master.grad = None
+
+    def _are_as_put(self) -> bool:
+        """Whether no pass has come since `put_back`, but another forward, say."""
+        return bool(self._put) and all(
+            raw_grad(half) is grad and grad._version == version for half, grad, version in self._put
+        )
 
     def drop(self) -> None:
         """Forget the gradients in the half weights."""
+        self._put = []
         drop_raw_grads(self._masters.lists()[0])
 
     # Passes outside blocks
@@ -100,8 +111,9 @@ class HalfGradients:
         if self.state.in_block or not self.has_any():
             return
         self.state.finish_pending()
+        still_waits = self.is_unreduced and self._are_as_put()
         add_to(*self.take())
-        self.is_unreduced = self.reduces is False
+        self.is_unreduced = still_waits or self.reduces is False
         if self.script is Script.WRITES_BLOCKS and self.reduces is None:  # there are both
             self.script = Script.HAS_PLAIN_PASSES
             self.watch()
