@@ -1,13 +1,16 @@
 """timm: `AmpatchScaler` in the place of `NativeScaler` in timm's train.py.
 
-Four places of train.py change.  Where it sets up AMP:
+Start train.py without `--amp`, so that its `amp_autocast` does nothing.  After its blocks for
+`--amp` come these lines:
+
+    import ampatch
+    from ampatch.integrations.timm import AmpatchScaler
 
     model, optimizer = ampatch.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
     loss_scaler = AmpatchScaler()
 
-and `amp_autocast` stays `suppress`, which does nothing: run train.py without `--amp`.  This comes
-before `resume_checkpoint`, `ModelEmaV3` and DistributedDataParallel, as train.py has it.  The
-calls of `loss_scaler`, `CheckpointSaver(amp_scaler=loss_scaler)` and
+`resume_checkpoint`, `ModelEmaV3`, DistributedDataParallel and `torch.compile` follow, as train.py
+has them.  Its calls of `loss_scaler`, `CheckpointSaver(amp_scaler=loss_scaler)` and
 `resume_checkpoint(loss_scaler=loss_scaler)` stay as they are.
 """
 
