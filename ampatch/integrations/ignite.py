@@ -1,12 +1,12 @@
 """ignite: the update functions of supervised engines, and the loss scale for checkpoints.
 
-    from ampatch.integrations.ignite import LossScale, supervised_training_step
+from ampatch.integrations.ignite import LossScale, supervised_training_step
 
-    model, optimizer = ampatch.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
-    model = idist.auto_model(model)  # DistributedDataParallel comes after initialize
-    trainer = Engine(supervised_training_step(model, optimizer, loss_fn, device))
-    saved = {"model": model, "optimizer": optimizer, "trainer": trainer, "scale": LossScale()}
-    checkpoint = Checkpoint(saved, DiskSaver("checkpoints"))
+model, optimizer = ampatch.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
+model = idist.auto_model(model)  # DistributedDataParallel comes after initialize
+trainer = Engine(supervised_training_step(model, optimizer, loss_fn, device))
+saved = {"model": model, "optimizer": optimizer, "trainer": trainer, "scale": LossScale()}
+checkpoint = Checkpoint(saved, DiskSaver("checkpoints"))
 """
 
 from __future__ import annotations

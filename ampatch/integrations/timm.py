@@ -76,9 +76,7 @@ class AmpatchScaler:
         ampatch.load_state_dict(state_dict)
 
 
-def _updated(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None
-) -> list[Tensor]:
+def _updated(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
     """The tensors that the step updates for these parameters: FP32 masters in place of halves."""
     everything = list(ampatch.master_params(optimizer))
     if parameters is None:

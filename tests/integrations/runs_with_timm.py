@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,29 +11,26 @@ import without_torchvision  # noqa: F401  before timm
 from framework_runs import Plan, Run, batches, network, optimizer_of
 from timm.models import model_parameters, resume_checkpoint
 from timm.utils import CheckpointSaver, NativeScaler, dispatch_clip_grad
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch
 from ampatch.integrations.timm import AmpatchScaler
 
 
-class _Float32:
-    """train.py's own lines where there is no scaler."""
-
-    def __call__(self, loss, optimizer, clip_grad, clip_mode, parameters, need_update) -> None:
-        loss.backward()
-        if need_update:
-            if clip_grad is not None:
-                dispatch_clip_grad(parameters, value=clip_grad, mode=clip_mode)
-            optimizer.step()
+def _without_scaler(loss, optimizer, clip_grad, clip_mode, parameters, need_update) -> None:
+    """train.py's own lines."""
+    loss.backward()
+    if need_update:
+        if clip_grad is not None:
+            dispatch_clip_grad(parameters, value=clip_grad, mode=clip_mode)
+        optimizer.step()
 
 
 def run(plan: Plan) -> Run:
     """As `framework_runs` says, in the order of timm's train.py."""
     model = network()
     optimizer = optimizer_of(model)
-    scaler, region = _Float32(), contextlib.nullcontext()
+    scaler, region = None, contextlib.nullcontext()
     if plan.precision == "ampatch":
         ampatch.initialize(
             model,
@@ -48,8 +44,7 @@ def run(plan: Plan) -> Run:
         region = torch.autocast("cpu", dtype=getattr(torch, plan.dtype))
         if plan.dtype == "float16":
             scaler = NativeScaler(device="cpu")
-    done = 0
-    saved = plan.folder / f"recovery-0-{plan.stop_after or 0}.pth.tar"
+    backward, done = scaler or _without_scaler, 0
     if plan.resume:
         [saved] = plan.folder.glob("recovery-0-*.pth.tar")
         resume_checkpoint(model, str(saved), optimizer, scaler, log_info=False)
@@ -63,7 +58,7 @@ def run(plan: Plan) -> Run:
             with region:
                 loss = F.cross_entropy(wrapped(inputs), targets)
             losses.append(loss.item())
-            scaler(
+            backward(
                 loss / plan.accumulate,
                 optimizer,
                 clip_grad=plan.clip,
@@ -74,14 +69,12 @@ def run(plan: Plan) -> Run:
         if need_update:
             optimizer.zero_grad()
         if number == plan.stop_after:
-            _saver(plan.folder, model, optimizer, scaler).save_recovery(0, number)
+            saver = CheckpointSaver(
+                model, optimizer, amp_scaler=scaler, recovery_dir=str(plan.folder)
+            )
+            saver.save_recovery(0, number)
             break
     scale = ampatch.loss_scale() if plan.precision == "ampatch" else 1.0
     weights = {name: value.float().clone() for name, value in model.state_dict().items()}
     ampatch.deactivate()
     return Run(losses, weights, scale)
-
-
-def _saver(folder: Path, model: nn.Module, optimizer, scaler) -> CheckpointSaver:
-    kept = None if isinstance(scaler, _Float32) else scaler
-    return CheckpointSaver(model, optimizer, amp_scaler=kept, recovery_dir=str(folder))

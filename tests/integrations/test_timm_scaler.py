@@ -120,7 +120,9 @@ def test_agc_compares_norms_of_masters():
     AmpatchScaler()(layer(inputs).sum(), optimizer, 1e-4, "agc", layer.parameters())
     expected(inputs).sum().backward()
     adaptive_clip_grad(expected.parameters(), 1e-4)
-    for found, parameter in zip(ampatch.master_params(optimizer), expected.parameters(), strict=True):
+    for found, parameter in zip(
+        ampatch.master_params(optimizer), expected.parameters(), strict=True
+    ):
         torch.testing.assert_close(found.grad, parameter.grad, rtol=1e-3, atol=0)
 
 
