@@ -23,6 +23,7 @@ from ..config.overrides import ModuleKey
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..models.module_overrides import matching
+from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 
 
 def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
@@ -182,14 +183,18 @@ def _around(model: nn.Module) -> list[nn.Module]:
 
 
 def not_sharded(models: list[nn.Module], properties: Properties) -> None:
-    """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
+    """Raise `AmpatchError` for parameters sharded by FSDP that would change dtype or need masters.
 
-    FSDP keeps its own views of their data, and would go on gathering the old data.
+    FSDP keeps its own views of their data, and would go on gathering the old data.  The DTensors
+    of tensor parallel hold their data themselves.
     """
     for index, model in enumerate(models):
         by_wrapper = any(_is_fsdp(module) for module in model.modules())
+        by_fully_shard = any(_is_fsdp(module, "FSDPModule") for module in model.modules())
         for name, parameter in model.named_parameters():
-            sharded = by_wrapper or hasattr(parameter, "placements")  # as DTensors have
+            sharded = by_wrapper or (
+                is_dtensor(parameter) and (by_fully_shard or not can_exchange_data(parameter))
+            )
             if sharded and _would_change(parameter, properties):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
@@ -200,9 +205,31 @@ def not_sharded(models: list[nn.Module], properties: Properties) -> None:
                 )
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    """FSDP's first version; importing its class for this question would be slow."""
-    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
+def parts_share_overflow(
+    optimizers: list[Any], properties: Properties, process_group: Any, call: str
+) -> None:
+    """Raise `AmpatchError` for parts of DTensors whose ranks would not learn of an overflow.
+
+    Around tensor parallel DDP trains each rank's part of a DTensor as a plain parameter, which
+    does not know its mesh.
+    """
+    if properties.loss_scale != "dynamic" or process_group is not None:
+        return
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(map(is_part_of_dtensor, params)):
+            raise AmpatchError(
+                f"{call}(optimizers=...): {type(optimizer).__name__} has parts of DTensors, which "
+                "DistributedDataParallel(device_mesh=...) has made plain parameters. An overflow "
+                "in one rank's part would skip the step on that rank alone. Expected the ranks "
+                "that decide together: ampatch.initialize(model, optimizer, "
+                "process_group=torch.distributed.group.WORLD)."
+            )
+
+
+def _is_fsdp(module: nn.Module, name: str = "FullyShardedDataParallel") -> bool:
+    """FSDP's first version, or another class; importing it for this question would be slow."""
+    return any(base.__name__ == name for base in type(module).__mro__)
 
 
 def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:
@@ -227,7 +254,7 @@ def weights_convert(models: list[nn.Module], properties: Properties) -> None:
                     "to keep in FP32 and to round. Nothing was changed. Run one forward of the "
                     'model, model(example), before initialize; or use opt_level="O1".'
                 )
-            if hasattr(parameter, "__tensor_flatten__"):
+            if hasattr(parameter, "__tensor_flatten__") and not is_dtensor(parameter):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
                     f"{type(model).__name__} is a {type(parameter).__name__}, which wraps other "

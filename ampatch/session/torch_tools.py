@@ -20,11 +20,13 @@ from ..interop import (
     parameter_data,
     swa,
     tensor_hooks,
+    tensor_parallel,
 )
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from ..torch_private import layer_forwards
 
 if TYPE_CHECKING:
+    from .half_weights import HalfWeights
     from .registry import Registry
     from .session import Session
 
@@ -158,7 +160,16 @@ def tools(registry: Registry) -> list[Tool]:
             lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
             lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
         ),
+        *(_tensor_parallel(halves, module) for module in tensor_parallel.FUNCTIONS),
     ]
+
+
+def _tensor_parallel(halves: HalfWeights, module: str) -> Tool:
+    return Tool(
+        f"{tensor_parallel.FUNCTIONS[module]}: DTensors are made of FP32 values",
+        lambda needs: needs.models and tensor_parallel.has(module),
+        lambda: tensor_parallel.replacements(module, halves.optimizer_of, halves.as_float),
+    )
 
 
 def watches(registry: Registry) -> list[Watch]:
