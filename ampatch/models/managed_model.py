@@ -45,6 +45,7 @@ from .io_casting import ModelInputs
 from .module_overrides import ModuleOverride
 from .plain_parameters import PlainParameters
 from .state_dicts import StateDictHooks
+from .steps import Step
 from .submodule_calls import SubmoduleCalls
 
 
@@ -96,6 +97,7 @@ class ManagedModel:
             self._inputs = self._make_inputs(type(model).__name__, self.in_dtype)
             if self.in_dtype in HALF_TYPES:
                 self._submodule_calls = self._make_submodule_calls(self._inputs, self.in_dtype)
+        self._step: Step | None = None
         self._overrides = overrides
         self._values = owner.values
         self._widened = owner.values.widened
@@ -261,6 +263,8 @@ class ManagedModel:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
+        if self._step is not None and not is_dynamo_compiling() and self._step.enters():
+            return None
         taken = None
         if self._inputs is not None:
             taken = self._inputs.take(args, kwargs)
@@ -281,6 +285,23 @@ class ManagedModel:
                 self._widened.take_over()
         return taken
 
+    @contextlib.contextmanager
+    def in_step(self, is_sent_through_call: bool) -> Iterator[None]:
+        """Context manager: a framework runs code around the model; see `steps.py`.
+
+        At levels without half weights it changes nothing.
+        """
+        if self._submodule_calls is None:
+            yield
+            return
+        before = self._step
+        self._step = Step(self._submodule_calls, self.out_dtype, is_sent_through_call)
+        try:
+            with self._step:
+                yield
+        finally:
+            self._step = before
+
     def _enter_submodule(self, owner: Any) -> None:
         """A part is called from outside."""
         self._state.push(self.policy, owner)
@@ -293,6 +314,8 @@ class ManagedModel:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
+        if self._step is not None and not is_dynamo_compiling() and self._step.leaves():
+            return None
         if output is None and not is_dynamo_compiling():  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
         if self._state.thread.frames:

@@ -45,6 +45,7 @@ __all__ = [
     "foreach",
     "half_of",
     "have_fused_optimizers",
+    "in_step",
     "listed_function",
     "load_loss_scales",
     "loss_scales",
@@ -102,7 +103,13 @@ def loss_scales(session: Session) -> dict[str, Any]:
 
 
 def load_loss_scales(session: Session, state: dict[str, Any]) -> None:
-    """As `ampatch.load_state_dict(state)`, into one session."""
+    """As `ampatch.load_state_dict(state)`, into one session.
+
+    Raises `ValueError` for entries that are wrong or missing.
+    """
+    expected = list(loss_scales(session))
+    if sorted(state) != expected:
+        raise ValueError(f"loss scales of a checkpoint: got {sorted(state)}, expected {expected}.")
     for number, scaler in enumerate(session.scalers):
         entry = state[f"loss_scaler{number}"]
         checked_entry(f"loss_scaler{number}", entry, scaler.settings)
@@ -176,6 +183,20 @@ def sync_masters(optimizer: Any) -> None:
     managed = registry.optimizers.managed(optimizer)
     if managed is not None:
         managed.masters.sync_from_half()
+
+
+# Models
+
+
+def in_step(model: nn.Module, is_sent_through_call: bool) -> AbstractContextManager[None]:
+    """Context manager around a framework's step, a method of a managed model that calls its parts.
+
+    At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
+    return FP32.  With `is_sent_through_call` the model's first call in it is the step itself, sent
+    through `DistributedDataParallel`.
+    """
+    managed = registry.models.managed(model)
+    return contextlib.nullcontext() if managed is None else managed.in_step(is_sent_through_call)
 
 
 # Casting

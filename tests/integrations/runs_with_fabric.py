@@ -46,7 +46,9 @@ def run(plan: Plan) -> Run:
         losses.append(loss.item())
         if not accumulates:
             if plan.clip is not None:
-                fabric.clip_gradients(model, optimizer, max_norm=plan.clip, error_if_nonfinite=False)
+                fabric.clip_gradients(
+                    model, optimizer, max_norm=plan.clip, error_if_nonfinite=False
+                )
             optimizer.step()
             optimizer.zero_grad()
     if plan.stop_after is not None:

@@ -44,7 +44,7 @@ class Training(pl.LightningModule):
 
 
 class Batches(DataLoader):
-    """Says in checkpoints how many batches it has given, so that Lightning resumes within an epoch."""
+    """Says in checkpoints how many batches it has given: Lightning resumes within an epoch."""
 
     given = 0
 

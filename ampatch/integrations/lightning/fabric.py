@@ -71,10 +71,11 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
 
     def set_up(self, results: Any) -> None:
         """Fabric has set these up: manage the optimizers among them, and hold their scheduler."""
-        results = results if isinstance(results, tuple) else (results,)
-        optimizers = [one.optimizer for one in results if isinstance(one, Optimizer)]
+        listed: tuple[Any, ...] = results if isinstance(results, tuple) else (results,)
+        wrapped: list[Any] = [one for one in listed if isinstance(one, Optimizer)]
+        optimizers = [one.optimizer for one in wrapped]
         self._run.add(optimizers)
-        for one in results:
+        for one in listed:
             if not isinstance(one, Optimizer) and getattr(one, "optimizer", None) in optimizers:
                 self._run.hold(one)
 

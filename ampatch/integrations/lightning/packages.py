@@ -17,7 +17,6 @@ class Package(NamedTuple):
 
     precision: Any  # the base class of the Trainer's plugins
     module: Any  # LightningModule
-    averaging: Any  # the callback StochasticWeightAveraging
     fabric_precision: Any  # the base class of Fabric's plugins
     fabric: Any  # Fabric
 
@@ -38,7 +37,7 @@ def installed() -> list[Package]:
     if not found:
         raise ImportError(
             "ampatch.integrations.lightning: neither lightning nor pytorch_lightning is "
-            'installed. Install one of them, version 2.2 or newer: pip install "ampatch[lightning]".'
+            'installed. Install one, version 2.2 or newer: pip install "ampatch[lightning]".'
         )
     return found
 
@@ -47,7 +46,6 @@ def _package(trainer: Any, fabric: Any) -> Package:
     return Package(
         precision=trainer.plugins.Precision,
         module=trainer.LightningModule,
-        averaging=trainer.callbacks.StochasticWeightAveraging,
         fabric_precision=fabric.plugins.Precision,
         fabric=fabric.Fabric,
     )

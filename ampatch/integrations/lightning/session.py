@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ampatch
 
-from ...config.opt_levels import ARGUMENTS, properties_for
+from ...config.opt_levels import ARGUMENTS, HALF_TYPES, properties_for
 from ...config.overrides import parse
 from ...errors import UndoAll, did_you_mean
 from ...session import facade
@@ -86,6 +86,14 @@ class PluginSession:
         """`ampatch.scale_loss` for all optimizers: an overflow concerns those it is in."""
         optimizers = [one for session in self._open() for one in facade.optimizers_of(session)]
         return ampatch.scale_loss(loss, optimizers) if optimizers else nullcontext(loss)
+
+    def as_weights(self, value: Tensor) -> Tensor:
+        """A floating tensor in the dtype of the models' weights, where these are in half."""
+        for session in self._open():
+            half = session.properties.cast_model_type
+            if half in HALF_TYPES and value.is_floating_point():
+                return value.to(half)
+        return value
 
     @property
     def scales(self) -> dict[str, Any]:

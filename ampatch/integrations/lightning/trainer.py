@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.optim import LBFGS
 
 import ampatch
 
 from ...session import facade
+from .averages import Averages
 from .packages import PACKAGES
 from .session import PluginSession, Settings
 
@@ -33,7 +35,10 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
         self._settings = Settings(type(self).__name__, given)
         self._run = PluginSession(self._settings)
+        self._averages = Averages()
         self._package = PACKAGES[0]
+        self._module: Any = None  # that is managed now
+        self._is_wrapped = self._is_compiled = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings})"
@@ -51,22 +56,45 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         self._package = found[0]
         self._run.close()
         self._run.open(module)
+        self._module, self._is_wrapped = module, False
+        self._is_compiled = getattr(module, "_compiler_ctx", None) is not None
         return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Manage the optimizers; schedulers that step with them wait while steps are skipped."""
+        self._is_wrapped = model is not self._module  # in DistributedDataParallel
         self._run.add(optimizers)
         for config in lr_schedulers:
             self._run.hold(config.scheduler)
+        self._averages.widen(self._module.trainer.callbacks)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Module and optimizers are plain again; the loss scale stays, for another fit."""
+        self._averages.release()
+        self._module = None
         self._run.close()
 
     # Around one step
+
+    def convert_input(self, data: Any) -> Any:
+        """The batch; in half for a half module that was compiled as a whole.
+
+        Elsewhere each part casts its own inputs, so that targets stay as they are.
+        """
+        if self._is_compiled:
+            return apply_to_collection(data, Tensor, self._run.as_weights)
+        return data
+
+    def train_step_context(self) -> AbstractContextManager[None]:
+        """Around `training_step`: what it computes itself, as a loss, is outside the half model."""
+        if self._module is None:
+            return nullcontext()
+        return facade.in_step(self._module, self._is_wrapped)
+
+    val_step_context = test_step_context = predict_step_context = train_step_context
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Hooks `on_before_backward`; they get the loss unscaled."""
