@@ -56,7 +56,7 @@ def run(plan: Plan) -> Run:
     """Train as `plan` says; under DDP where a process group is there."""
     if plan.precision == "amp" and plan.dtype == "float16":
         raise NotImplementedError("transformers has no fp16=True on a CPU")
-    with _ranks_in_the_environment():
+    with ranks_in_the_environment():
         try:
             return _run(plan)
         finally:
@@ -108,7 +108,7 @@ def _collate(rows: list[tuple]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _ranks_in_the_environment() -> Iterator[None]:
+def ranks_in_the_environment() -> Iterator[None]:
     """accelerate asks the environment which rank this is, as torchrun sets it."""
     found: dict[str, Any] = {}
     if dist.is_initialized():
