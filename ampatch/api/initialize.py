@@ -162,8 +162,7 @@ def add_models(models: Any, to: Any = None) -> Any:
         second = ampatch.add_optimizers(torch.optim.Adam(discriminator.parameters()))
 
     For code that sees one model after the other, as frameworks do.  The models of one session
-    share its loss scales.  FP32 values wait for optimizers as `add_optimizers` says.  Models of
-    another session leave it.
+    share its loss scales.  FP32 values wait for optimizers as `add_optimizers` says.
 
     Args:
         models: a `torch.nn.Module`, or a list or tuple of them.  Those that the session has already
@@ -172,13 +171,20 @@ def add_models(models: Any, to: Any = None) -> Any:
 
     Raises:
         TypeError: `models` holds something else.
-        AmpatchError: no session is open, `to` is in none, or `initialize` would refuse the models.
+        AmpatchError: no session is open, `to` is in none, a model is in another session, or
+            `initialize` would refuse it.
         After any of these nothing has been changed.
     """
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
     session = registry.session_of(to, f"{call}(to=...)")
-    new = [model for model in listed if registry.models.session_of(model) is not session]
+    holders = [registry.models.session_of(model) for model in listed]
+    if not {*holders} <= {None, session}:
+        raise AmpatchError(
+            f"{call}(models=...): one of them is in the session of another ampatch.initialize. "
+            "Call initialize with it and its optimizer instead: that moves both."
+        )
+    new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
         argument_checks.not_wrapped_before(new, session.properties)
         argument_checks.not_sharded(new, session.properties)

@@ -39,6 +39,7 @@ from ..config.overrides import parse
 from ..errors import did_you_mean
 from ..log import logger
 from ..session.facade import note_reduction, open_sessions, session_of
+from ..torch_private.modules import compiled_from
 
 _SCALE_FILE = "ampatch.pt"
 _OWN = {"models", "optimizers", "opt_level", "dtype", "unknown"}
@@ -118,9 +119,10 @@ class AmpatchAccelerator(Accelerator):
         if not isinstance(optimizer, AcceleratedOptimizer):
             place = self.device_placement if device_placement is None else device_placement
             optimizer = SkippingOptimizer(optimizer, device_placement=place)
-        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
         self._add_optimizers()
-        return prepared
+        return optimizer
 
     def _manage(self, models: list[nn.Module]) -> None:
         new = [model for model in map(_innermost, models) if session_of(model) is None]
@@ -219,8 +221,8 @@ def _innermost(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-            model = compiled
+        elif (plain := compiled_from(model)) is not None:
+            model = plain
         else:
             return model
 

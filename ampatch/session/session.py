@@ -166,7 +166,7 @@ class Session:
             state=registry.state,
             policy=self.policies.at(properties),
             overrides=[
-                self._module_override(module, precision, properties)
+                _module_override(self.policies, module, precision, properties)
                 for module, precision in found.items()
             ],
         )
@@ -183,24 +183,16 @@ class Session:
         if not self.properties.enabled:
             return
         self._was_given = True
-        with Transfer(registry, models, []) as transfer:
-            try:
-                for model in models:
-                    self._manage_model(model, self.properties)
-                self._adopt_parameters({}, transfer.trained)
-            except BaseException:
-                self._give_back_models(models)
-                raise
+        try:
+            for model in models:
+                self._manage_model(model, self.properties)
+            self._adopt_parameters({}, ())
+        except BaseException:
+            _give_back_models(self, models)
+            raise
         self.waiting.wait()
         self.weights.forget_originals()
         registry.refresh()
-
-    def _give_back_models(self, models: list[nn.Module]) -> None:
-        """The models that have just come are as they were, since one of them cannot be managed."""
-        undo = UndoAll("ampatch.add_models(...) fails")
-        for model in models:
-            undo.do(self.release_model, model)
-        undo.end()
 
     def _forget_originals(self) -> None:
         """Masters hold the FP32 values that are still needed; without an optimizer they wait."""
@@ -214,15 +206,6 @@ class Session:
             managed.policy = self.policies.mixed
             if self.is_open:
                 registry.refresh()
-
-    def _module_override(
-        self, module: nn.Module, precision: str, properties: Properties
-    ) -> module_overrides.ModuleOverride:
-        dtype = torch.float32 if precision == "float" else properties.dtype
-        policy = self.policies.tables.forced(dtype) if properties.patch_torch_functions else None
-        return module_overrides.ModuleOverride(
-            module, dtype, registry.state, policy, properties.cast_model_type
-        )
 
     def release_model(self, model: nn.Module) -> None:
         """Manage a model no longer; its parameters go back into the optimizers."""
@@ -454,6 +437,24 @@ class Session:
         originals, halves = self.weights.originals(), self.weights.halves(trained)
         for managed in self.optimizers.alive():
             managed.adopt_parameters(originals, halves, masters)
+
+
+def _module_override(
+    policies: Policies, module: nn.Module, precision: str, properties: Properties
+) -> module_overrides.ModuleOverride:
+    dtype = torch.float32 if precision == "float" else properties.dtype
+    policy = policies.tables.forced(dtype) if properties.patch_torch_functions else None
+    return module_overrides.ModuleOverride(
+        module, dtype, registry.state, policy, properties.cast_model_type
+    )
+
+
+def _give_back_models(session: Session, models: list[nn.Module]) -> None:
+    """The models that have just come are as they were, since one of them cannot be managed."""
+    undo = UndoAll("ampatch.add_models(...) fails")
+    for model in models:
+        undo.do(session.release_model, model)
+    undo.end()
 
 
 def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:

@@ -17,9 +17,9 @@ from ampatch.integrations.accelerate import AmpatchAccelerator
 
 def run(plan: Plan) -> Run:
     """As `framework_runs` says."""
-    _forget_states()
+    forget_states()
     if dist.is_initialized():
-        _name_rank()
+        name_rank()
     accelerator = _accelerator(plan)
     model = network()
     loader = DataLoader(dataset(), batch_size=BATCH)
@@ -48,7 +48,7 @@ def run(plan: Plan) -> Run:
     state = accelerator.get_state_dict(model)
     weights = {name: value.detach().float().clone() for name, value in state.items()}
     ampatch.deactivate()
-    _forget_states()
+    forget_states()
     return Run(losses, weights, scale)
 
 
@@ -65,13 +65,13 @@ def _accelerator(plan: Plan) -> Accelerator:
     return Accelerator(mixed_precision="bf16", **arguments)
 
 
-def _forget_states() -> None:
+def forget_states() -> None:
     """An `Accelerator` keeps its settings for the process; the next run has others."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-def _name_rank() -> None:
+def name_rank() -> None:
     """accelerate looks for several processes in the environment, as a launcher leaves it."""
     rank = str(dist.get_rank())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
