@@ -48,7 +48,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Manage the LightningModule; its optimizers come with `connect`."""
         found = [package for package in PACKAGES if isinstance(module, package.module)]
-        if not found or getattr(module, "_trainer", None) is None:
+        if not found or not _has_trainer(module):
             raise TypeError(
                 f"{self!r} was given to Fabric. It is for a Trainer. Write "
                 "Fabric(plugins=[AmpatchFabricPrecision(...)])."
@@ -57,7 +57,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         self._run.close()
         self._run.open(module)
         self._module, self._is_wrapped = module, False
-        self._is_compiled = getattr(module, "_compiler_ctx", None) is not None
+        self._is_compiled = "training_step" in vars(module)  # what torch.compile made of it
         return module
 
     def connect(
@@ -147,3 +147,10 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with these loss scales."""
         self._run.scales = state_dict
+
+
+def _has_trainer(module: Any) -> bool:
+    try:
+        return module.trainer is not None
+    except RuntimeError:  # Lightning's own, of a module without one
+        return False
