@@ -28,6 +28,7 @@ from ..scaling import (
     tensor_lists,
 )
 from ..scaling.loss_scaler import make_scaler
+from ..scaling.master_weights import have_any_of
 from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import ScaledBackward
@@ -342,7 +343,7 @@ class Session:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
-                if not registry.wrapped or managed.masters.have_any_of(model):
+                if not registry.wrapped or have_any_of(managed.masters, model):
                     managed.gradients.in_halves.before_forward(reduces, unscaled)
 
     def _before_step(self, managed: ManagedOptimizer) -> None:
