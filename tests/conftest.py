@@ -26,6 +26,11 @@ rebind.NOT_SEARCHED.update(
     ("_pytest", "hypothesis", "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "pygments"),
     ("rich", "scipy", "setuptools", "sklearn", "sympy"),
     sys.stdlib_module_names,
+    # The frameworks that the tests in integrations/ import, and what these bring along.
+    ("accelerate", "ignite", "lightning", "pytorch_lightning", "timm", "transformers"),
+    ("PIL", "anyio", "charset_normalizer", "dateutil", "filelock", "fsspec", "h11", "httpcore2"),
+    ("httpx2", "huggingface_hub", "jinja2", "packaging", "psutil", "pyparsing", "regex"),
+    ("tokenizers", "torchmetrics", "torchvision", "tqdm", "yaml"),
 )
 
 # Without the device torch keeps each seed until the device is started, and formats the stack of

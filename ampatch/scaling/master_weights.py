@@ -83,10 +83,6 @@ class MasterWeights:
         pair = self.by_master.get(id(master))
         return None if pair is None else pair.half
 
-    def have_any_of(self, model: nn.Module) -> bool:
-        """Whether some of them are masters of a model's parameters."""
-        return any(id(parameter) in self.by_half for parameter in model.parameters())
-
     def lists(self) -> tuple[list[Tensor], list[Tensor]]:
         """Halves and masters, in the order of `by_half`; other lists once a pair comes or goes."""
         if self.listed is None:
@@ -342,3 +338,8 @@ class MasterWeights:
         if writers.handed_out.copies:
             for half in halves:
                 writers.handed_out.renew(half)
+
+
+def have_any_of(masters: MasterWeights, model: nn.Module) -> bool:
+    """Whether some of them are masters of a model's parameters."""
+    return any(id(parameter) in masters.by_half for parameter in model.parameters())

@@ -21,7 +21,7 @@ from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..casting.tables import Rule
 from ..config.opt_levels import Properties
-from ..scaling.master_weights import Pair
+from ..scaling.master_weights import Pair, have_any_of
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.closures import torch_optimizers
 from ..scaling.scaler_entries import checked_entry
@@ -168,7 +168,7 @@ def note_reduction(model: nn.Module) -> None:
     session = registry.models.session_of(model)
     reduces = registry.wrapped.reduces(model)
     for managed in [] if session is None else session.optimizers.alive():
-        if managed.masters.have_any_of(model):
+        if have_any_of(managed.masters, model):
             managed.gradients.in_halves.reduces = reduces
 
 

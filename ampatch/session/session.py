@@ -28,6 +28,7 @@ from ..scaling import (
     tensor_lists,
 )
 from ..scaling.loss_scaler import make_scaler
+from ..scaling.master_weights import have_any_of
 from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import ScaledBackward
@@ -344,7 +345,7 @@ class Session:
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
                 masters = managed.masters
-                if masters.by_half and (not registry.wrapped or masters.have_any_of(model)):
+                if masters.by_half and (not registry.wrapped or have_any_of(masters, model)):
                     in_float = reduces is not None and registry.wrapped.average_in_float(model)
                     managed.gradients.in_halves.before_forward(reduces, in_float, unscaled)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from framework_runs import BATCH, Plan, Run, dataset, network, optimizer_of
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Subset
 
 import ampatch
 from ampatch.integrations.lightning import AmpatchFabricPrecision
-
-logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
 
 def run(plan: Plan) -> Run:
@@ -65,14 +63,12 @@ def _fabric(plan: Plan) -> tuple[Fabric, AmpatchFabricPrecision | None]:
     settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "precision": "32-true"}
     plugin = None
     if plan.precision == "amp":
-        if plan.dtype == "float16":
-            raise NotImplementedError("Fabric has no float16 on the CPU")
-        settings["precision"] = "bf16-mixed"
+        del settings["precision"]
+        name = "16-mixed" if plan.dtype == "float16" else "bf16-mixed"  # by name: not on a CPU
+        settings["plugins"] = [MixedPrecision(name, "cpu")]
     elif plan.precision == "ampatch":
         del settings["precision"]
-        plugin = AmpatchFabricPrecision(
-            plan.opt_level, plan.dtype, init_scale=plan.init_scale, verbosity=0
-        )
+        plugin = AmpatchFabricPrecision(plan.opt_level, plan.dtype, init_scale=plan.init_scale)
         settings["plugins"] = [plugin]
     if dist.is_initialized():
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,14 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from framework_runs import BATCH, Plan, Run, dataset, network, optimizer_of
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Subset
 
 from ampatch.integrations.lightning import AmpatchPrecision
-
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-OF_LIGHTNING = (".*LeafSpec", ".*does not have many workers", ".*litlogger")
-"""Warnings of Lightning about itself and torch."""
 
 
 class Training(pl.LightningModule):
@@ -70,13 +65,10 @@ def run(plan: Plan) -> Run:
     training, data = Training(plan), dataset()
     precision: dict[str, Any] = {"precision": "32-true"}
     if plan.precision == "amp":
-        if plan.dtype == "float16":
-            raise NotImplementedError("Lightning has no float16 on the CPU")
-        precision = {"precision": "bf16-mixed"}
+        name = "16-mixed" if plan.dtype == "float16" else "bf16-mixed"  # by name: not on a CPU
+        precision = {"plugins": [MixedPrecision(name, "cpu")]}
     elif plan.precision == "ampatch":
-        plugin = AmpatchPrecision(
-            plan.opt_level, plan.dtype, init_scale=plan.init_scale, verbosity=0
-        )
+        plugin = AmpatchPrecision(plan.opt_level, plan.dtype, init_scale=plan.init_scale)
         precision = {"plugins": [plugin]}
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -84,12 +76,9 @@ def run(plan: Plan) -> Run:
         precision["strategy"] = DDPStrategy(cluster_environment=LightningEnvironment())
         precision["devices"] = world
         data = Subset(data, range(rank, len(data), world))
-    with warnings.catch_warnings():
-        for message in OF_LIGHTNING:
-            warnings.filterwarnings("ignore", message)
-        trainer = _trainer(plan, precision)
-        batches = Batches(data, batch_size=BATCH)
-        trainer.fit(training, batches, ckpt_path=_checkpoint(plan) if plan.resume else None)
+    trainer = _trainer(plan, precision)
+    batches = Batches(data, batch_size=BATCH)
+    trainer.fit(training, batches, ckpt_path=_checkpoint(plan) if plan.resume else None)
     scales = plugin.state_dict() if plan.precision == "ampatch" else {}
     return Run(
         training.losses,
