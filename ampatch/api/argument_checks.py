@@ -23,6 +23,7 @@ from ..config.overrides import ModuleKey
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..models.module_overrides import matching
+from ..models.sharded_weights import sharded_parameters
 
 
 def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
@@ -181,22 +182,32 @@ def _around(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def not_sharded(models: list[nn.Module], properties: Properties) -> None:
+def not_sharded(
+    models: list[nn.Module], properties: Properties, managed: Callable[[nn.Module], Any]
+) -> None:
     """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
 
-    FSDP keeps its own views of their data, and would go on gathering the old data.
+    Those of `fully_shard` change by its policy.  FullyShardedDataParallel keeps its own views of
+    their data, and would go on gathering the old data.  `managed(model)` is the managed
+    counterpart of a model in an earlier session, which gives back what it has changed, or None.
     """
+    call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     for index, model in enumerate(models):
         by_wrapper = any(_is_fsdp(module) for module in model.modules())
+        by_policy = sharded_parameters(model) if properties.casts_model else set()
+        earlier = managed(model)
+        if earlier is not None:
+            by_policy |= earlier.sharded.converted()
         for name, parameter in model.named_parameters():
             sharded = by_wrapper or hasattr(parameter, "placements")  # as DTensors have
+            if id(parameter) in by_policy:
+                continue
             if sharded and _would_change(parameter, properties):
                 raise AmpatchError(
-                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
-                    f"has the sharded parameter {name!r} (FSDP, DTensor) in {parameter.dtype}, "
-                    "which can neither be cast nor get a master copy. Expected FP32 parameters "
-                    'and opt_level="O1"; for half weights give fully_shard a '
-                    "MixedPrecisionPolicy."
+                    f"{call}: models[{index}] has the sharded parameter {name!r} (FSDP, DTensor) "
+                    f"in {parameter.dtype}, which can neither be cast nor get a master copy. "
+                    'Expected FP32 parameters and opt_level="O1", or a model sharded by '
+                    "torch.distributed.fsdp.fully_shard, which works at O2 and O3 too."
                 )
 
 
@@ -219,7 +230,10 @@ def weights_convert(models: list[nn.Module], properties: Properties) -> None:
     if properties.cast_model_type not in HALF_TYPES:
         return
     for model in models:
+        by_policy = sharded_parameters(model)
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if id(parameter) in by_policy:
+                continue
             if is_lazy(parameter):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "

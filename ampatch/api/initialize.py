@@ -246,7 +246,7 @@ def _check(
     """Refuse what `initialize` cannot do with these models and optimizers."""
     argument_checks.optimizers_own_parameters(models, optimizers, registry.half_weights.half_of)
     argument_checks.not_wrapped_before(models, properties)
-    argument_checks.not_sharded(models, properties)
+    argument_checks.not_sharded(models, properties, registry.models.managed)
     argument_checks.weights_convert(models, properties)
     argument_checks.fused_steps_work(models, optimizers, properties)
     argument_checks.overridden_modules_exist(rules.modules, models)

@@ -42,6 +42,7 @@ from .hooks import Hook
 from .io_casting import ModelInputs
 from .module_overrides import ModuleOverride
 from .plain_parameters import PlainParameters
+from .sharded_weights import ShardedWeights, sharded_parameters
 from .state_dicts import StateDictHooks
 from .submodule_calls import SubmoduleCalls
 
@@ -98,6 +99,8 @@ class ManagedModel:
         self._values = owner.values
         self._widened = owner.values.widened
         self._may_have_masters = False
+        self.sharded = ShardedWeights(model, properties)
+        self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._converted: list[Converted] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self.mixes = False  # FP32 buffers meet half tensors in its forward
@@ -124,7 +127,11 @@ class ManagedModel:
         dtype = self.in_dtype
         if dtype is None:
             return
-        self._converted = convert_weights(self.model, dtype, skip)
+        self._stays_float = skip
+        self.sharded.take(skip)
+        self._converted = convert_weights(
+            self.model, dtype, skip, leave=sharded_parameters(self.model)
+        )
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
             return
@@ -161,7 +168,7 @@ class ManagedModel:
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""
-        return set(self._dtypes)
+        return set(self._dtypes) | self.sharded.converted()
 
     def overridden(self) -> set[nn.Module]:
         """The submodules that run in a precision of their own."""
@@ -201,6 +208,7 @@ class ManagedModel:
             self._submodule_calls.forget()
         self._copies.uninstall()
         undo = UndoAll("ampatch: a model's weights get their FP32 values")
+        undo.do(self.sharded.release)
         for entry in self._converted:
             undo.do(self._restore, entry)
         if self._converted:
