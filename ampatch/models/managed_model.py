@@ -9,8 +9,9 @@ as the model is, for as long as the session is open.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +43,7 @@ from .hooks import Hook
 from .io_casting import ModelInputs
 from .module_overrides import ModuleOverride
 from .plain_parameters import PlainParameters
-from .sharded_weights import ShardedWeights, sharded_parameters
+from .sharded_weights import Place, ShardedWeights, fits, places_in, sharded_parameters
 from .state_dicts import StateDictHooks
 from .submodule_calls import SubmoduleCalls
 
@@ -58,6 +59,11 @@ class Owner(Protocol):
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
+
+    def module_override(
+        self, module: nn.Module, precision: str, properties: Properties
+    ) -> ModuleOverride:
+        """What has a part of a model run in a precision of its own."""
 
 
 class ManagedModel:
@@ -233,6 +239,61 @@ class ManagedModel:
             tensor.data = master.data.to(dtype)
             if master.grad is not None:
                 tensor.grad, master.grad = master.grad.to(dtype), None
+
+    # Sharding
+
+    @contextlib.contextmanager
+    def being_sharded(
+        self, modules: list[nn.Module], given: Any, ignored: set[int]
+    ) -> Iterator[Any]:
+        """`fully_shard` is called inside for parts of the model; gives the policy for it.
+
+        `given` is the user's policy; parameters in `ignored` (ids) are not sharded.
+        """
+        if self.in_dtype is None:
+            yield given
+            return
+        is_whole = self.model in modules
+        fits("torch.distributed.fsdp.fully_shard(mp_policy=...)", given, self.properties, is_whole)
+        if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
+            self._keep_float(modules)
+        places = places_in(modules, ignored | sharded_parameters(self.model))
+        kept = self._converted, self._dtypes
+        widened = self._widen(places)
+        try:
+            yield self.sharded.policy(given, is_whole)
+        except BaseException:
+            self._converted, self._dtypes = kept
+            for parameter, half in widened:
+                self._widened.keep_original(half, parameter.data)
+                set_data(parameter, half)
+            raise
+        self.sharded.adopt(given, self._as_given(places, kept[1]), self._stays_float)
+
+    def _keep_float(self, modules: list[nn.Module]) -> None:
+        """These parts run in FP32 from now on."""
+        known, floats = self._stays_float, {part for module in modules for part in module.modules()}
+        self._stays_float = lambda module: module in floats or known(module)
+        for module in set(modules) - self.overridden():
+            override = self._owner.module_override(module, "float", self.properties)
+            self._overrides.append(override)
+            self._handles.extend(override.install())
+
+    def _widen(self, places: list[Place]) -> list[tuple[Tensor, Tensor]]:
+        """Parameters whose shards are to be FP32 get these values; returns them as they were."""
+        widened = []
+        for module, _, parameter, dtype in places:
+            wanted = self.sharded.storage_dtype(module, self._stays_float)
+            if dtype in HALF_TYPES and dtype is not wanted:
+                widened.append((parameter, parameter.data))
+                set_data(parameter, self._values.release(parameter).to(wanted))
+        gone = {id(place.parameter) for place in places}
+        self._converted = [entry for entry in self._converted if id(entry.tensor) not in gone]
+        self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key not in gone}
+        return widened
+
+    def _as_given(self, places: list[Place], dtypes: dict[int, torch.dtype]) -> list[Place]:
+        return [one._replace(dtype=dtypes.get(id(one.parameter), one.dtype)) for one in places]
 
     # Around a forward
 

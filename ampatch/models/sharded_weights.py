@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,27 @@ def fits(call: str, policy: Any, properties: Properties, is_whole: bool) -> None
                 else "; or torch.float32 for a part of the model that shall run in FP32."
             )
         )
+
+
+class Place(NamedTuple):
+    """Where a module has a parameter that is about to be sharded, and its dtype by the user."""
+
+    module: nn.Module
+    name: str
+    parameter: Tensor
+    dtype: torch.dtype
+
+
+def places_in(modules: list[nn.Module], ignored: set[int]) -> list[Place]:
+    """The parameters of modules and their parts, each once; but for those in `ignored` (ids)."""
+    found = {
+        id(parameter): Place(module, name, parameter, parameter.dtype)
+        for outer in modules
+        for module in outer.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) not in ignored
+    }
+    return list(found.values())
 
 
 class ShardedWeights:
@@ -110,21 +131,40 @@ class ShardedWeights:
             return self.storage_dtype(held.module, stays_float)
 
         changed = [held for held in sharding.held() if dtype_of(held) is not held.parameter.dtype]
-        self.note_dtypes({held.parameter: held.parameter.dtype for held in changed})
+        self._dtypes |= {id(held.parameter): held.parameter.dtype for held in changed}
         policy = self.policy(sharding.policy, self._model in sharding.modules)
         self._undo.append(sharding.put(policy, stays_float))
         convert_shards(sharding, dtype_of)
         self._undo.append(lambda: convert_shards(sharding, self._dtype_before))
 
-    def note_dtypes(self, dtypes: dict[Tensor, torch.dtype]) -> None:
-        """Sharded parameters had these dtypes before the model had its level."""
-        self._dtypes |= {id(parameter): dtype for parameter, dtype in dtypes.items()}
-
-    def note_policy(self, modules: list[nn.Module], given: Any) -> None:
-        """Modules were sharded with a policy that the level made of `given`."""
+    def refuse_unseen(self, call: str) -> None:
+        """Raise `AmpatchError` where `fully_shard` was called without ampatch's knowledge."""
+        if self._properties.cast_model_type not in HALF_TYPES:
+            return
         for sharding in shardings(self._model):
-            if not set(modules).isdisjoint(sharding.modules):
+            if id(sharding.state) not in self._taken:
+                raise AmpatchError(
+                    f"{call}: {type(sharding.modules[0]).__name__} was sharded after "
+                    f"ampatch.initialize(opt_level={self._properties.opt_level!r}) by a "
+                    "fully_shard that ampatch could not replace (a closure, a container or a "
+                    "class has held it since before), so its shards are the rounded weights. Call "
+                    "torch.distributed.fsdp.fully_shard by that name, or call fully_shard first "
+                    "and initialize then."
+                )
+
+    def adopt(self, given: Any, places: list[Place], stays_float: StaysFloat) -> None:
+        """`fully_shard` was called with a policy that the level made of `given`.
+
+        It has replaced the parameters in `places`.
+        """
+        for place in places:
+            parameter = place.module.get_parameter(place.name)
+            if parameter.dtype is not place.dtype:
+                self._dtypes[id(parameter)] = place.dtype
+        for sharding in shardings(self._model):
+            if id(sharding.state) not in self._taken:
                 self._undo.append(_with_policy(sharding, given))
+        self.take(stays_float)
 
     def _dtype_before(self, held: Sharded) -> torch.dtype:
         return self._dtypes.get(id(held.parameter), held.parameter.dtype)

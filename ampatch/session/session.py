@@ -166,7 +166,7 @@ class Session:
             state=registry.state,
             policy=self.policies.at(properties),
             overrides=[
-                self._module_override(module, precision, properties)
+                self.module_override(module, precision, properties)
                 for module, precision in found.items()
             ],
         )
@@ -191,9 +191,10 @@ class Session:
             if self.is_open:
                 registry.refresh()
 
-    def _module_override(
+    def module_override(
         self, module: nn.Module, precision: str, properties: Properties
     ) -> module_overrides.ModuleOverride:
+        """What has a part of a model run in a precision of its own: "float" or "half"."""
         dtype = torch.float32 if precision == "float" else properties.dtype
         policy = self.policies.tables.forced(dtype) if properties.patch_torch_functions else None
         return module_overrides.ModuleOverride(
@@ -256,6 +257,8 @@ class Session:
             self._was_given = True
             self.optimizers.add_unmanaged(optimizers)
             return
+        for managed in self.models.alive():
+            managed.sharded.refuse_unseen("ampatch.add_optimizers(...)")
         halves = self._halves_to_step_on()
         known = self.waiting.originals()
         try:

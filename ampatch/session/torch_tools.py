@@ -15,6 +15,7 @@ from ..interop import (
     clip_grad,
     ddp,
     distributed_checkpoint,
+    fully_shard,
     fx_jit,
     module_dtype,
     parameter_data,
@@ -157,6 +158,11 @@ def tools(registry: Registry) -> list[Tool]:
             "torch.distributed.checkpoint.state_dict: masters in the place of half weights",
             lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
             lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
+        ),
+        Tool(
+            "fully_shard: sharded weights are FP32 again, and FSDP2 gets the level's policy",
+            lambda needs: needs.models and fully_shard.is_imported(),
+            lambda: fully_shard.replacements(halves.being_sharded),
         ),
     ]
 
