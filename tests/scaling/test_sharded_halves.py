@@ -1,0 +1,289 @@
+"""FSDP2 (`fully_shard`) at O2 and O3: beside FSDP2's own policy, and beside one process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ampatch as amp
+
+pytest.importorskip("torch.distributed.fsdp", reason="torch without FSDP")
+if not hasattr(torch.distributed.fsdp, "fully_shard"):
+    pytest.skip("this torch has no fully_shard", allow_module_level=True)
+
+import sharded_training as training
+
+ORDERS = ("sharded first", "initialized first")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+# Equal to FSDP2's own policy, and to one process
+
+
+def by_own_policy(rank: int, dtype: torch.dtype, kind: str, scale: float, parts: int) -> dict:
+    """What FSDP2 alone makes of the same training; the loss scale is written out."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model = training.shard(training.Net(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    optimizer = training.MAKE[kind](model.parameters())
+
+    def unscale(*_: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(1 / scale)
+
+    optimizer.register_step_pre_hook(unscale)
+
+    def scaled(loss: torch.Tensor) -> Any:
+        return contextlib.nullcontext(loss * scale)
+
+    losses = training.steps(model, optimizer, training.on_rank(rank), scaled, parts=parts)
+    return {"losses": losses, "weights": training.whole(model)}
+
+
+def by_ampatch(
+    rank: int,
+    order: str,
+    kind: str,
+    options: dict,
+    settings: dict,
+    norm: bool = False,
+    parts: int = 1,
+) -> dict:
+    model = training.Net(norm)
+    optimizer = training.managed(model, kind, order, options, **settings)
+    losses = training.steps(
+        model,
+        optimizer,
+        training.on_rank(rank),
+        lambda loss: amp.scale_loss(loss, optimizer),
+        parts=parts,
+    )
+    found = {
+        "losses": losses,
+        "weights": training.whole(model),
+        "shards": {parameter.dtype for parameter in model.parameters()},
+        "grads": {parameter.grad.dtype for parameter in model.parameters()},
+        "state": {value.dtype for value in model.state_dict().values() if value.is_floating_point()},
+        "skips": amp.step_counts(optimizer).skipped,
+        "scale": amp.loss_scale(),
+    }
+    amp.deactivate()
+    found["after"] = {parameter.dtype for parameter in model.parameters()}
+    return found
+
+
+def in_one_process(
+    level: str, dtype: torch.dtype, kind: str, count: int, norm: bool = False
+) -> list[torch.Tensor]:
+    """The same under ampatch without shards; each step has the batches of all ranks."""
+    model = training.Net(norm)
+    optimizer = training.MAKE[kind](model.parameters())
+    settings = {"loss_scale": 256.0} if dtype is torch.float16 else {}
+    amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **settings)
+    for step in range(training.STEPS):
+        optimizer.zero_grad()
+        for rank in range(count):
+            loss = training.loss_of(model, 1000 * rank + 10 * step) / count
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+    values = [value.detach().clone() for value in amp.unwrap(model).parameters()]
+    amp.deactivate()
+    return values
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_o2_is_fsdp2s_own_policy(ranks, order, dtype):
+    """To the bit: the same shards, the same collectives, the same casts of weights."""
+    compare_with_own_policy(ranks, order, dtype, "AdamW", 1)
+
+
+def compare_with_own_policy(ranks, order, dtype, kind, parts, **options):
+    scale = 256.0 if dtype is torch.float16 else 1.0
+    settings = {"opt_level": "O2", "dtype": dtype, "loss_scale": scale}
+    own = ranks(by_own_policy, dtype, kind, scale, parts)
+    ours = ranks(by_ampatch, order, kind, options, settings, False, parts)
+    for mine, theirs in zip(ours, own, strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=2e-3)
+        for one, other in zip(mine["weights"], theirs["weights"], strict=True):
+            assert torch.equal(one, other)
+        assert mine["shards"] == mine["grads"] == mine["state"] == {torch.float32}
+        assert mine["after"] == {torch.float32} and mine["skips"] == 0
+
+
+@pytest.mark.parametrize("level, dtype", [("O2", torch.float16), ("O3", torch.bfloat16)])
+def test_norm_layers_and_one_process(ranks, level, dtype):
+    """Batch norms are FP32 at O2, in groups of their own; as ampatch without shards has it."""
+    settings = {"opt_level": level, "dtype": dtype}
+    if dtype is torch.float16:
+        settings["loss_scale"] = 256.0
+    kept = dtype if level == "O3" else torch.float32
+    reference = in_one_process(level, dtype, "SGD", 2, norm=True)
+    found = [ranks(by_ampatch, order, "SGD", {}, settings, True) for order in ORDERS]
+    for rank in (*found[0], *found[1]):
+        assert rank["shards"] == rank["grads"] == {kept}
+        assert rank["state"] == rank["after"] == {torch.float32}
+        for ours, plain in zip(rank["weights"], reference, strict=True):
+            torch.testing.assert_close(ours, plain, atol=0.02 if level == "O3" else 2e-3, rtol=0.02)
+    for one, other in zip(found[0][0]["weights"], found[1][0]["weights"], strict=True):
+        assert torch.equal(one, other)
+
+
+def situation(rank: int, name: str) -> Any:
+    return SITUATIONS[name](rank)
+
+
+SITUATIONS = {}
+
+
+def on_ranks(function):
+    """A function that ranks do; the name of a test is its own and "test_"."""
+    SITUATIONS[function.__name__] = function
+    return function
+
+
+@on_ranks
+def overflow(rank: int) -> dict:
+    """An inf in the batch of one rank in the second step."""
+    model = training.Net()
+    optimizer = training.managed(
+        model, "SGD", ORDERS[0], {}, opt_level="O2", init_scale=256.0, growth_interval=3
+    )
+    skipped, scales, weights = [], [], []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = training.loss_of(model, 1000 * rank + step)
+        if (rank, step) == (1, 1):
+            loss = loss * float("inf")
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+        scales.append(amp.loss_scale())
+        weights.append(training.whole(model))
+    same = all(map(torch.equal, weights[0], weights[1]))
+    return {"skipped": skipped, "scales": scales, "same": same, "weights": weights[-1]}
+
+
+def test_an_overflow_is_decided_by_all_ranks(ranks):
+    one, two = ranks(situation, "overflow")
+    for rank in (one, two):
+        assert rank["skipped"] == [False, True, False, False, False] and rank["same"]
+        assert rank["scales"] == [256.0, 128.0, 128.0, 128.0, 256.0]
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+
+
+@on_ranks
+def clipping(rank: int) -> dict:
+    """Gradients of the whole model, and their norm, after they were clipped."""
+    model = training.Net()
+    optimizer = training.managed(
+        model, "SGD", ORDERS[0], {}, opt_level="O2", dtype=torch.bfloat16, loss_scale=64.0
+    )
+    with amp.scale_loss(training.loss_of(model, rank), optimizer) as scaled:
+        scaled.backward()
+    grads = [parameter.grad.full_tensor() for parameter in amp.master_params(optimizer)]
+    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
+    again = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return {"grads": grads, "norm": norm.full_tensor(), "clipped": again.full_tensor()}
+
+
+def test_clipping_takes_the_norm_over_all_shards(ranks):
+    for rank in ranks(situation, "clipping"):
+        norm = torch.stack([grad.norm() for grad in rank["grads"]]).norm()
+        torch.testing.assert_close(rank["norm"], norm)
+        assert norm > 0.02 and rank["clipped"].item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_accumulation_without_communication(ranks, reshard):
+    """`set_requires_gradient_sync(False)`: sums in FP32, as FSDP2's own policy has them."""
+    compare_with_own_policy(
+        ranks, ORDERS[1], torch.float16, "SGD", 3, reshard_after_forward=reshard
+    )
+
+
+class Tied(nn.Module):
+    """An embedding that is the last layer too, a frozen layer, and checkpointed blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(training.Block(8, False) for _ in range(2))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.last = nn.Linear(8, 12, bias=False)
+        self.last.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.last(self.frozen(x))
+
+
+def train_tied(rank: int, order: str | None, compiled: bool) -> dict:
+    """`order` None: FP32 in one process, with the batches of both ranks."""
+    model = Tied()
+    if compiled:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+
+    def made() -> torch.optim.Optimizer:
+        decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+        others = [p for p in model.parameters() if p.requires_grad and p.dim() == 1]
+        return torch.optim.SGD(
+            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "lr": 0.01}], lr=0.1
+        )
+
+    settings = {"opt_level": "O2", "dtype": torch.bfloat16, "verbosity": 0}
+    if order is None:
+        optimizer = made()
+        amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    elif order == ORDERS[0]:
+        training.shard(model)
+        optimizer = made()
+        amp.initialize(model, optimizer, **settings)
+    else:
+        amp.initialize(model, **settings)
+        training.shard(model)
+        optimizer = amp.add_optimizers(made())
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        total = 0.0
+        for one in [rank] if order else [0, 1]:
+            tokens = torch.randint(
+                0, 12, (6, 4), generator=torch.Generator().manual_seed(10 * step + one)
+            )
+            loss = nn.functional.cross_entropy(model(tokens).float().transpose(1, 2), tokens)
+            loss = loss if order else loss / 2
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    tied = model.last.weight is model.words.weight
+    return {"weights": training.whole(model), "losses": losses, "tied": tied}
+
+
+@pytest.mark.parametrize(
+    "order, compiled", [(ORDERS[0], False), (ORDERS[1], False), (ORDERS[1], True)]
+)
+def test_tied_frozen_and_checkpointed(ranks, order, compiled):
+    reference = train_tied(0, None, False)
+    amp.deactivate()
+    one, two = ranks(train_tied, order, compiled)
+    assert one["tied"] and two["tied"]
+    together = [(a + b) / 2 for a, b in zip(one["losses"], two["losses"], strict=True)]
+    assert together == pytest.approx(reference["losses"], rel=0.02)
+    for ours, plain in zip(one["weights"], reference["weights"], strict=True):
+        torch.testing.assert_close(ours, plain, atol=5e-3, rtol=0.05)
