@@ -287,3 +287,153 @@ def test_tied_frozen_and_checkpointed(ranks, order, compiled):
     assert together == pytest.approx(reference["losses"], rel=0.02)
     for ours, plain in zip(one["weights"], reference["weights"], strict=True):
         torch.testing.assert_close(ours, plain, atol=5e-3, rtol=0.05)
+
+
+@on_ranks
+def changes(rank: int) -> list:
+    """Levels that follow each other on one sharded model that has run before."""
+    model = training.shard(training.Net(norm=True))
+    with torch.no_grad():
+        model(training.batch(0)[0])  # FSDP2 has settled its dtypes, and has gathered the root
+    optimizer = training.MAKE["SGD"](model.parameters())
+    seen = []
+
+    def note(level: str) -> None:
+        if level:
+            training.steps(
+                model,
+                optimizer,
+                training.on_rank(rank),
+                lambda loss: amp.scale_loss(loss, optimizer),
+                count=2,
+            )
+        computes = []
+        handle = model.blocks[0].up.register_forward_pre_hook(
+            lambda part, args: computes.append((part.weight.dtype, args[0].dtype))
+        )
+        norms = []
+        norm = model.blocks[0].norm.register_forward_pre_hook(
+            lambda part, args: norms.append(part.weight.dtype)
+        )
+        out = model(training.batch(1)[0])
+        handle.remove(), norm.remove()
+        model.reshard()
+        shards = {parameter.dtype for parameter in model.parameters()}
+        seen.append((level, computes[0], norms[0], out.dtype, shards))
+
+    for level in ("O2", "O3", "O1", "O0"):
+        amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+        note(level)
+    for level in ("O3", "O2"):
+        amp.set_opt_level(model, level)
+        note(level)
+    amp.deactivate()
+    note("")
+    return seen
+
+
+def test_levels_change_and_deactivate_gives_all_back(ranks):
+    full, half = torch.float32, torch.bfloat16
+    for rank in ranks(situation, "changes"):
+        assert rank == [
+            ("O2", (half, half), full, full, {full}),
+            ("O3", (half, half), half, full, {half}),
+            ("O1", (full, full), full, half, {full}),
+            ("O0", (full, full), full, full, {full}),
+            ("O3", (half, half), half, full, {half}),
+            ("O2", (half, half), full, full, {full}),
+            ("", (full, full), full, full, {full}),
+        ]
+
+
+@on_ranks
+def precisions(rank: int) -> dict:
+    """Overrides, policies of the user, and inputs that half cannot hold."""
+    from torch.distributed import fsdp
+
+    found = {}
+    for order in ORDERS:
+        model = training.Net()
+        settings = {"opt_level": "O2", "verbosity": 0, "overrides": {"blocks.1": "float"}}
+        in_float = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32)
+        in_half = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+        if order == ORDERS[1]:
+            amp.initialize(model, **settings)
+        for block in model.blocks:
+            fsdp.fully_shard(block, mp_policy=in_half)
+        fsdp.fully_shard(model.last, mp_policy=in_float)
+        fsdp.fully_shard(model)
+        optimizer = training.MAKE["SGD"](model.parameters())
+        if order == ORDERS[0]:
+            amp.initialize(model, optimizer, **settings)
+        else:
+            amp.add_optimizers(optimizer)
+        seen = []
+        for part in (model.blocks[0].up, model.blocks[1].up, model.last):
+            part.register_forward_pre_hook(
+                lambda part, args: seen.append((part.weight.dtype, args[0].dtype))
+            )
+        given = []
+        model.first.register_forward_pre_hook(lambda part, args: given.append(args[0].max()))
+        inputs = training.batch(rank)[0]
+        with amp.scale_loss(model(inputs).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        inputs[0, 0] = 1e6
+        with contextlib.suppress(RuntimeError):  # FP32 meets half weights, as without shards
+            model(inputs)
+        found[order] = (seen[:3], given[1].item())
+        amp.deactivate()
+    return found
+
+
+def test_parts_in_a_precision_of_their_own(ranks):
+    full, half = torch.float32, torch.float16
+    for rank in ranks(situation, "precisions"):
+        for order in ORDERS:
+            seen, largest = rank[order]
+            assert seen == [(half, half), (full, full), (full, full)]
+            assert largest == 1e6
+
+
+@on_ranks
+def refusals(rank: int) -> dict:
+    from torch.distributed import fsdp
+
+    said, states = {}, []
+
+    def attempt(name: str, act: Any, model: nn.Module) -> None:
+        before = [(p.dtype, p.detach().clone()) for p in model.parameters()]
+        try:
+            act()
+        except amp.AmpatchError as error:
+            said[name] = str(error)
+        same = [(p.dtype, p.detach()) for p in model.parameters()]
+        states.append(
+            all(a[0] is b[0] and (a[1] == b[1]).all() for a, b in zip(before, same, strict=True))
+        )
+        amp.deactivate()
+
+    other = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    settings = {"opt_level": "O2", "dtype": torch.float16, "verbosity": 0}
+    model = training.shard(training.Net(), mp_policy=other)
+    attempt("initialize", lambda: amp.initialize(model, **settings), model)
+    model = amp.initialize(training.Net(), **settings)
+    attempt("fully_shard", lambda: fsdp.fully_shard(model.blocks[0], mp_policy=other), model)
+    model = training.Net()
+    amp.initialize(model, training.MAKE["SGD"](model.parameters()), **settings)
+    attempt("optimizer", lambda: fsdp.fully_shard(model.blocks[0]), model)
+    model = amp.initialize(training.Net(), **settings)
+    fsdp.fully_shard.__wrapped__(model.first)  # as a name that a closure has held since before
+    optimizer = training.MAKE["SGD"](model.parameters())
+    attempt("unseen", lambda: amp.add_optimizers(optimizer), model)
+    return {"said": said, "same": states}
+
+
+def test_what_contradicts_is_refused(ranks):
+    for rank in ranks(situation, "refusals"):
+        said = rank["said"]
+        assert "param_dtype=torch.bfloat16" in said["initialize"]
+        assert "param_dtype=torch.float16" in said["fully_shard"]
+        assert "Call fully_shard first" in said["optimizer"]
+        assert "Linear was sharded after" in said["unseen"]
+        assert rank["same"] == [True, True, True, True]
