@@ -257,8 +257,8 @@ class Session:
             self._was_given = True
             self.optimizers.add_unmanaged(optimizers)
             return
-        for managed in self.models.alive():
-            managed.sharded.refuse_unseen("ampatch.add_optimizers(...)")
+        for model in self.models.alive():
+            model.sharded.refuse_unseen("ampatch.add_optimizers(...)")
         halves = self._halves_to_step_on()
         known = self.waiting.originals()
         try:

@@ -194,6 +194,6 @@ def _explained() -> Iterator[None]:
     except AttributeError as error:
         raise AmpatchError(
             f"ampatch: fully_shard of torch {torch.__version__} keeps the precision of sharded "
-            f"modules in another way than ampatch knows ({error}). Use opt_level=\"O1\", or give "
+            f'modules in another way than ampatch knows ({error}). Use opt_level="O1", or give '
             "fully_shard itself a MixedPrecisionPolicy and the model the level O0."
         ) from error

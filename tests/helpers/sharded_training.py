@@ -1,4 +1,4 @@
-"""Training on sharded models (`fully_shard`): under ampatch, by FSDP2's own policy, in one process."""
+"""Training on sharded models (`fully_shard`): by ampatch, by FSDP2 alone, and in one process."""
 
 from __future__ import annotations
 
