@@ -107,7 +107,8 @@ def initialize(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         AmpatchError: a model was wrapped in DistributedDataParallel before this call, or is
-            sharded (FSDP) and the opt level is not O1.
+            sharded by other code than `fully_shard` and the opt level is not O1, or a policy that
+            `fully_shard` was given contradicts the opt level.
         After any exception nothing has been changed.  Objects that an earlier call manages
         stay managed by it.
 
