@@ -27,8 +27,10 @@ def default_dtypes(directory: Path, resume: bool) -> Sequence[str]:
 
     Raises `ValueError` if a GPU does not answer.
     """
-    earlier = read_results(directory) if resume else None
-    if earlier is not None:
+    if resume:
+        earlier = read_results(directory)
+        if earlier is None:
+            return NONE_IS_FAST  # for no run: the sweep's directory refuses to go on
         return earlier.settings["dtypes"]
     return (_of_cuda() if torch.cuda.is_available() else fast_half_types("cpu")) or NONE_IS_FAST
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -141,16 +142,17 @@ class Sweep:
         self.arguments = [str(argument) for argument in arguments]
         if levels is None:
             levels = WITHOUT_AMP if auto else LEVELS
-        levels = [levels] if isinstance(levels, str) else list(levels)
-        overrides = list(overrides)
         path = choose(out, self.script, resume, overwrite)
-        if dtypes is None:
-            is_needed = overrides or set(levels) != {"O0"}
-            dtypes = default_dtypes(path, resume) if is_needed else DTYPES
-        dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
-        self.cases = cases(
-            levels, dtypes, overrides, autocast, tf32=torch.cuda.is_available(), auto=auto
+        rows = functools.partial(
+            cases,
+            _listed(levels),
+            overrides=list(overrides),
+            autocast=autocast,
+            tf32=torch.cuda.is_available(),
+            auto=auto,
         )
+        dtypes = None if dtypes is None else _listed(dtypes)
+        asked_cases = rows(DTYPES if dtypes is None else dtypes)
         seeds, repeats = _count("seeds", seeds), _count("repeats", repeats)
         rounds = _count("rounds", rounds)
         steps = None if steps is None else _count("steps", steps)
@@ -166,10 +168,14 @@ class Sweep:
             slurm or {},
             nproc_per_node,
         )
-        self.trials = trials(self.cases, seeds, repeats, rounds, apart=self._where.side_by_side)
         self._steps, self._timeout, self._auto = steps, timeout, auto
         self._metrics, self._better = patterns(metrics or {}), directions(better or {})
         self._judge, self._override_seeds = judge, override_seeds
+        if dtypes is None:  # last: what is wrong above is said before anything is timed
+            in_half = any(case.dtype in DTYPES for case in asked_cases)
+            dtypes = default_dtypes(path, resume) if in_half else DTYPES
+        self.cases = rows(dtypes)
+        self.trials = trials(self.cases, seeds, repeats, rounds, apart=self._where.side_by_side)
         self.directory = path
         settings = self._settings(dtypes, seeds, repeats, rounds)
         self._held = Directory(path, settings, resume, overwrite)
@@ -404,6 +410,11 @@ class Sweep:
             "ampatch": __version__,
             "torch": torch.__version__,
         }
+
+
+def _listed(names: str | Iterable[str]) -> list[str]:
+    """One name, or several."""
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _count(name: str, value: int) -> int:
