@@ -138,6 +138,9 @@ def accelerator(request):
     others = [item for item in request.session.items if not item.get_closest_marker("accelerator")]
     if others:
         pytest.skip("changes torch for the whole process: run `pytest -m accelerator`")
+    files = {item.path.name for item in request.session.items}
+    elsewhere = [name for name in files if not name.startswith("test_accelerator")]
+    assert not elsewhere, f"{elsewhere}: CI runs tests/laws/test_accelerator*.py for this mark"
     if not fake_accelerator.has_compiler():
         pytest.skip("no C++ compiler")
     fake_accelerator.load()

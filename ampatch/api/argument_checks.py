@@ -24,6 +24,7 @@ from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..models.module_overrides import matching
 from ..models.sharded_weights import sharded_parameters
+from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 
 
 def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
@@ -187,8 +188,9 @@ def not_sharded(
 ) -> None:
     """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
 
-    Those of `fully_shard` change by its policy.  FullyShardedDataParallel keeps its own views of
-    their data, and would go on gathering the old data.  `managed(model)` is the managed
+    Those of `fully_shard` change by its policy, and the DTensors of tensor parallel hold their data
+    themselves.  FullyShardedDataParallel keeps its own views of their data, and would go on
+    gathering the old data.  `managed(model)` is the managed
     counterpart of a model in an earlier session, which gives back what it has changed, or None.
     """
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
@@ -198,10 +200,13 @@ def not_sharded(
         earlier = managed(model)
         if earlier is not None:
             by_policy |= earlier.sharded.converted()
+        by_fully_shard = any(_is_fsdp(module, "FSDPModule") for module in model.modules())
         for name, parameter in model.named_parameters():
-            sharded = by_wrapper or hasattr(parameter, "placements")  # as DTensors have
             if id(parameter) in by_policy:
                 continue
+            sharded = by_wrapper or (
+                is_dtensor(parameter) and (by_fully_shard or not can_exchange_data(parameter))
+            )
             if sharded and _would_change(parameter, properties):
                 raise AmpatchError(
                     f"{call}: models[{index}] has the sharded parameter {name!r} (FSDP, DTensor) "
@@ -211,9 +216,31 @@ def not_sharded(
                 )
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    """FSDP's first version; importing its class for this question would be slow."""
-    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
+def parts_share_overflow(
+    optimizers: list[Any], properties: Properties, process_group: Any, call: str
+) -> None:
+    """Raise `AmpatchError` for parts of DTensors whose ranks would not learn of an overflow.
+
+    Around tensor parallel DDP trains each rank's part of a DTensor as a plain parameter, which
+    does not know its mesh.
+    """
+    if properties.loss_scale != "dynamic" or process_group is not None:
+        return
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(map(is_part_of_dtensor, params)):
+            raise AmpatchError(
+                f"{call}(optimizers=...): {type(optimizer).__name__} has parts of DTensors, which "
+                "DistributedDataParallel(device_mesh=...) has made plain parameters. An overflow "
+                "in one rank's part would skip the step on that rank alone. Expected the ranks "
+                "that decide together: ampatch.initialize(model, optimizer, "
+                "process_group=torch.distributed.group.WORLD)."
+            )
+
+
+def _is_fsdp(module: nn.Module, name: str = "FullyShardedDataParallel") -> bool:
+    """FSDP's first version, or another class; importing it for this question would be slow."""
+    return any(base.__name__ == name for base in type(module).__mro__)
 
 
 def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:
@@ -241,7 +268,7 @@ def weights_convert(models: list[nn.Module], properties: Properties) -> None:
                     "to keep in FP32 and to round. Nothing was changed. Run one forward of the "
                     'model, model(example), before initialize; or use opt_level="O1".'
                 )
-            if hasattr(parameter, "__tensor_flatten__"):
+            if hasattr(parameter, "__tensor_flatten__") and not is_dtensor(parameter):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
                     f"{type(model).__name__} is a {type(parameter).__name__}, which wraps other "

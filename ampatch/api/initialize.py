@@ -92,7 +92,8 @@ def initialize(
             accelerator the message may come up to a quarter of this number later.
         allow_banned: whether a function that is unsafe in half (binary_cross_entropy) runs
             in FP32 with a warning (True) or is refused (False).
-        process_group: the ranks that share one overflow flag.
+        process_group: the ranks that share one overflow flag.  Ranks that have parts of the same
+            DTensors share it in any case.
         patch_scope: `"process"` casts every call while the session is open.  `"model"` casts
             calls in the forward of a managed model, and calls on its parameters or on half
             tensors.
@@ -107,8 +108,9 @@ def initialize(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         AmpatchError: a model was wrapped in DistributedDataParallel before this call, or is
-            sharded by other code than `fully_shard` and the opt level is not O1, or a policy that
-            `fully_shard` was given contradicts the opt level.
+            sharded by other code than `fully_shard` and tensor parallel and the opt level is not
+            O1; a policy that `fully_shard` was given contradicts the opt level; or the parts of
+            DTensors under DistributedDataParallel come without `process_group`.
         After any exception nothing has been changed.  Objects that an earlier call manages
         stay managed by it.
 
@@ -130,7 +132,7 @@ def initialize(
     listed_models = argument_checks.as_models(models)
     listed_optimizers = argument_checks.as_optimizers(optimizers)
     if properties.enabled:
-        _check(listed_models, listed_optimizers, properties, rules)
+        _check(listed_models, listed_optimizers, properties, rules, process_group)
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)
@@ -184,6 +186,8 @@ def add_optimizers(optimizers: Any) -> Any:
         half_of = registry.half_weights.half_of
         argument_checks.optimizers_own_parameters(models, new, half_of, call)
         argument_checks.fused_steps_work(models, new, session.properties, call)
+        group = session.process_group
+        argument_checks.parts_share_overflow(new, session.properties, group, call)
     session.add_optimizers(new)
     return optimizers
 
@@ -242,7 +246,11 @@ def _without_tied(given: dict[str, Any], opt_level: Any, asked: str) -> dict[str
 
 
 def _check(
-    models: list[nn.Module], optimizers: list[Any], properties: Properties, rules: Overrides
+    models: list[nn.Module],
+    optimizers: list[Any],
+    properties: Properties,
+    rules: Overrides,
+    process_group: Any,
 ) -> None:
     """Refuse what `initialize` cannot do with these models and optimizers."""
     argument_checks.optimizers_own_parameters(models, optimizers, registry.half_weights.half_of)
@@ -250,6 +258,8 @@ def _check(
     argument_checks.not_sharded(models, properties, registry.models.managed)
     argument_checks.weights_convert(models, properties)
     argument_checks.fused_steps_work(models, optimizers, properties)
+    call = "ampatch.initialize"
+    argument_checks.parts_share_overflow(optimizers, properties, process_group, call)
     argument_checks.overridden_modules_exist(rules.modules, models)
     if rules.functions:
         argument_checks.overridden_functions_exist(rules.functions, registry.installation)

@@ -14,10 +14,27 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casting.patches import Replacement
+from ..config.opt_levels import HALF_TYPES
+from ..errors import AmpatchError
+from ..torch_private.dtensors import is_dtensor
+
+
+def _refuse_half_dtensors(module: nn.Module) -> None:
+    """With a mesh DDP takes DTensors out of the module for good, and what knows them with it."""
+    for name, parameter in module.named_parameters():
+        if is_dtensor(parameter) and parameter.dtype in HALF_TYPES:
+            raise AmpatchError(
+                f"DistributedDataParallel({type(module).__name__}, device_mesh=...): {name} is a "
+                f"DTensor in {parameter.dtype}. DDP would replace it in each forward, so that its "
+                "FP32 values and the model's state_dict() would be lost. Nothing was changed. "
+                'Expected FP32 weights: opt_level="O1". Tensor and data parallel at O2 and O3: '
+                "DTensors on a mesh of two dimensions, as in docs/distributed.md."
+            )
+
 
 Broadcast = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
 
@@ -67,6 +84,8 @@ def _wrapping(
 ) -> Callable:
     @functools.wraps(original)
     def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("device_mesh") is not None:
+            _refuse_half_dtensors(args[0] if args else kwargs["module"])
         original(self, *args, **kwargs)
         note(self)
         if not kwargs.get("init_sync", True):

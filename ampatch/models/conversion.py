@@ -18,6 +18,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
+from ..torch_private.dtensors import exchange_data
 from ..torch_private.modules import (
     BATCH_NORMS,
     INSTANCE_NORMS,
@@ -219,7 +220,7 @@ def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
 def set_data(tensor: Tensor, data: Tensor) -> None:
     """Give a tensor other data of perhaps another dtype; its gradient goes along."""
     grad, tensor.grad = tensor.grad, None
-    _data.__set__(tensor, data)
+    exchange_data(tensor, data)
     if grad is not None:
         tensor.grad = grad.to(data.dtype)
 

@@ -26,6 +26,7 @@ from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
+from ..torch_private.dtensors import exchange_data
 from ..torch_private.half_grads import restore_grad
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import (
@@ -106,8 +107,8 @@ class ManagedModel:
         self._widened = owner.values.widened
         self._may_have_masters = False
         self.sharded = ShardedWeights(model, properties)
-        self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._converted: list[Converted] = []
+        self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
         self.mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
@@ -154,6 +155,26 @@ class ManagedModel:
                 dtype,
                 ", ".join(lost),
             )
+
+    @contextlib.contextmanager
+    def as_float(self, part: nn.Module) -> Iterator[None]:
+        """The weights of the model, or of a part of it, have their FP32 values meanwhile.
+
+        What stands there at the end, perhaps other parameters, is converted again.
+        """
+        own = set(map(id, part.parameters()))
+        concerned = [entry for entry in self._converted if id(entry.tensor) in own]
+        for entry in concerned:
+            self._restore(entry)
+        self._converted = [entry for entry in self._converted if id(entry.tensor) not in own]
+        try:
+            yield
+        finally:
+            if self.in_dtype is not None:
+                leave = sharded_parameters(self.model)
+                new = convert_weights(part, self.in_dtype, self._stays_float, leave=leave)
+                self._converted += new
+                self._dtypes |= {id(entry.tensor): entry.dtype for entry in new}
 
     def originals(self) -> dict[int, Tensor]:
         """FP32 values that half parameters were rounded from, by the parameter's id.
@@ -228,7 +249,7 @@ class ManagedModel:
         restore_grad(tensor)
         if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
             tensor.grad = None
-            tensor.data = original
+            exchange_data(tensor, original)
             tensor.grad = grad
             if master is not None:
                 master.grad = None
@@ -236,7 +257,7 @@ class ManagedModel:
             set_data(tensor, self._values.release(tensor).to(dtype))
         else:
             tensor.grad = None
-            tensor.data = master.data.to(dtype)
+            exchange_data(tensor, master.detach().to(dtype))
             if master.grad is not None:
                 tensor.grad, master.grad = master.grad.to(dtype), None
 

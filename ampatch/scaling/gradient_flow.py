@@ -19,7 +19,7 @@ from .loss_scaler import Scaler
 from .master_weights import MasterWeights
 from .masters.half_gradients import HalfGradients, Script
 from .other_blocks import OtherBlocks, entering
-from .process_group import share_flag, world_size
+from .process_group import share_flag, sharing_groups, world_size
 from .scale_value import Flag, is_set
 from .shared_parameters import NOTHING_SHARED, Sharing
 from .tensor_lists import add_to, drop_grads, grads_of, put_back, with_grads
@@ -213,8 +213,9 @@ class GradientFlow:
         found = scaler.unscale_(grads, scale)
         if found is None or not (grads or self._process_group):
             return None  # without gradients there is nothing to learn for the scale
-        if self._process_group is not None:
-            found = share_flag(found, self._process_group, grads)
+        groups = sharing_groups(self._process_group, grads)
+        if groups:
+            found = share_flag(found, groups, grads)
         by = Unscaled(scaler, scale)
         for flow in concerned:
             flow.state.note_overflow(found, by)

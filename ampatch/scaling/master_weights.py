@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import is_read_by_host
+from ..torch_private.dtensors import is_dtensor
 from ..torch_private.half_grads import (
     Keeper,
     is_redirected,
@@ -279,7 +280,8 @@ class MasterWeights:
         changed = [
             pair
             for pair in self
-            if id(pair.half) not in self._equal_on_ranks
+            if not is_dtensor(pair.half)  # each rank has a part of its own
+            and id(pair.half) not in self._equal_on_ranks
             and not self._writers.masters.is_new(pair.master)
         ]
         if changed:

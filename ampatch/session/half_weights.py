@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from ..errors import AmpatchError
+from ..torch_private.dtensors import local_of
 
 if TYPE_CHECKING:
     from ..scaling.optimizer import ManagedOptimizer
@@ -73,11 +74,12 @@ class HalfWeights:
 
         With it comes whether the parameter has a master.  None for another tensor.
         """
-        place = tensor.data_ptr()
+        place = local_of(tensor).data_ptr()
         for session in self._registry.sessions:
             for managed in session.models.alive():
                 for name, parameter in managed.model.named_parameters():
-                    if parameter.dtype is tensor.dtype and parameter.data_ptr() == place:
+                    own = local_of(parameter)
+                    if parameter.dtype is tensor.dtype and own.data_ptr() == place:
                         has_master = session.masters.of(parameter) is not None
                         return f"{type(managed.model).__name__}.{name}", has_master
         return None
@@ -117,6 +119,29 @@ class HalfWeights:
         with contextlib.ExitStack() as stack:
             for managed in self._optimizers() if halves else ():
                 stack.enter_context(managed.masters.as_plain(halves))
+            yield
+
+    def optimizer_of(self, module: nn.Module) -> Any | None:
+        """A managed optimizer that has a parameter of this module, or its master; or None."""
+        own = set(map(id, module.parameters()))
+        for managed in self._optimizers():
+            if not own.isdisjoint(map(id, managed.groups.own_parameters())):
+                return managed.optimizer
+        return None
+
+    @contextlib.contextmanager
+    def as_float(self, module: nn.Module) -> Iterator[None]:
+        """Context manager: the weights of a managed model, or of a part of one, are FP32.
+
+        Those that stand there at the end are converted again.
+        """
+        with contextlib.ExitStack() as stack:
+            for session in self._registry.sessions:
+                for managed in session.models.alive():
+                    if module in set(managed.model.modules()):
+                        stack.callback(session.weights.forget_originals)
+                        stack.callback(session.waiting.wait)
+                        stack.enter_context(managed.as_float(module))
             yield
 
     @contextlib.contextmanager

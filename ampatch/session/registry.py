@@ -22,7 +22,7 @@ from ..casting.rebind import one_search
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
-from ..interop import distributed_checkpoint, fully_shard
+from ..interop import distributed_checkpoint, fully_shard, tensor_parallel
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
 from . import wrapped_optimizers
@@ -146,6 +146,7 @@ class Registry:
             self._tools.put_in(needs)
         self._await(distributed_checkpoint, needs.optimizers)
         self._await(fully_shard, needs.models)
+        self._await(tensor_parallel, needs.models)
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
         if policy.apex_tables:

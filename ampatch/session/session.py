@@ -78,7 +78,7 @@ class Session:
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
-        self._process_group = process_group
+        self.process_group = process_group
         self._was_given = False
 
     # Put in, take out
@@ -240,7 +240,7 @@ class Session:
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
             half_of=self.masters.half_of if self.is_open else _no_half_of,
-            process_group=self._process_group,
+            process_group=self.process_group,
             name_of=lambda half: self.weights.names().get(id(half), "a weight"),
             held_copy=self.values.widened.hand_over,
         )

@@ -21,11 +21,13 @@ from ..interop import (
     parameter_data,
     swa,
     tensor_hooks,
+    tensor_parallel,
 )
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from ..torch_private import layer_forwards
 
 if TYPE_CHECKING:
+    from .half_weights import HalfWeights
     from .registry import Registry
     from .session import Session
 
@@ -159,12 +161,21 @@ def tools(registry: Registry) -> list[Tool]:
             lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
             lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
         ),
+        *(_tensor_parallel(halves, module) for module in tensor_parallel.FUNCTIONS),
         Tool(
             "fully_shard: sharded weights are FP32 again, and FSDP2 gets the level's policy",
             lambda needs: needs.models and fully_shard.is_imported(),
             lambda: fully_shard.replacements(halves.being_sharded),
         ),
     ]
+
+
+def _tensor_parallel(halves: HalfWeights, module: str) -> Tool:
+    return Tool(
+        f"{tensor_parallel.FUNCTIONS[module]}: DTensors are made of FP32 values",
+        lambda needs: needs.models and tensor_parallel.has(module),
+        lambda: tensor_parallel.replacements(module, halves.optimizer_of, halves.as_float),
+    )
 
 
 def watches(registry: Registry) -> list[Watch]:
