@@ -122,6 +122,16 @@ def ranks(tmp_path_factory):
     ranks.stop()
 
 
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """As `ranks`, four of them."""
+    from ranks import Ranks
+
+    ranks = Ranks(str(tmp_path_factory.mktemp("ranks")), 4)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(scope="session")
 def native_cache(tmp_path_factory):
     """A folder for `AMPATCH_CACHE` with a build of the native part; see `native_runs`."""

@@ -24,6 +24,7 @@ from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..models.module_overrides import matching
 from ..models.sharded_weights import sharded_parameters
+from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 
 
@@ -302,6 +303,27 @@ def fused_steps_work(
                 f"{call}: in this torch ({torch.__version__}) SGD(fused=True) on the CPU leaves "
                 f"parameters in {properties.cast_model_type} (opt level {properties.opt_level}) "
                 'unchanged. Use fused=False, or opt_level="O2".'
+            )
+
+
+def zero_steps_by_itself(
+    optimizers: list[Any], properties: Properties, call: str = "ampatch.initialize"
+) -> None:
+    """Raise `AmpatchError` for a `ZeroRedundancyOptimizer` whose steps nothing can prepare.
+
+    With `overlap_with_ddp` hooks of DDP step inside the backward pass: on scaled gradients, and on
+    the half weights.
+    """
+    if properties.loss_scale == 1.0 and properties.cast_model_type not in HALF_TYPES:
+        return
+    for optimizer in optimizers:
+        if zero_redundancy.is_zero(optimizer) and zero_redundancy.steps_in_backward(optimizer):
+            raise AmpatchError(
+                f"{call}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("
+                "overlap_with_ddp=True) steps inside the backward pass, where gradients are still "
+                "scaled, and has no place for FP32 master weights. Nothing was changed. Use "
+                'overlap_with_ddp=False, or opt_level="O1" with dtype=torch.bfloat16 and '
+                "loss_scale=1.0."
             )
 
 

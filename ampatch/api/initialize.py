@@ -188,6 +188,7 @@ def add_optimizers(optimizers: Any) -> Any:
         argument_checks.fused_steps_work(models, new, session.properties, call)
         group = session.process_group
         argument_checks.parts_share_overflow(new, session.properties, group, call)
+        argument_checks.zero_steps_by_itself(new, session.properties, call)
     session.add_optimizers(new)
     return optimizers
 
@@ -260,6 +261,7 @@ def _check(
     argument_checks.fused_steps_work(models, optimizers, properties)
     call = "ampatch.initialize"
     argument_checks.parts_share_overflow(optimizers, properties, process_group, call)
+    argument_checks.zero_steps_by_itself(optimizers, properties)
     argument_checks.overridden_modules_exist(rules.modules, models)
     if rules.functions:
         argument_checks.overridden_functions_exist(rules.functions, registry.installation)

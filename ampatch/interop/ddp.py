@@ -21,6 +21,7 @@ from ..casting.patches import Replacement
 from ..config.opt_levels import HALF_TYPES
 from ..errors import AmpatchError
 from ..torch_private.dtensors import is_dtensor
+from .float_averages import FloatAverages, Keepers, average_in_float
 
 
 def _refuse_half_dtensors(module: nn.Module) -> None:
@@ -40,10 +41,16 @@ Broadcast = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
 
 
 class WrappedModels:
-    """The DistributedDataParallel wrappers that were noted here, held weakly."""
+    """The DistributedDataParallel wrappers that were noted here, held weakly.
 
-    def __init__(self) -> None:
+    `keepers` says who keeps the gradients of half weights, which they average in FP32.
+    """
+
+    def __init__(self, keepers: Keepers) -> None:
         self._wrappers: list[tuple[weakref.ref, set[int]]] = []  # with ids of modules inside
+        self._averages: weakref.WeakKeyDictionary[DistributedDataParallel, FloatAverages | None]
+        self._averages = weakref.WeakKeyDictionary()
+        self._keepers = keepers
 
     def note(self, wrapper: DistributedDataParallel) -> None:
         """A wrapper was made."""
@@ -52,12 +59,31 @@ class WrappedModels:
 
     def reduces(self, model: Any) -> bool | None:
         """Whether DDP averages the gradients of the forward that begins; None: not in a DDP."""
-        found = [
-            wrapper.require_backward_grad_sync
+        found = [wrapper.require_backward_grad_sync for wrapper in self._around(model)]
+        return any(found) if found else None
+
+    def average_in_float(self, model: Any) -> bool:
+        """Have the wrappers of a model average in FP32; whether all do."""
+        averages = [self.averages_of(wrapper) for wrapper in self._around(model)]  # asks each
+        return None not in averages
+
+    def averages_of(self, wrapper: DistributedDataParallel) -> FloatAverages | None:
+        """What averages in FP32 for a wrapper; None where no weight needs it, or a hook is there.
+
+        Every rank asks before the first backward pass.
+        """
+        if wrapper not in self._averages:
+            if not any(self._keepers(list(wrapper.module.parameters()))):
+                return None
+            self._averages[wrapper] = average_in_float(wrapper, self._keepers)
+        return self._averages[wrapper]
+
+    def _around(self, model: Any) -> list[DistributedDataParallel]:
+        return [
+            wrapper
             for ref, modules in self._wrappers
             if id(model) in modules and (wrapper := ref()) is not None
         ]
-        return any(found) if found else None
 
 
 def replacements(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,15 +28,15 @@ def sharing_groups(group: Any, grads: list[Tensor]) -> list[Any]:
     return groups if group is None or group in groups else [*groups, group]
 
 
-def share_flag(flag: Flag, groups: list[Any], grads: list[Tensor]) -> Flag:
+def share_flag(flag: Flag, groups: list[Any], near: Sequence[Tensor]) -> Flag:
     """A flag that is set on all ranks of these process groups if it is on one.
 
-    What the host knows travels on the device of the gradients.
+    What the host knows travels on the device of the tensors in `near`.
     """
     if isinstance(flag, Tensor):
         shared = flag
     else:
-        device = grads[0].device if grads else torch.device("cpu")
+        device = near[0].device if near else torch.device("cpu")
         shared = torch.tensor(float(flag), dtype=torch.float32, device=device)
     for group in groups:
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)

@@ -15,6 +15,7 @@ from ..errors import AmpatchError
 from ..torch_private.dtensors import local_of
 
 if TYPE_CHECKING:
+    from ..scaling.masters.half_gradients import HalfGradients
     from ..scaling.optimizer import ManagedOptimizer
     from .session import Session
 
@@ -89,6 +90,18 @@ class HalfWeights:
         sessions = self._registry.sessions
         return set().union(*(session.weights.halves_that_need_masters() for session in sessions))
 
+    def keepers(self, parameters: Sequence[Tensor]) -> list[list[HalfGradients]]:
+        """What keeps the FP32 gradients of each parameter: of half weights with masters."""
+        optimizers = [managed for managed in self._optimizers() if managed.masters.by_half]
+        return [
+            [
+                managed.gradients.in_halves
+                for managed in optimizers
+                if id(parameter) in managed.masters.by_half
+            ]
+            for parameter in parameters
+        ]
+
     # Events
 
     def ready_gradients(self, tensors: list[Tensor]) -> None:
@@ -112,6 +125,32 @@ class HalfWeights:
             for parameter in parameters:
                 if managed.masters.of(parameter) is not None:
                     managed.masters.broadcast(parameter, send)
+
+    def broadcast_scales(self, model: nn.Module, send: Callable[[list], None]) -> None:
+        """Have `send` make the states of loss scalers equal, of sessions with parts of `model`."""
+        for session in self._sessions_of(model):
+            states = [scaler.state_dict() for scaler in session.scalers]
+            send(states)
+            for scaler, state in zip(session.scalers, states, strict=True):
+                scaler.load_state_dict(state)
+
+    def refuse_uneven(self, model: nn.Module) -> None:
+        """Raise `AmpatchError` for a model whose ranks share a flag, which `join` cannot shadow."""
+        if any(session.process_group is not None for session in self._sessions_of(model)):
+            raise AmpatchError(
+                f"DistributedDataParallel({type(model).__name__}).join(): "
+                "ampatch.initialize(process_group=...) has the ranks share a flag in each block, "
+                "for which a rank without data would not be there. Leave process_group out: "
+                "DistributedDataParallel shows each rank the overflows of the others."
+            )
+
+    def _sessions_of(self, model: nn.Module) -> list[Session]:
+        parts = set(map(id, model.modules()))
+        return [
+            session
+            for session in self._registry.sessions
+            if any(id(managed.model) in parts for managed in session.models.alive())
+        ]
 
     @contextlib.contextmanager
     def as_plain(self, halves: set[int]) -> Iterator[None]:

@@ -22,7 +22,7 @@ from ..casting.rebind import one_search
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
-from ..interop import distributed_checkpoint, fully_shard, tensor_parallel
+from ..interop import distributed_checkpoint, fully_shard, tensor_parallel, zero_redundancy
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
 from . import wrapped_optimizers
@@ -52,7 +52,7 @@ class Registry:
         self.optimizers = Index(operator.attrgetter("optimizer"))
         self.models = Index(operator.attrgetter("model"))
         self.half_weights = HalfWeights(self)
-        self.wrapped = WrappedModels()
+        self.wrapped = WrappedModels(self.half_weights.keepers)
         managed_of = functools.partial(wrapped_optimizers.managed, self.optimizers)
         self.schedulers = HeldSchedulers(managed_of)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
@@ -147,6 +147,7 @@ class Registry:
         self._await(distributed_checkpoint, needs.optimizers)
         self._await(fully_shard, needs.models)
         self._await(tensor_parallel, needs.models)
+        self._await(zero_redundancy, needs.master_levels)
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
         if policy.apex_tables:

@@ -243,6 +243,7 @@ class Session:
             process_group=self.process_group,
             name_of=lambda half: self.weights.names().get(id(half), "a weight"),
             held_copy=self.values.widened.hand_over,
+            looks_for_overflow=lambda: _look_for_overflow(self.scalers),
         )
         copies = OptimizerCopies(managed, self.weights.contain, self.plain_parameters)
         managed.add_methods(copies.methods())
@@ -338,7 +339,9 @@ class Session:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
-                managed.gradients.in_halves.before_forward(reduces, unscaled)
+                if managed.masters.by_half:
+                    in_float = reduces is not None and registry.wrapped.average_in_float(model)
+                    managed.gradients.in_halves.before_forward(reduces, in_float, unscaled)
 
     def _before_step(self, managed: ManagedOptimizer) -> None:
         if registry.observers.are_there:
@@ -357,7 +360,7 @@ class Session:
         if news is not None:
             self.skips.report(managed, news, self.weights.names(), self.scalers)
         without_block = not (managed.step_had_block or self.scales_by_itself)
-        if without_block and any(scaler.is_dynamic for scaler in self.scalers):
+        if without_block and _look_for_overflow(self.scalers):
             managed.warn_without_block()
         if registry.observers.are_there:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
@@ -444,6 +447,10 @@ def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
             undo.do(managed.found_states.restore)
         optimizers.remove(optimizer)
     undo.end()
+
+
+def _look_for_overflow(scalers: list[Any]) -> bool:
+    return any(scaler.is_dynamic for scaler in scalers)
 
 
 def _no_half_of(master: Tensor) -> None:

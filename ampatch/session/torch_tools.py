@@ -22,6 +22,8 @@ from ..interop import (
     swa,
     tensor_hooks,
     tensor_parallel,
+    uneven_inputs,
+    zero_redundancy,
 )
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from ..torch_private import layer_forwards
@@ -118,6 +120,12 @@ def tools(registry: Registry) -> list[Tool]:
             is_over_tables=True,
         ),
         Tool(
+            "DistributedDataParallel.join: masters and loss scales of the rank that trained on",
+            lambda needs: needs.optimizers,
+            lambda: uneven_inputs.replacements(halves, registry.wrapped.averages_of),
+            is_over_tables=True,
+        ),
+        Tool(
             "AveragedModel: averages of masters",
             lambda needs: needs.optimizers,
             lambda: swa.replacements(halves.current_master_of, halves.name_of),
@@ -162,6 +170,11 @@ def tools(registry: Registry) -> list[Tool]:
             lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
         ),
         *(_tensor_parallel(halves, module) for module in tensor_parallel.FUNCTIONS),
+        Tool(
+            "ZeroRedundancyOptimizer: made of half weights beside FP32 ones",
+            lambda needs: needs.master_levels and zero_redundancy.is_imported(),
+            lambda: zero_redundancy.replacements(halves.that_need_masters),
+        ),
         Tool(
             "fully_shard: sharded weights are FP32 again, and FSDP2 gets the level's policy",
             lambda needs: needs.models and fully_shard.is_imported(),

@@ -10,7 +10,7 @@ Where to look first:
 * where a call runs (recorded? in a backward pass? on one of several ranks?): `probes`; which kinds
   of devices there are: `devices`;
 * torch's objects: `modules`, `tensors`, `optimizers`; the `.grad` of half weights: `half_grads`;
-  each rank's part of a DTensor: `dtensors`;
+* several ranks: `ddp`, `zero_redundancy`; each rank's part of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
 * compilers: `dynamo` (torch.compile), `scripting` (torch.jit), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;

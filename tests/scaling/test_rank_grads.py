@@ -62,7 +62,5 @@ WAYS = [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, False)]
 def test_accumulation_over_ranks_is_in_float32(ranks, how, dtype, scaled):
     (one, first), (two, second) = ranks(accumulating, how, dtype, scaled)
     assert one.dtype is torch.float32 and torch.equal(one, two) and torch.equal(first, second)
-    # what no_sync kept apart is averaged in half, as DDP averages half gradients: once
-    rounding = torch.finfo(dtype).eps if how == "no_sync" else 1e-6
-    torch.testing.assert_close(one, torch.full((4,), 2.0), rtol=rounding, atol=0)
+    torch.testing.assert_close(one, torch.full((4,), 2.0), rtol=1e-6, atol=0)
     torch.testing.assert_close(first, 1.0 - one)
