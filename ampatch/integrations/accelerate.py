@@ -38,7 +38,7 @@ from ..config.opt_levels import ARGUMENTS, properties_for
 from ..config.overrides import parse
 from ..errors import did_you_mean
 from ..log import logger
-from ..session.facade import note_reduction, open_sessions, session_of
+from ..session.facade import expect_optimizers, note_reduction, open_sessions, session_of
 from ..torch_private.modules import compiled_from
 
 _SCALE_FILE = "ampatch.pt"
@@ -131,7 +131,9 @@ class AmpatchAccelerator(Accelerator):
         member = self._member()
         if member is None:
             ampatch.initialize(new, **self._settings)
-            self._is_off = not open_sessions()[-1].properties.enabled
+            session = open_sessions()[-1]
+            expect_optimizers(session)
+            self._is_off = not session.properties.enabled
         else:
             ampatch.add_models(new, to=member)
 
