@@ -192,6 +192,15 @@ def test_switched_off_it_is_accelerates_own(monkeypatch):
     assert not accelerator.optimizer_step_was_skipped
 
 
+def test_gloos_group_ends_with_the_process(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "ampatch.integrations.accelerate.end_gloo_at_exit", lambda: asked.append(None)
+    )
+    make()
+    assert asked
+
+
 # The training loop
 
 

@@ -384,7 +384,9 @@ def test_modules_of_one_fabric_share_a_loss_scale():
 @pytest.mark.parametrize("when", ["together", "later, after an evaluation"])
 def test_masters_have_the_fp32_weights_of_a_module_in_evaluation_mode(when):
     """As `from_pretrained` gives it; scripts set it up first and call `train()` then."""
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[AmpatchFabricPrecision("O2", "bfloat16")])
+    fabric = Fabric(
+        accelerator="cpu", devices=1, plugins=[AmpatchFabricPrecision("O2", "bfloat16")]
+    )
     net = network().eval()
     optimizer, before = optimizer_of(net), [p.detach().clone() for p in net.parameters()]
     if when == "together":
