@@ -29,17 +29,14 @@ out.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -52,6 +49,7 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..session.facade import PatchSet, Session, open_sessions, session_of
 from .accelerate import SkippingOptimizer, bare
+from .process_end import end_gloo_at_exit
 
 SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
@@ -142,8 +140,7 @@ class AmpatchTrainerMixin:
         if self.optimizer is optimizer:
             self.optimizer = SkippingOptimizer(optimizer)
         _name_saved_dtypes()
-        if dist.is_available() and dist.is_initialized():
-            _end_group_at_exit()
+        end_gloo_at_exit()
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.args.should_save:
@@ -180,23 +177,6 @@ def _for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     kept = {name: value for name, value in settings.items() if name not in _OF_HALF_MODELS}
     return {**kept, "opt_level": "O1", "dtype": properties.dtype}
-
-
-@functools.cache
-def _end_group_at_exit() -> None:
-    """Have gloo's threads end before the interpreter does, as `trainer.end()` would.
-
-    A thread that asks for the interpreter's lock while it ends aborts the process ("terminate
-    called without an active exception"): in about one run in 50, with the plain Trainer too.
-    torchrun then reports a ChildFailedError, after all results have been written.
-    """
-    atexit.register(_end_group)
-
-
-def _end_group() -> None:
-    failed = hasattr(sys, "last_type")  # other ranks may be waited for, and would be in vain
-    if dist.is_initialized() and dist.get_backend() == "gloo" and not failed:
-        dist.destroy_process_group()
 
 
 @functools.cache

@@ -61,6 +61,7 @@ class PluginSession:
         values = [(parameter, parameter.data) for parameter in module.parameters()]
         ampatch.initialize(module, **self._settings.given)
         session = facade.open_sessions()[-1]
+        facade.expect_optimizers(session)
         before = self._open()
         if before:
             facade.share_loss_scales(session, before[0])
