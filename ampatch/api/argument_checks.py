@@ -23,6 +23,7 @@ from ..config.overrides import ModuleKey
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..models.module_overrides import matching
+from ..models.sharded_weights import sharded_parameters
 from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 
@@ -183,26 +184,36 @@ def _around(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def not_sharded(models: list[nn.Module], properties: Properties) -> None:
-    """Raise `AmpatchError` for parameters sharded by FSDP that would change dtype or need masters.
+def not_sharded(
+    models: list[nn.Module], properties: Properties, managed: Callable[[nn.Module], Any]
+) -> None:
+    """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
 
-    FSDP keeps its own views of their data, and would go on gathering the old data.  The DTensors
-    of tensor parallel hold their data themselves.
+    Those of `fully_shard` change by its policy, and the DTensors of tensor parallel hold their data
+    themselves.  FullyShardedDataParallel keeps its own views of their data, and would go on
+    gathering the old data.  `managed(model)` is the managed
+    counterpart of a model in an earlier session, which gives back what it has changed, or None.
     """
+    call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     for index, model in enumerate(models):
         by_wrapper = any(_is_fsdp(module) for module in model.modules())
+        by_policy = sharded_parameters(model) if properties.casts_model else set()
+        earlier = managed(model)
+        if earlier is not None:
+            by_policy |= earlier.sharded.converted()
         by_fully_shard = any(_is_fsdp(module, "FSDPModule") for module in model.modules())
         for name, parameter in model.named_parameters():
+            if id(parameter) in by_policy:
+                continue
             sharded = by_wrapper or (
                 is_dtensor(parameter) and (by_fully_shard or not can_exchange_data(parameter))
             )
             if sharded and _would_change(parameter, properties):
                 raise AmpatchError(
-                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
-                    f"has the sharded parameter {name!r} (FSDP, DTensor) in {parameter.dtype}, "
-                    "which can neither be cast nor get a master copy. Expected FP32 parameters "
-                    'and opt_level="O1"; for half weights give fully_shard a '
-                    "MixedPrecisionPolicy."
+                    f"{call}: models[{index}] has the sharded parameter {name!r} (FSDP, DTensor) "
+                    f"in {parameter.dtype}, which can neither be cast nor get a master copy. "
+                    'Expected FP32 parameters and opt_level="O1", or a model sharded by '
+                    "torch.distributed.fsdp.fully_shard, which works at O2 and O3 too."
                 )
 
 
@@ -247,7 +258,10 @@ def weights_convert(models: list[nn.Module], properties: Properties) -> None:
     if properties.cast_model_type not in HALF_TYPES:
         return
     for model in models:
+        by_policy = sharded_parameters(model)
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if id(parameter) in by_policy:
+                continue
             if is_lazy(parameter):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "

@@ -108,8 +108,9 @@ def initialize(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         AmpatchError: a model was wrapped in DistributedDataParallel before this call, or is
-            sharded (FSDP) and the opt level is not O1; or the parts of DTensors under
-            DistributedDataParallel come without `process_group`.
+            sharded by other code than `fully_shard` and tensor parallel and the opt level is not
+            O1; a policy that `fully_shard` was given contradicts the opt level; or the parts of
+            DTensors under DistributedDataParallel come without `process_group`.
         After any exception nothing has been changed.  Objects that an earlier call manages
         stay managed by it.
 
@@ -187,7 +188,7 @@ def add_models(models: Any, to: Any = None) -> Any:
     new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
         argument_checks.not_wrapped_before(new, session.properties)
-        argument_checks.not_sharded(new, session.properties)
+        argument_checks.not_sharded(new, session.properties, registry.models.managed)
         argument_checks.weights_convert(new, session.properties)
     session.add_models(new)
     return models
@@ -294,7 +295,7 @@ def _check(
     """Refuse what `initialize` cannot do with these models and optimizers."""
     argument_checks.optimizers_own_parameters(models, optimizers, registry.half_weights.half_of)
     argument_checks.not_wrapped_before(models, properties)
-    argument_checks.not_sharded(models, properties)
+    argument_checks.not_sharded(models, properties, registry.models.managed)
     argument_checks.weights_convert(models, properties)
     argument_checks.fused_steps_work(models, optimizers, properties)
     call = "ampatch.initialize"

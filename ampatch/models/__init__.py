@@ -7,7 +7,8 @@ Where to look first:
   framework around it: `steps`; parts in another precision: `module_overrides`;
 * `copy.deepcopy`, pickle, `torch.save(model)`: `copies`, `plain_parameters`;
 * `state_dict()`: `state_dicts`; the FP32 values that checkpoints and copies get: `float_values`,
-  `float_copies`.
+  `float_copies`;
+* what `fully_shard` has sharded: `sharded_weights`.
 """
 
 from typing import Any

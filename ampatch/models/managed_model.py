@@ -44,9 +44,19 @@ from .hooks import Hook
 from .io_casting import ModelInputs
 from .module_overrides import ModuleOverride
 from .plain_parameters import PlainParameters
+from .sharded_weights import Place, ShardedWeights, fits, places_in, sharded_parameters
 from .state_dicts import StateDictHooks
 from .steps import Step
 from .submodule_calls import SubmoduleCalls
+
+
+class MakesOverrides(Protocol):
+    """The policies of a session, for a part of a model that is to run in another precision."""
+
+    def module_override(
+        self, module: nn.Module, precision: str, properties: Properties, state: CastState
+    ) -> ModuleOverride:
+        """What has a part of a model run in a precision of its own: "float" or "half"."""
 
 
 class Owner(Protocol):
@@ -60,6 +70,10 @@ class Owner(Protocol):
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
+
+    @property
+    def policies(self) -> MakesOverrides:
+        """The session's."""
 
 
 class ManagedModel:
@@ -102,6 +116,7 @@ class ManagedModel:
         self._values = owner.values
         self._widened = owner.values.widened
         self._may_have_masters = False
+        self.sharded = ShardedWeights(model, properties)
         self._converted: list[Converted] = []
         self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
@@ -130,7 +145,10 @@ class ManagedModel:
         if dtype is None:
             return
         self._stays_float = skip
-        self._converted = convert_weights(self.model, dtype, skip)
+        self.sharded.take(skip)
+        self._converted = convert_weights(
+            self.model, dtype, skip, leave=sharded_parameters(self.model)
+        )
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
             return
@@ -163,7 +181,8 @@ class ManagedModel:
             yield
         finally:
             if self.in_dtype is not None:
-                new = convert_weights(part, self.in_dtype, self._stays_float)
+                leave = sharded_parameters(self.model)
+                new = convert_weights(part, self.in_dtype, self._stays_float, leave=leave)
                 self._converted += new
                 self._dtypes |= {id(entry.tensor): entry.dtype for entry in new}
 
@@ -192,7 +211,7 @@ class ManagedModel:
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""
-        return set(self._dtypes)
+        return set(self._dtypes) | self.sharded.converted()
 
     def overridden(self) -> set[nn.Module]:
         """The submodules that run in a precision of their own."""
@@ -232,6 +251,7 @@ class ManagedModel:
             self._submodule_calls.forget()
         self._copies.uninstall()
         undo = UndoAll("ampatch: a model's weights get their FP32 values")
+        undo.do(self.sharded.release)
         for entry in self._converted:
             undo.do(self._restore, entry)
         if self._converted:
@@ -256,6 +276,63 @@ class ManagedModel:
             exchange_data(tensor, master.detach().to(dtype))
             if master.grad is not None:
                 tensor.grad, master.grad = master.grad.to(dtype), None
+
+    # Sharding
+
+    @contextlib.contextmanager
+    def being_sharded(
+        self, modules: list[nn.Module], given: Any, ignored: set[int]
+    ) -> Iterator[Any]:
+        """`fully_shard` is called inside for parts of the model; gives the policy for it.
+
+        `given` is the user's policy; parameters in `ignored` (ids) are not sharded.
+        """
+        if self.in_dtype is None:
+            yield given
+            return
+        is_whole = self.model in modules
+        fits("torch.distributed.fsdp.fully_shard(mp_policy=...)", given, self.properties, is_whole)
+        if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
+            self._keep_float(modules)
+        places = places_in(modules, ignored | sharded_parameters(self.model))
+        kept = self._converted, self._dtypes
+        widened = self._widen(places)
+        try:
+            yield self.sharded.policy(given, is_whole)
+        except BaseException:
+            self._converted, self._dtypes = kept
+            for parameter, half in widened:
+                self._widened.keep_original(half, parameter.data)
+                set_data(parameter, half)
+            raise
+        self.sharded.adopt(given, self._as_given(places, kept[1]), self._stays_float)
+
+    def _keep_float(self, modules: list[nn.Module]) -> None:
+        """These parts run in FP32 from now on."""
+        known, floats = self._stays_float, {part for module in modules for part in module.modules()}
+        self._stays_float = lambda module: module in floats or known(module)
+        for module in set(modules) - self.overridden():
+            override = self._owner.policies.module_override(
+                module, "float", self.properties, self._state
+            )
+            self._overrides.append(override)
+            self._handles.extend(override.install())
+
+    def _widen(self, places: list[Place]) -> list[tuple[Tensor, Tensor]]:
+        """Parameters whose shards are to be FP32 get these values; returns them as they were."""
+        widened = []
+        for module, _, parameter, dtype in places:
+            wanted = self.sharded.storage_dtype(module, self._stays_float)
+            if dtype in HALF_TYPES and dtype is not wanted:
+                widened.append((parameter, parameter.data))
+                set_data(parameter, self._values.release(parameter).to(wanted))
+        gone = {id(place.parameter) for place in places}
+        self._converted = [entry for entry in self._converted if id(entry.tensor) not in gone]
+        self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key not in gone}
+        return widened
+
+    def _as_given(self, places: list[Place], dtypes: dict[int, torch.dtype]) -> list[Place]:
+        return [one._replace(dtype=dtypes.get(id(one.parameter), one.dtype)) for one in places]
 
     # Around a forward
 

@@ -183,6 +183,37 @@ class HalfWeights:
                         stack.enter_context(managed.as_float(module))
             yield
 
+    @contextlib.contextmanager
+    def being_sharded(
+        self, modules: list[nn.Module], policy: Any, ignored: set[Tensor]
+    ) -> Iterator[Any]:
+        """Context manager: `fully_shard` replaces parameters of modules; gives its policy."""
+        unchanged = set(map(id, ignored))
+        gone = {id(weight) for module in modules for weight in module.parameters()} - unchanged
+        self._refuse_optimizers_of(gone, modules)
+        with contextlib.ExitStack() as stack:
+            for session in self._registry.sessions:
+                for managed in session.models.alive():
+                    if not set(managed.model.modules()).isdisjoint(modules):
+                        part = managed.being_sharded(modules, policy, unchanged)
+                        policy = stack.enter_context(part)
+            yield policy
+        for session in self._registry.sessions:
+            session.waiting.leave(gone)
+
+    def _refuse_optimizers_of(self, gone: set[int], modules: list[nn.Module]) -> None:
+        for managed in self._optimizers():
+            own = managed.groups.own_parameters()
+            if any(id(one) in gone and not hasattr(one, "placements") for one in own):
+                raise AmpatchError(
+                    f"torch.distributed.fsdp.fully_shard({type(modules[0]).__name__}): it replaces "
+                    f"parameters that {type(managed.optimizer).__name__} holds, which ampatch "
+                    "manages, so that optimizer would train nothing. Nothing was changed. Call "
+                    "fully_shard first, then make the optimizer of model.parameters(), then call "
+                    "ampatch.initialize(model, optimizer), or ampatch.add_optimizers(optimizer) "
+                    "if the model was initialized before."
+                )
+
     # Writes that raise no version, and half copies of FP32 weights
 
     def note_data_access(self, parameter: Tensor, data: Tensor | None) -> None:

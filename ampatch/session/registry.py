@@ -22,7 +22,7 @@ from ..casting.rebind import one_search
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
-from ..interop import distributed_checkpoint, tensor_parallel, zero_redundancy
+from ..interop import distributed_checkpoint, fully_shard, tensor_parallel, zero_redundancy
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
 from . import wrapped_optimizers
@@ -163,6 +163,7 @@ class Registry:
                 installed.regions.begin()
             self._tools.put_in(needs)
         self._await(distributed_checkpoint, needs.optimizers)
+        self._await(fully_shard, needs.models)
         self._await(tensor_parallel, needs.models)
         self._await(zero_redundancy, needs.master_levels)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -170,7 +169,7 @@ class Session:
             state=registry.state,
             policy=self.policies.at(properties),
             overrides=[
-                _module_override(self.policies, module, precision, properties)
+                self.policies.module_override(module, precision, properties, registry.state)
                 for module, precision in found.items()
             ],
         )
@@ -268,6 +267,8 @@ class Session:
             self._was_given = True
             self.optimizers.add_unmanaged(optimizers)
             return
+        for model in self.models.alive():
+            model.sharded.refuse_unseen("ampatch.add_optimizers(...)")
         halves = self._halves_to_step_on()
         known = self.waiting.originals()
         try:
@@ -444,16 +445,6 @@ class Session:
         originals, halves = self.weights.originals(), self.weights.halves(trained)
         for managed in self.optimizers.alive():
             managed.adopt_parameters(originals, halves, masters)
-
-
-def _module_override(
-    policies: Policies, module: nn.Module, precision: str, properties: Properties
-) -> module_overrides.ModuleOverride:
-    dtype = torch.float32 if precision == "float" else properties.dtype
-    policy = policies.tables.forced(dtype) if properties.patch_torch_functions else None
-    return module_overrides.ModuleOverride(
-        module, dtype, registry.state, policy, properties.cast_model_type
-    )
 
 
 def _give_back_models(session: Session, models: list[nn.Module]) -> None:

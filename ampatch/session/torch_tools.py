@@ -15,6 +15,7 @@ from ..interop import (
     clip_grad,
     ddp,
     distributed_checkpoint,
+    fully_shard,
     fx_jit,
     module_dtype,
     parameter_data,
@@ -173,6 +174,11 @@ def tools(registry: Registry) -> list[Tool]:
             "ZeroRedundancyOptimizer: made of half weights beside FP32 ones",
             lambda needs: needs.master_levels and zero_redundancy.is_imported(),
             lambda: zero_redundancy.replacements(halves.that_need_masters),
+        ),
+        Tool(
+            "fully_shard: sharded weights are FP32 again, and FSDP2 gets the level's policy",
+            lambda needs: needs.models and fully_shard.is_imported(),
+            lambda: fully_shard.replacements(halves.being_sharded),
         ),
     ]
 

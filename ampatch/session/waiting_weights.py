@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -47,6 +47,10 @@ class WaitingWeights:
                 self._values.widened.forget_original(half)
                 self._values.widened.keep_original(half, values)
                 self._equal_on_ranks.add(id(half))
+
+    def leave(self, gone: Collection[int]) -> None:
+        """These half weights (ids) are parameters of a model no longer."""
+        self.halves = [half for half in self.halves if id(half) not in gone]
 
     def let_go(self) -> None:
         """A model runs without an optimizer."""
