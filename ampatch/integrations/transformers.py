@@ -47,9 +47,10 @@ import ampatch
 from ..config.opt_levels import ARGUMENTS, Properties, properties_for
 from ..errors import AmpatchError
 from ..log import logger
-from ..session.facade import PatchSet, Session, open_sessions, session_of
+from ..session.facade import Session, open_sessions, session_of, when_closed
 from .accelerate import SkippingOptimizer, bare
 from .process_end import end_gloo_at_exit
+from .replaced import Replaced
 
 SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
@@ -136,10 +137,11 @@ class AmpatchTrainerMixin:
     def _ampatch_begin(self) -> None:
         optimizer = bare(self.optimizer)
         ampatch.initialize(self.model, optimizer, **self._ampatch_settings)
-        self._ampatch_session = session_of(optimizer)
+        self._ampatch_session = session = session_of(optimizer)
         if self.optimizer is optimizer:
             self.optimizer = SkippingOptimizer(optimizer)
-        _name_saved_dtypes()
+        if session is not None:
+            when_closed(session, _names_saved_dtypes.use())
         end_gloo_at_exit()
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -180,24 +182,23 @@ def _for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _name_saved_dtypes() -> None:
-    """From now on `config.json` names the dtype of the weights that are saved beside it.
+def _naming_the_saved_dtype(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def save_pretrained(self: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        dtype = _saved_dtype(self)
+        if dtype is not None:
+            self.dtype = str(dtype).removeprefix("torch.")
+        return original(self, *args, **kwargs)
 
-    transformers writes that of the parameters, half at O2, and `from_pretrained` of transformers 5
-    would round the FP32 weights to it.
-    """
+    return save_pretrained
 
-    def make(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def save_pretrained(self: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
-            dtype = _saved_dtype(self)
-            if dtype is not None:
-                self.dtype = str(dtype).removeprefix("torch.")
-            return original(self, *args, **kwargs)
 
-        return save_pretrained
+_names_saved_dtypes = Replaced([(PretrainedConfig, "save_pretrained", _naming_the_saved_dtype)])
+"""`config.json` names the dtype of the weights that are saved beside it.
 
-    PatchSet().replace(PretrainedConfig, "save_pretrained", make)
+transformers writes that of the parameters, half at O2, and `from_pretrained` of transformers 5
+would round the FP32 weights to it.
+"""
 
 
 def _saved_dtype(config: PretrainedConfig) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    PretrainedConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -244,6 +246,24 @@ def test_saved_models_are_float32_wherever_they_are_loaded(make, level, tmp_path
         for key, value in trainer.model.state_dict().items():
             assert loaded.state_dict()[key].dtype is torch.float32
             assert torch.equal(loaded.state_dict()[key], value), key
+
+
+def test_transformers_is_as_it_was_when_the_last_session_ends(tmp_path):
+    """However it ends: closed, or dropped with its trainer."""
+    plain = PretrainedConfig.save_pretrained
+    one = trained(tmp_path, "O2", max_steps=1)
+    assert PretrainedConfig.save_pretrained is not plain
+    two = trained(tmp_path, "O2", max_steps=1)
+    two.train()
+    ampatch.deactivate()
+    assert PretrainedConfig.save_pretrained is plain
+    one.train()
+    assert PretrainedConfig.save_pretrained is not plain
+    del one
+    gc.collect()
+    two.train()  # a session that opens lets go of those whose models are gone
+    ampatch.deactivate()
+    assert PretrainedConfig.save_pretrained is plain
 
 
 def test_evaluation_is_cast_and_leaves_the_weights_to_the_training_after_it(tmp_path):
