@@ -69,6 +69,7 @@ class FloatAverages:
                 if earlier is not None:
                     place.add_(earlier)
                 keeper.note_average(half, place)
+        _in_flight[id(wide)] = wide
         return self._sum(wide.mul_(share), buffer.copy_)
 
     def _keepers_of(self, bucket: Any, buffer: Tensor) -> Sequence[Sequence[KeepsGradients]]:
@@ -87,12 +88,12 @@ class FloatAverages:
         def when_done(done: Any) -> Tensor:
             return finish(_value(done))
 
-        _in_flight.update((tensor, when_done))
+        _in_flight[id(when_done)] = when_done
         work = torch.distributed.all_reduce(tensor, group=self._group, async_op=True)
         return work.get_future().then(when_done)
 
 
-_in_flight: weakref.WeakSet[Any] = weakref.WeakSet()
+_in_flight: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """What a thread of the process group still has: it needs the interpreter to let go of it.
 
 That can be after the backward pass.  If the interpreter ends first, it aborts the process
