@@ -62,11 +62,15 @@ def heads_of(part: int, unused: bool) -> int:
     return 3 if not unused else 2 if part < MICRO - 1 else 1
 
 
+def scale_of(way: dict) -> float:
+    return way.get("scale", 256.0 if way.get("blocks", True) else 1.0)
+
+
 def averaged(rank: int, level: str, dtype, way: dict) -> dict:
     """Gradients of passes in `no_sync` and of the one that DDP averages; and what it sent."""
     blocks, unused = way.get("blocks", True), way.get("unused", False)
     options = dict.fromkeys(way.get("options", ()), True)
-    model, optimizer = managed(level, dtype, 256.0 if blocks else 1.0, **options)
+    model, optimizer = managed(level, dtype, scale_of(way), **options)
     sent = []
     real = dist.all_reduce
 
@@ -97,7 +101,7 @@ def same_passes(dtype, way: dict) -> list:
     blocks, unused = way.get("blocks", True), way.get("unused", False)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scale = 256.0 if blocks else 1.0
+    scale = scale_of(way)
     amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, loss_scale=scale, verbosity=0)
     total: list = [None for _ in model.parameters()]
     for rank in range(2):
@@ -116,6 +120,7 @@ WAYS = {
     "blocks": {},
     "plain passes": {"blocks": False},
     "reads between passes": {"blocks": False, "reads": True},
+    "reads, and a loss scale that no pass uses": {"blocks": False, "reads": True, "scale": 256.0},
     "views": {"options": ("gradient_as_bucket_view",)},
     "unused": {"options": ("find_unused_parameters",), "unused": True},
 }

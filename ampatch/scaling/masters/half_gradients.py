@@ -102,8 +102,18 @@ class HalfGradients:
         self.averages.forget()
 
     def take_unreduced(self, half: Tensor) -> Tensor | None:
-        """The FP32 gradient that waits for ranks, for the last time; or None."""
-        return self.averages.waiting.pop(id(half), None)
+        """The FP32 gradient that waits for ranks, for the last time; or None.
+
+        With a loss scale `scale_loss` puts it back into `averages`; a pass without a block has to
+        find it at the master.
+        """
+        grad = self.averages.waiting.pop(id(half), None)
+        is_plain = not (self.state.in_block or self._others.open_blocks)
+        if grad is None and is_plain and self.is_unreduced:
+            self.state.finish_pending()
+            master = self._masters.by_half[id(half)].master
+            grad, master.grad = master.grad, None
+        return grad
 
     def note_average(self, half: Tensor, average: Tensor) -> None:
         """The average of the pass that is running, which will be in this tensor."""
@@ -181,7 +191,7 @@ class HalfGradients:
                 add_to([master], [self.averages.widen(half, grad.float())])
             if self.reduces is not None:
                 self.is_unreduced = not self.reduces
-        earlier = self.take_unreduced(half)
+        earlier = self.averages.waiting.pop(id(half), None)
         if earlier is not None:
             add_to([master], [earlier])
         return master.grad
