@@ -29,17 +29,14 @@ out.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -52,6 +49,7 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..session.facade import Session, open_sessions, session_of, when_closed
 from .accelerate import SkippingOptimizer, bare
+from .process_end import end_gloo_at_exit
 from .replaced import Replaced
 
 SCALE_FILE = "ampatch.json"
@@ -139,12 +137,12 @@ class AmpatchTrainerMixin:
     def _ampatch_begin(self) -> None:
         optimizer = bare(self.optimizer)
         ampatch.initialize(self.model, optimizer, **self._ampatch_settings)
-        self._ampatch_session = session_of(optimizer)
+        self._ampatch_session = session = session_of(optimizer)
+        assert session is not None  # it has just opened, with this optimizer
         if self.optimizer is optimizer:
             self.optimizer = SkippingOptimizer(optimizer)
-        when_closed(self._ampatch_session, _names_saved_dtypes.use())
-        if dist.is_available() and dist.is_initialized():
-            _end_group_at_exit()
+        when_closed(session, _names_saved_dtypes.use())
+        end_gloo_at_exit()
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.args.should_save:
@@ -181,23 +179,6 @@ def _for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     kept = {name: value for name, value in settings.items() if name not in _OF_HALF_MODELS}
     return {**kept, "opt_level": "O1", "dtype": properties.dtype}
-
-
-@functools.cache
-def _end_group_at_exit() -> None:
-    """Have gloo's threads end before the interpreter does, as `trainer.end()` would.
-
-    A thread that asks for the interpreter's lock while it ends aborts the process ("terminate
-    called without an active exception"): in about one run in 50, with the plain Trainer too.
-    torchrun then reports a ChildFailedError, after all results have been written.
-    """
-    atexit.register(_end_group)
-
-
-def _end_group() -> None:
-    failed = hasattr(sys, "last_type")  # other ranks may be waited for, and would be in vain
-    if dist.is_initialized() and dist.get_backend() == "gloo" and not failed:
-        dist.destroy_process_group()
 
 
 def _naming_the_saved_dtype(original: Callable) -> Callable:

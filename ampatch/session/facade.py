@@ -42,6 +42,7 @@ __all__ = [
     "drop_cached_weights",
     "edit_tables",
     "evaluates_closure_once",
+    "expect_optimizers",
     "foreach",
     "half_of",
     "have_fused_optimizers",
@@ -121,6 +122,11 @@ def release_model(model: nn.Module) -> None:
 
 
 # Optimizers and master weights
+
+
+def expect_optimizers(session: Session) -> None:
+    """FP32 values of half models wait for optimizers past forwards, as of an early evaluation."""
+    session.waiting.outlast_forwards = True
 
 
 def optimizers_of(session: Session) -> list[Any]:

@@ -343,7 +343,7 @@ class Session:
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
         if self.waiting.halves:
-            self.waiting.let_go()
+            self.waiting.before_forward(model)
         if self.optimizers.references:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)

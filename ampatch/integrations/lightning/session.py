@@ -65,6 +65,7 @@ class PluginSession:
         if session is None:
             ampatch.initialize(module, **self._settings.given)
             self._last = facade.open_sessions()[-1]
+            facade.expect_optimizers(self._last)
             self.scales = self._scales
         elif session.properties.enabled:
             ampatch.add_models(module, to=self._member())
