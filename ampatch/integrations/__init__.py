@@ -9,6 +9,5 @@ Above the public API: these modules use `ampatch` as a script does, and the decl
 * timm's train.py: `timm.py`
 * ignite's engines: `ignite.py`
 * what is replaced in a framework's classes, and comes back: `replaced.py`
-
-`process_end.py` ends gloo's threads for those whose scripts end no process group.
+* gloo's threads, for scripts that end no process group: `process_end.py`
 """

@@ -138,10 +138,10 @@ class AmpatchTrainerMixin:
         optimizer = bare(self.optimizer)
         ampatch.initialize(self.model, optimizer, **self._ampatch_settings)
         self._ampatch_session = session = session_of(optimizer)
-        assert session is not None  # it has just opened, with this optimizer
         if self.optimizer is optimizer:
             self.optimizer = SkippingOptimizer(optimizer)
-        when_closed(session, _names_saved_dtypes.use())
+        if session is not None:
+            when_closed(session, _names_saved_dtypes.use())
         end_gloo_at_exit()
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -181,6 +181,7 @@ def _for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "opt_level": "O1", "dtype": properties.dtype}
 
 
+@functools.cache
 def _naming_the_saved_dtype(original: Callable) -> Callable:
     @functools.wraps(original)
     def save_pretrained(self: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:

@@ -383,6 +383,24 @@ def test_modules_of_one_fabric_share_a_loss_scale():
         torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-2)
 
 
+@pytest.mark.parametrize("when", ["together", "later, after an evaluation"])
+def test_masters_have_the_fp32_weights_of_a_module_in_evaluation_mode(when):
+    """As `from_pretrained` gives it; scripts set it up first and call `train()` then."""
+    fabric = Fabric(
+        accelerator="cpu", devices=1, plugins=[AmpatchFabricPrecision("O2", "bfloat16")]
+    )
+    net = network().eval()
+    optimizer, before = optimizer_of(net), [p.detach().clone() for p in net.parameters()]
+    if when == "together":
+        net, optimizer = fabric.setup(net, optimizer)
+    else:
+        net = fabric.setup(net)
+        with torch.no_grad():
+            net(next(iter(loader()))[0])
+        optimizer = fabric.setup_optimizers(optimizer)
+    assert all(map(torch.equal, ampatch.master_params(optimizer), before))
+
+
 def test_modules_of_an_earlier_plugin_join_the_later_one():
     """As when a notebook's cell runs again; every cell's plugin begins its loss scale anew."""
     nets = [network(), network()]
@@ -435,21 +453,3 @@ def test_a_disabled_plugin_is_the_plain_framework():
         optimizer.step()
         assert net[0].weight.dtype is torch.float32
     assert plugin.state_dict() == {}
-
-
-@pytest.mark.parametrize("when", ["together", "later, after an evaluation"])
-def test_masters_have_the_fp32_weights_of_a_module_in_evaluation_mode(when):
-    """As `from_pretrained` gives it; scripts set it up first and call `train()` then."""
-    fabric = Fabric(
-        accelerator="cpu", devices=1, plugins=[AmpatchFabricPrecision("O2", "bfloat16")]
-    )
-    net = network().eval()
-    optimizer, before = optimizer_of(net), [p.detach().clone() for p in net.parameters()]
-    if when == "together":
-        net, optimizer = fabric.setup(net, optimizer)
-    else:
-        net = fabric.setup(net)
-        with torch.no_grad():
-            net(next(iter(loader()))[0])
-        optimizer = fabric.setup_optimizers(optimizer)
-    assert all(map(torch.equal, ampatch.master_params(optimizer), before))
