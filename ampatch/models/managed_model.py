@@ -44,7 +44,14 @@ from .hooks import Hook
 from .io_casting import ModelInputs
 from .module_overrides import ModuleOverride
 from .plain_parameters import PlainParameters
-from .sharded_weights import Place, ShardedWeights, fits, places_in, sharded_parameters
+from .sharded_weights import (
+    Place,
+    ShardedWeights,
+    fits,
+    not_in_parts,
+    places_in,
+    sharded_parameters,
+)
 from .state_dicts import StateDictHooks
 from .steps import Step
 from .submodule_calls import SubmoduleCalls
@@ -290,11 +297,13 @@ class ManagedModel:
         if self.in_dtype is None:
             yield given
             return
+        call = "torch.distributed.fsdp.fully_shard"
         is_whole = self.model in modules
-        fits("torch.distributed.fsdp.fully_shard(mp_policy=...)", given, self.properties, is_whole)
+        fits(f"{call}(mp_policy=...)", given, self.properties, is_whole)
         if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
             self._keep_float(modules)
         places = places_in(modules, ignored | sharded_parameters(self.model))
+        not_in_parts(call, places)
         kept = self._converted, self._dtypes
         widened = self._widen(places)
         try:

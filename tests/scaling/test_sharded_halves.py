@@ -442,6 +442,8 @@ def test_parts_in_a_precision_of_their_own(ranks, order):
 @on_ranks
 def refusals(rank: int) -> dict:
     from torch.distributed import fsdp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     said, states = {}, []
 
@@ -470,6 +472,10 @@ def refusals(rank: int) -> dict:
     fsdp.fully_shard.__wrapped__(model.first)  # as a name that a closure has held since before
     optimizer = training.MAKE["SGD"](model.parameters())
     attempt("unseen", lambda: amp.add_optimizers(optimizer), model)
+    model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), **settings)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model[0], mesh["tensor"], ColwiseParallel())
+    attempt("parts", lambda: fsdp.fully_shard(model, mesh=mesh["data"]), model)
     return {"said": said, "same": states}
 
 
@@ -480,7 +486,11 @@ def test_what_contradicts_is_refused(ranks):
         assert "param_dtype=torch.float16" in said["fully_shard"]
         assert "Call fully_shard first" in said["optimizer"]
         assert "Linear was sharded after" in said["unseen"]
-        assert rank["same"] == [True, True, True, True]
+        assert (
+            "Linear.weight is a DTensor" in said["parts"]
+            and "Distribute and shard" in said["parts"]
+        )
+        assert rank["same"] == [True] * 5
 
 
 # Checkpoints
