@@ -84,9 +84,9 @@ def not_in_parts(call: str, places: list[Place]) -> None:
     for module, name, parameter, dtype in places:
         if dtype in HALF_TYPES and is_dtensor(parameter):
             raise AmpatchError(
-                f"{call}: {type(module).__name__}.{name} is a DTensor in {dtype}, whose FP32 "
-                "values FSDP2 could not take over. Nothing was changed. Distribute and shard the model "
-                "first, and give it to ampatch.initialize then."
+                f"{call}: {type(module).__name__}.{name} is a DTensor in {dtype}, and FSDP2 could "
+                "not take over its FP32 values. Nothing was changed. Distribute and shard the "
+                "model first, and give it to ampatch.initialize then."
             )
 
 
