@@ -100,7 +100,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("package", ENGINES)
+@pytest.mark.parametrize("package", [pytest.param("ray", marks=pytest.mark.slow), "submitit"])
 def test_an_engine_gives_the_same_and_replaces_a_killed_worker(package, tmp_path, one_by_one):
     pytest.importorskip(package)
     script = write_script(tmp_path, KILL_THE_WORKER)
