@@ -1,8 +1,8 @@
 """Every snippet of the site's pages runs, in the order of its page.
 
-The Python of a page is one program: its blocks share their names, and the beginning that a reader
-has already (a model, an optimizer, a loader).  A block with `title="train.py"` is a file.  In blocks
-of the shell each `ampatch` command runs, in the folder with these files.
+The Python of a page is one program: its blocks share their names, and what a reader has already
+(a model, an optimizer, a loader).  A block with `title="train.py"` is a file.  In blocks of the
+shell each `ampatch` command runs, in the folder with these files.
 """
 
 from __future__ import annotations
@@ -63,15 +63,14 @@ def beginning() -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_snippets_of_a_page_run(page, folder):
-    names, ran = beginning(), 0
-    for language, title, text in blocks(page):
+    names = beginning()
+    for number, (language, title, text) in enumerate(blocks(page)):
         if language == "bash":
             run_commands(text, folder)
         elif title:
             run_command(title, folder=folder)
         else:
-            exec(compile(text, f"{page.name}, block {ran}", "exec"), names)
-        ran += 1
+            exec(compile(text, f"{page.name}, block {number}", "exec"), names)
     ampatch.deactivate()
 
 
