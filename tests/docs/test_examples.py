@@ -117,3 +117,25 @@ def test_an_example_on_cuda(example, tmp_path):
     assert {row.memory_kind for row in rows} == {"device"}
     assert all(0 < row.memory_bytes < torch.cuda.mem_get_info()[1] for row in rows)
     assert all(row.last_loss < row.first_loss and row.step_ms > 0 for row in rows)
+
+
+SHORT = ("gan", "vit", "speech", "finetune", "ddp")
+
+
+@pytest.mark.parametrize("example", SHORT)
+def test_a_short_example_trains_everywhere(example, tmp_path):
+    pytest.importorskip("sklearn")
+    rows = sweep(
+        str(EXAMPLES / f"{example}.py"),
+        ["--device", "cpu", "--batch-size", "16", "--seed", "0"],
+        dtypes=DTYPES,
+        autocast=False,
+        rounds=1,
+        steps=16,
+        out=tmp_path,
+        timeout=120,
+    )
+    assert [row.status for row in rows] == ["ok"] * 7
+    reference, *halves = [row.last_loss for row in rows]
+    assert halves == pytest.approx([reference] * 6, rel=0.15)
+    assert not any(loss == reference for loss in halves)  # that would be FP32
