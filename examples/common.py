@@ -41,10 +41,8 @@ def digits(args, **loader_options):
     images = torch.tensor(found.images, dtype=torch.float32, device=args.device).unsqueeze(1) / 16
     labels = torch.tensor(found.target, device=args.device)
     cut = len(labels) * 4 // 5
-    train, test = (
-        TensorDataset(images[:cut], labels[:cut]),
-        TensorDataset(images[cut:], labels[cut:]),
-    )
+    train = TensorDataset(images[:cut], labels[:cut])
+    test = TensorDataset(images[cut:], labels[cut:])
     loader = {"shuffle": True, "drop_last": True, **loader_options}
     return DataLoader(train, args.batch_size, **loader), DataLoader(test, args.batch_size)
 

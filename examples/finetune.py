@@ -2,9 +2,9 @@
 
     python examples/finetune.py --opt-level O2 --dtype bfloat16
 
-The network has learnt the digits 0 to 4, in FP32. Its weights are frozen, and adapters learn all ten
-digits in mixed precision. At O2 the frozen weights take half the memory, and the adapters have FP32
-master weights.
+The network has learnt the digits 0 to 4, in FP32. Its weights are frozen, and adapters learn all
+ten digits in mixed precision. At O2 the frozen weights take half the memory, and the adapters have
+FP32 master weights.
 """
 
 import warnings

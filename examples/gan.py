@@ -3,6 +3,8 @@
 python examples/gan.py --opt-level O1 --dtype bfloat16
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from common import digits, options, settings
@@ -16,7 +18,7 @@ NOISE = 16
 def network(*widths):
     """Linear layers with leaky ReLUs between them."""
     layers = []
-    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.LeakyReLU(0.2)]
     return nn.Sequential(*layers[:-1])
 

@@ -69,6 +69,14 @@ class Recogniser(nn.Module):
         return self.out(last[0])
 
 
+@torch.no_grad()
+def accuracy(model, held_out):
+    model.eval()
+    right = [(model(x, lengths).argmax(1) == y).float().mean().item() for x, lengths, y in held_out]
+    model.train()
+    return sum(right) / len(right)
+
+
 def main():
     args = options("Convolutions and an LSTM with mixed precision", epochs=8, lr=5e-3)
     model = Recogniser().to(args.device)
@@ -82,14 +90,7 @@ def main():
                 scaled_loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            held_out = list(batches(4, args, seed=0))
-            right = [
-                (model(x, lengths).argmax(1) == y).float().mean() for x, lengths, y in held_out
-            ]
-        model.train()
-        found = torch.stack(right).mean().item()
+        found = accuracy(model, batches(4, args, seed=0))
         amp.log_metrics(test_accuracy=found)
         print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {found:.4f}")
 

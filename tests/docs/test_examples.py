@@ -137,5 +137,6 @@ def test_a_short_example_trains_everywhere(example, tmp_path):
     )
     assert [row.status for row in rows] == ["ok"] * 7
     reference, *halves = [row.last_loss for row in rows]
-    assert halves == pytest.approx([reference] * 6, rel=0.15)
+    assert halves[:4] == pytest.approx([reference] * 4, rel=0.15)
+    assert halves[4:] == pytest.approx([reference] * 2, rel=0.4)  # O3
     assert not any(loss == reference for loss in halves)  # that would be FP32
