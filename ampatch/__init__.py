@@ -19,6 +19,7 @@ from .api.casting import (
     unregister_function,
 )
 from .api.initialize import (
+    add_models,
     add_optimizers,
     cache_info,
     deactivate,
@@ -53,6 +54,7 @@ __all__ = [
     "AmpatchError",
     "BannedFunctionError",
     "__version__",
+    "add_models",
     "add_optimizers",
     "cache_info",
     "deactivate",

@@ -26,6 +26,11 @@ rebind.NOT_SEARCHED.update(
     ("_pytest", "hypothesis", "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "pygments"),
     ("rich", "scipy", "setuptools", "sklearn", "sympy"),
     sys.stdlib_module_names,
+    # The frameworks that the tests in integrations/ import, and what these bring along.
+    ("accelerate", "ignite", "lightning", "pytorch_lightning", "timm", "transformers"),
+    ("PIL", "anyio", "charset_normalizer", "dateutil", "filelock", "fsspec", "h11", "httpcore2"),
+    ("httpx2", "huggingface_hub", "jinja2", "packaging", "psutil", "pyparsing", "regex"),
+    ("tokenizers", "torchmetrics", "torchvision", "tqdm", "yaml"),
 )
 
 # Without the device torch keeps each seed until the device is started, and formats the stack of
@@ -122,6 +127,16 @@ def ranks(tmp_path_factory):
     ranks.stop()
 
 
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """As `ranks`, four of them."""
+    from ranks import Ranks
+
+    ranks = Ranks(str(tmp_path_factory.mktemp("ranks")), 4)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(scope="session")
 def native_cache(tmp_path_factory):
     """A folder for `AMPATCH_CACHE` with a build of the native part; see `native_runs`."""
@@ -138,6 +153,9 @@ def accelerator(request):
     others = [item for item in request.session.items if not item.get_closest_marker("accelerator")]
     if others:
         pytest.skip("changes torch for the whole process: run `pytest -m accelerator`")
+    files = {item.path.name for item in request.session.items}
+    elsewhere = [name for name in files if not name.startswith("test_accelerator")]
+    assert not elsewhere, f"{elsewhere}: CI runs tests/laws/test_accelerator*.py for this mark"
     if not fake_accelerator.has_compiler():
         pytest.skip("no C++ compiler")
     fake_accelerator.load()

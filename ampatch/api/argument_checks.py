@@ -23,6 +23,9 @@ from ..config.overrides import ModuleKey
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..models.module_overrides import matching
+from ..models.sharded_weights import sharded_parameters
+from ..torch_private import zero_redundancy
+from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 
 
 def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
@@ -39,7 +42,7 @@ def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
         )
 
 
-def as_models(models: Any) -> list[nn.Module]:
+def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
     """The models as a list.  Raises `TypeError` for anything that is no module."""
     listed = list(models) if isinstance(models, (list, tuple)) else [models]
     for index, model in enumerate(listed):
@@ -51,12 +54,12 @@ def as_models(models: Any) -> list[nn.Module]:
                 else ""
             )
             raise TypeError(
-                f"ampatch.initialize({where}=...): expected a torch.nn.Module, or a "
+                f"{call}({where}=...): expected a torch.nn.Module, or a "
                 f"list or tuple of them, got {type_name(model)}.{hint}"
             )
         if isinstance(model, torch.jit.RecursiveScriptModule):
             raise TypeError(
-                f"ampatch.initialize(models=...): {model.original_name} was compiled by "
+                f"{call}(models=...): {model.original_name} was compiled by "
                 "torch.jit.script, and such modules take no hooks. Expected the model as it "
                 "was before, or a module around the compiled one: torch.nn.Sequential(model)."
             )
@@ -181,28 +184,64 @@ def _around(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def not_sharded(models: list[nn.Module], properties: Properties) -> None:
+def not_sharded(
+    models: list[nn.Module], properties: Properties, managed: Callable[[nn.Module], Any]
+) -> None:
     """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
 
-    FSDP keeps its own views of their data, and would go on gathering the old data.
+    Those of `fully_shard` change by its policy, and the DTensors of tensor parallel hold their data
+    themselves.  FullyShardedDataParallel keeps its own views of their data, and would go on
+    gathering the old data.  `managed(model)` is the managed
+    counterpart of a model in an earlier session, which gives back what it has changed, or None.
     """
+    call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     for index, model in enumerate(models):
         by_wrapper = any(_is_fsdp(module) for module in model.modules())
+        by_policy = sharded_parameters(model) if properties.casts_model else set()
+        earlier = managed(model)
+        if earlier is not None:
+            by_policy |= earlier.sharded.converted()
+        by_fully_shard = any(_is_fsdp(module, "FSDPModule") for module in model.modules())
         for name, parameter in model.named_parameters():
-            sharded = by_wrapper or hasattr(parameter, "placements")  # as DTensors have
+            if id(parameter) in by_policy:
+                continue
+            sharded = by_wrapper or (
+                is_dtensor(parameter) and (by_fully_shard or not can_exchange_data(parameter))
+            )
             if sharded and _would_change(parameter, properties):
                 raise AmpatchError(
-                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] "
-                    f"has the sharded parameter {name!r} (FSDP, DTensor) in {parameter.dtype}, "
-                    "which can neither be cast nor get a master copy. Expected FP32 parameters "
-                    'and opt_level="O1"; for half weights give fully_shard a '
-                    "MixedPrecisionPolicy."
+                    f"{call}: models[{index}] has the sharded parameter {name!r} (FSDP, DTensor) "
+                    f"in {parameter.dtype}, which can neither be cast nor get a master copy. "
+                    'Expected FP32 parameters and opt_level="O1", or a model sharded by '
+                    "torch.distributed.fsdp.fully_shard, which works at O2 and O3 too."
                 )
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    """FSDP's first version; importing its class for this question would be slow."""
-    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
+def parts_share_overflow(
+    optimizers: list[Any], properties: Properties, process_group: Any, call: str
+) -> None:
+    """Raise `AmpatchError` for parts of DTensors whose ranks would not learn of an overflow.
+
+    Around tensor parallel DDP trains each rank's part of a DTensor as a plain parameter, which
+    does not know its mesh.
+    """
+    if properties.loss_scale != "dynamic" or process_group is not None:
+        return
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(map(is_part_of_dtensor, params)):
+            raise AmpatchError(
+                f"{call}(optimizers=...): {type(optimizer).__name__} has parts of DTensors, which "
+                "DistributedDataParallel(device_mesh=...) has made plain parameters. An overflow "
+                "in one rank's part would skip the step on that rank alone. Expected the ranks "
+                "that decide together: ampatch.initialize(model, optimizer, "
+                "process_group=torch.distributed.group.WORLD)."
+            )
+
+
+def _is_fsdp(module: nn.Module, name: str = "FullyShardedDataParallel") -> bool:
+    """FSDP's first version, or another class; importing it for this question would be slow."""
+    return any(base.__name__ == name for base in type(module).__mro__)
 
 
 def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:
@@ -219,7 +258,10 @@ def weights_convert(models: list[nn.Module], properties: Properties) -> None:
     if properties.cast_model_type not in HALF_TYPES:
         return
     for model in models:
+        by_policy = sharded_parameters(model)
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if id(parameter) in by_policy:
+                continue
             if is_lazy(parameter):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
@@ -227,7 +269,7 @@ def weights_convert(models: list[nn.Module], properties: Properties) -> None:
                     "to keep in FP32 and to round. Nothing was changed. Run one forward of the "
                     'model, model(example), before initialize; or use opt_level="O1".'
                 )
-            if hasattr(parameter, "__tensor_flatten__"):
+            if hasattr(parameter, "__tensor_flatten__") and not is_dtensor(parameter):
                 raise AmpatchError(
                     f"ampatch.initialize(opt_level={properties.opt_level!r}): {name} of "
                     f"{type(model).__name__} is a {type(parameter).__name__}, which wraps other "
@@ -261,6 +303,27 @@ def fused_steps_work(
                 f"{call}: in this torch ({torch.__version__}) SGD(fused=True) on the CPU leaves "
                 f"parameters in {properties.cast_model_type} (opt level {properties.opt_level}) "
                 'unchanged. Use fused=False, or opt_level="O2".'
+            )
+
+
+def zero_steps_by_itself(
+    optimizers: list[Any], properties: Properties, call: str = "ampatch.initialize"
+) -> None:
+    """Raise `AmpatchError` for a `ZeroRedundancyOptimizer` whose steps nothing can prepare.
+
+    With `overlap_with_ddp` hooks of DDP step inside the backward pass: on scaled gradients, and on
+    the half weights.
+    """
+    if properties.loss_scale == 1.0 and properties.cast_model_type not in HALF_TYPES:
+        return
+    for optimizer in optimizers:
+        if zero_redundancy.is_zero(optimizer) and zero_redundancy.steps_in_backward(optimizer):
+            raise AmpatchError(
+                f"{call}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("
+                "overlap_with_ddp=True) steps inside the backward pass, where gradients are still "
+                "scaled, and has no place for FP32 master weights. Nothing was changed. Use "
+                'overlap_with_ddp=False, or opt_level="O1" with dtype=torch.bfloat16 and '
+                "loss_scale=1.0."
             )
 
 

@@ -92,7 +92,8 @@ def initialize(
             accelerator the message may come up to a quarter of this number later.
         allow_banned: whether a function that is unsafe in half (binary_cross_entropy) runs
             in FP32 with a warning (True) or is refused (False).
-        process_group: the ranks that share one overflow flag.
+        process_group: the ranks that share one overflow flag.  Ranks that have parts of the same
+            DTensors share it in any case.
         patch_scope: `"process"` casts every call while the session is open.  `"model"` casts
             calls in the forward of a managed model, and calls on its parameters or on half
             tensors.
@@ -107,7 +108,9 @@ def initialize(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         AmpatchError: a model was wrapped in DistributedDataParallel before this call, or is
-            sharded (FSDP) and the opt level is not O1.
+            sharded by other code than `fully_shard` and tensor parallel and the opt level is not
+            O1; a policy that `fully_shard` was given contradicts the opt level; or the parts of
+            DTensors under DistributedDataParallel come without `process_group`.
 
     After any exception nothing has been changed.  Objects that an earlier call manages stay
     managed by it.
@@ -130,7 +133,7 @@ def initialize(
     listed_models = argument_checks.as_models(models)
     listed_optimizers = argument_checks.as_optimizers(optimizers)
     if properties.enabled:
-        _check(listed_models, listed_optimizers, properties, rules)
+        _check(listed_models, listed_optimizers, properties, rules, process_group)
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)
@@ -151,6 +154,46 @@ def initialize(
         logger.warning(note)
     logger.info("Initialized: %s", properties)
     return models if optimizers is None else (models, optimizers)
+
+
+def add_models(models: Any, to: Any = None) -> Any:
+    """Manage models that come after `initialize`, under the same settings; returns what was passed.
+
+        generator, first = ampatch.initialize(generator, first, opt_level="O2")
+        discriminator = ampatch.add_models(discriminator)
+        second = ampatch.add_optimizers(torch.optim.Adam(discriminator.parameters()))
+
+    For code that sees one model after the other, as frameworks do.  The models of one session
+    share its loss scales.  FP32 values wait for optimizers as `add_optimizers` says.
+
+    Args:
+        models: a `torch.nn.Module`, or a list or tuple of them.  Those that the session has already
+            stay as they are.
+        to: a model or an optimizer of the session that they join.  None: the session opened last.
+
+    Raises:
+        TypeError: `models` holds something else.
+        AmpatchError: no session is open, `to` is in none, a model is in another session, or
+            `initialize` would refuse it.
+
+    After any of these nothing has been changed.
+    """
+    call = "ampatch.add_models"
+    listed = argument_checks.as_models(models, call)
+    session = registry.session_of(to, f"{call}(to=...)")
+    holders = [registry.models.session_of(model) for model in listed]
+    if not {*holders} <= {None, session}:
+        raise AmpatchError(
+            f"{call}(models=...): one of them is in the session of another ampatch.initialize. "
+            "Call initialize with it and its optimizer instead: that moves both."
+        )
+    new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
+    if session.properties.enabled:
+        argument_checks.not_wrapped_before(new, session.properties)
+        argument_checks.not_sharded(new, session.properties, registry.models.managed)
+        argument_checks.weights_convert(new, session.properties)
+    session.add_models(new)
+    return models
 
 
 def add_optimizers(optimizers: Any) -> Any:
@@ -185,6 +228,9 @@ def add_optimizers(optimizers: Any) -> Any:
         half_of = registry.half_weights.half_of
         argument_checks.optimizers_own_parameters(models, new, half_of, call)
         argument_checks.fused_steps_work(models, new, session.properties, call)
+        group = session.process_group
+        argument_checks.parts_share_overflow(new, session.properties, group, call)
+        argument_checks.zero_steps_by_itself(new, session.properties, call)
     session.add_optimizers(new)
     return optimizers
 
@@ -243,14 +289,21 @@ def _without_tied(given: dict[str, Any], opt_level: Any, asked: str) -> dict[str
 
 
 def _check(
-    models: list[nn.Module], optimizers: list[Any], properties: Properties, rules: Overrides
+    models: list[nn.Module],
+    optimizers: list[Any],
+    properties: Properties,
+    rules: Overrides,
+    process_group: Any,
 ) -> None:
     """Refuse what `initialize` cannot do with these models and optimizers."""
     argument_checks.optimizers_own_parameters(models, optimizers, registry.half_weights.half_of)
     argument_checks.not_wrapped_before(models, properties)
-    argument_checks.not_sharded(models, properties)
+    argument_checks.not_sharded(models, properties, registry.models.managed)
     argument_checks.weights_convert(models, properties)
     argument_checks.fused_steps_work(models, optimizers, properties)
+    call = "ampatch.initialize"
+    argument_checks.parts_share_overflow(optimizers, properties, process_group, call)
+    argument_checks.zero_steps_by_itself(optimizers, properties)
     argument_checks.overridden_modules_exist(rules.modules, models)
     if rules.functions:
         argument_checks.overridden_functions_exist(rules.functions, registry.installation)

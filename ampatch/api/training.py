@@ -113,7 +113,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def state_dict() -> dict[str, dict[str, Any]]:
+def state_dict(of: Any = None) -> dict[str, dict[str, Any]]:
     """The loss scalers of all open sessions: those of the session opened last in apex's format.
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`.  An entry also holds
@@ -121,14 +121,16 @@ def state_dict() -> dict[str, dict[str, Any]]:
     has changed.  The scalers of the other sessions are called `"session0.loss_scaler0"`,
     ..., numbered in the order in which `initialize` opened them.  Waits for the device.
 
-    Raises `AmpatchError` when no session is open.
+    With `of`, a model or an optimizer: the loss scalers of its session alone, in apex's format.
+
+    Raises `AmpatchError` when no session is open, or none has `of`.
     """
-    registry.latest("ampatch.state_dict()")
-    return {name: scaler.state_dict() for name, scaler in _named_scalers().items()}
+    scalers = _scalers_of(of, "ampatch.state_dict(of=...)")
+    return {name: scaler.state_dict() for name, scaler in scalers.items()}
 
 
-def load_state_dict(state: dict[str, Any]) -> None:
-    """Restore the loss scalers of all open sessions.
+def load_state_dict(state: dict[str, Any], of: Any = None) -> None:
+    """Restore the loss scalers of all open sessions; with `of`, as for `state_dict`, of one.
 
     `state` comes from `state_dict`, from a checkpoint of apex, or from
     `torch.amp.GradScaler.state_dict()`, which then goes to every loss of the session opened
@@ -139,11 +141,10 @@ def load_state_dict(state: dict[str, Any]) -> None:
     Raises:
         TypeError, ValueError: the entries are wrong, or not those of the open sessions.
             Nothing has been changed then.
-        AmpatchError: no session is open.
+        AmpatchError: no session is open, or none has `of`.
     """
-    session = registry.latest("ampatch.load_state_dict(...)")
-    scalers = _named_scalers()
-    own = [f"loss_scaler{index}" for index in range(len(session.scalers))]
+    scalers = _scalers_of(of, "ampatch.load_state_dict(..., of=...)")
+    own = [name for name in scalers if not name.startswith("session")]
     if is_grad_scalers(state):
         state = dict.fromkeys(own, from_grad_scaler(state))
     if not isinstance(state, dict):
@@ -170,10 +171,11 @@ def load_state_dict(state: dict[str, Any]) -> None:
         )
 
 
-def _named_scalers() -> dict[str, Scaler]:
-    """The loss scalers of all open sessions by their names in `state_dict`."""
-    *others, latest = registry.sessions
-    named = {f"loss_scaler{index}": scaler for index, scaler in enumerate(latest.scalers)}
+def _scalers_of(of: Any, call: str) -> dict[str, Scaler]:
+    """Loss scalers by their names in `state_dict`: of all sessions, or of the one that has `of`."""
+    session = registry.session_of(of, call)
+    named = {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.scalers)}
+    others = registry.sessions[:-1] if of is None else []
     if others:
         gc.collect()  # models and optimizers are in cycles, and those of a session may be garbage
     alive = [session for session in others if session.is_alive()]

@@ -118,6 +118,21 @@ def _namespaces() -> Iterator[dict]:
             home = name if isinstance(name, str) else title
             if home.partition(".")[0] not in NOT_SEARCHED:
                 yield namespace
+                if title == "__mp_main__":
+                    yield from _of_functions(namespace)
+
+
+def _of_functions(namespace: dict) -> list[dict]:
+    """The globals that functions of a spawned process's main script have.
+
+    `multiprocessing` runs the script in a module that it drops, and copies what is in it.
+    """
+    found = {
+        id(value.__globals__): value.__globals__
+        for value in list(namespace.values())
+        if type(value) is types.FunctionType and value.__module__ == "__mp_main__"
+    }
+    return [one for one in found.values() if one is not namespace]
 
 
 def _is_module(value: Any) -> bool:

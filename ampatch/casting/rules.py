@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from ..torch_private.dtensors import is_dtensor
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
 from .handlers import Handled, wants_to_see
@@ -73,6 +74,8 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
         if wants_to_see(value):
             raise Handled
         if castable(value, policy) and value.dtype is not to and not is_internal(value):
+            if not is_dynamo_compiling() and is_dtensor(value):  # the weights of tensor parallel
+                return policy.cache.cast(value, to) if value.is_leaf else value.to(to)
             return value.to(to)
         return value
     proxy = proxy_of(value)

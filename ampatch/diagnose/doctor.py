@@ -18,8 +18,9 @@ from ampatch import native
 from ampatch._version import __version__
 from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
 from ampatch.diagnose.dtype_names import dtype_name
-from ampatch.diagnose.speed import HALF_TYPES, SMALLEST, Speed, devices, fast, measure
+from ampatch.diagnose.speed import HALF_TYPES, SMALLEST, Speed, fast, measure
 from ampatch.diagnose.tables import content
+from ampatch.torch_private import devices
 
 SPEEDS = (
     "Speed relative to FP32, forward and backward, with the range of three measurements.\n"
@@ -36,7 +37,7 @@ def write_report(stream: TextIO) -> None:
     for name, value in facts():
         print(f"{name:<22}{value}", file=stream)
     print(f"\n{SPEEDS}", file=stream)
-    for device in devices():
+    for device in devices.device_types():
         speeds = measure(device)
         for line in speed_lines(device, speeds):
             print(f"  {line}", file=stream)
@@ -46,7 +47,7 @@ def write_report(stream: TextIO) -> None:
 
 def as_dict() -> dict[str, Any]:
     """Everything, for JSON."""
-    speeds = {device: measure(device) for device in devices()}
+    speeds = {device: measure(device) for device in devices.device_types()}
     return {
         "versions": {"python": platform.python_version(), "ampatch": __version__}
         | {name: _version(name) for name in ("torch", "wrapt")},
@@ -55,8 +56,8 @@ def as_dict() -> dict[str, Any]:
         "native_part": native.status().reason,
         "missing_in_torch": content.missing(),
         "cpu_threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda,
-        "cuda_devices": cuda_devices(),
+        "torch_built_for": devices.built_for(),
+        "accelerators": devices.described(),
         "apex": _apex(),
         "environment": environment(),
         "speed": {device: _by_dtype(found) for device, found in speeds.items()},
@@ -82,21 +83,12 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "native part", native.status().reason
     yield "not in this torch", ", ".join(content.missing()) or "nothing that ampatch patches"
     yield "cpu threads", str(torch.get_num_threads())
-    yield "cuda", torch.version.cuda or "not in this build of torch"
-    yield "cuda devices", ", ".join(cuda_devices()) or "none"
+    toolkits = (f"{name} {version}" for name, version in devices.built_for().items())
+    yield "torch built for", ", ".join(toolkits) or "the CPU alone"
+    yield "accelerators", ", ".join(devices.described()) or "none"
     yield "apex", _apex()
     for name, value in environment().items():
         yield name, "not set" if value is None else value
-
-
-def cuda_devices() -> list[str]:
-    """Names with compute capability; Tensor Cores: float16 from 7.0, bfloat16 from 8.0."""
-    return [
-        "{} ({}.{})".format(
-            torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index)
-        )
-        for index in range(torch.cuda.device_count())
-    ]
 
 
 def environment() -> dict[str, str | None]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import ampatch
+from ampatch.torch_private.devices import device_types, is_owned_by_host, wait_for
 
 from .dtype_names import dtype_name
 
@@ -69,10 +70,10 @@ class Speed:
 def fast_half_types(device: str | None = None) -> tuple[str, ...]:
     """Names of the half types that are worth a try on a device; takes about a second.
 
-    They are faster than FP32 in some operation, and slower in none.  `device` is "cpu" or "cuda";
-    None means CUDA where there is one.
+    They are faster than FP32 in some operation, and slower in none.  `device` is "cpu" or the type
+    of an accelerator; None means the accelerator where there is one.
     """
-    return fast(measure(device or devices()[-1]))
+    return fast(measure(device or device_types()[-1]))
 
 
 def fast(speeds: list[Speed]) -> tuple[str, ...]:
@@ -83,11 +84,6 @@ def fast(speeds: list[Speed]) -> tuple[str, ...]:
         for dtype, found in verdicts.items()
         if "faster" in found and "slower" not in found
     )
-
-
-def devices() -> list[str]:
-    """The device types that are measured."""
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def measure(device: str) -> list[Speed]:
@@ -158,7 +154,8 @@ def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     def leaf(*shape: int) -> Any:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
-    side, batch, channels = (256, 8, 64) if device == "cpu" else (4096, 128, 64)
+    small, large = (256, 8, 64), (4096, 128, 64)
+    side, batch, channels = small if is_owned_by_host(torch.device(device)) else large
     matmul = leaf(side, side), leaf(side, side)
     conv = leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)
     return {
@@ -179,7 +176,6 @@ def _shortest(run: Callable[[], Any], device: str, calls: int) -> float:
     for _ in range(calls):
         start = time.perf_counter()
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait_for(torch.device(device))
         best = min(best, time.perf_counter() - start)
     return best

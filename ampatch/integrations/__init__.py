@@ -3,7 +3,7 @@
 Each module is for one framework and imports it; nothing else in ampatch imports this package.
 Above the public API: these modules use `ampatch` as a script does, and the declared facade.
 
-* Lightning's Trainer and Fabric: `lightning.py`
+* Lightning's Trainer and Fabric: `lightning/`
 * transformers' Trainer: `transformers.py`
 * accelerate: `accelerate.py`
 * timm's train.py: `timm.py`

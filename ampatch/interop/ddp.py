@@ -14,19 +14,47 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casting.patches import Replacement
+from ..config.opt_levels import HALF_TYPES
+from ..errors import AmpatchError
+from ..torch_private.dtensors import is_dtensor
+from .float_averages import FloatAverages, Keepers, average_in_float
+
+
+def _refuse_half_dtensors(module: nn.Module) -> None:
+    """With a mesh DDP takes DTensors out of the module for good, and what knows them with it."""
+    for name, parameter in module.named_parameters():
+        if is_dtensor(parameter) and parameter.dtype in HALF_TYPES:
+            raise AmpatchError(
+                f"DistributedDataParallel({type(module).__name__}, device_mesh=...): {name} is a "
+                f"DTensor in {parameter.dtype}. DDP would replace it in each forward, so that its "
+                "FP32 values and the model's state_dict() would be lost. Nothing was changed. "
+                'Expected FP32 weights: opt_level="O1". Tensor and data parallel at O2 and O3: '
+                "DTensors on a mesh of two dimensions, as in docs/distributed.md."
+            )
+
 
 Broadcast = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
 
 
 class WrappedModels:
-    """The DistributedDataParallel wrappers that were noted here, held weakly."""
+    """The DistributedDataParallel wrappers that were noted here, held weakly.
 
-    def __init__(self) -> None:
+    `keepers` says who keeps the gradients of half weights, which they average in FP32.
+    """
+
+    def __init__(self, keepers: Keepers) -> None:
         self._wrappers: list[tuple[weakref.ref, set[int]]] = []  # with ids of modules inside
+        self._averages: weakref.WeakKeyDictionary[DistributedDataParallel, FloatAverages | None]
+        self._averages = weakref.WeakKeyDictionary()
+        self._keepers = keepers
+
+    def __len__(self) -> int:
+        """How many there may be: none, or some of which a few may have gone."""
+        return len(self._wrappers)
 
     def note(self, wrapper: DistributedDataParallel) -> None:
         """A wrapper was made."""
@@ -35,12 +63,31 @@ class WrappedModels:
 
     def reduces(self, model: Any) -> bool | None:
         """Whether DDP averages the gradients of the forward that begins; None: not in a DDP."""
-        found = [
-            wrapper.require_backward_grad_sync
+        found = [wrapper.require_backward_grad_sync for wrapper in self._around(model)]
+        return any(found) if found else None
+
+    def average_in_float(self, model: Any) -> bool:
+        """Have the wrappers of a model average in FP32; whether all do."""
+        averages = [self.averages_of(wrapper) for wrapper in self._around(model)]  # asks each
+        return None not in averages
+
+    def averages_of(self, wrapper: DistributedDataParallel) -> FloatAverages | None:
+        """What averages in FP32 for a wrapper; None where no weight needs it, or a hook is there.
+
+        Every rank asks before the first backward pass.
+        """
+        if wrapper not in self._averages:
+            if not any(self._keepers(list(wrapper.module.parameters()))):
+                return None
+            self._averages[wrapper] = average_in_float(wrapper, self._keepers)
+        return self._averages[wrapper]
+
+    def _around(self, model: Any) -> list[DistributedDataParallel]:
+        return [
+            wrapper
             for ref, modules in self._wrappers
             if id(model) in modules and (wrapper := ref()) is not None
         ]
-        return any(found) if found else None
 
 
 def replacements(
@@ -67,6 +114,8 @@ def _wrapping(
 ) -> Callable:
     @functools.wraps(original)
     def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("device_mesh") is not None:
+            _refuse_half_dtensors(args[0] if args else kwargs["module"])
         original(self, *args, **kwargs)
         note(self)
         if not kwargs.get("init_sync", True):

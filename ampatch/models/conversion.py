@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 
+from ..torch_private.dtensors import exchange_data
 from ..torch_private.modules import (
     BATCH_NORMS,
     INSTANCE_NORMS,
@@ -150,13 +151,14 @@ def convert_weights(
     dtype: torch.dtype,
     skip: Callable[[nn.Module], bool],
     skipped_dtype: torch.dtype = torch.float32,
+    leave: Collection[int] = (),
 ) -> list[Converted]:
     """Convert parameters in FP32 or half in place; returns what was changed, and from what.
 
     Modules for which `skip` is true go to `skipped_dtype` instead.  FP32 buffers stay as
     they are, but for the statistics of a norm, whose kernels want them in the dtype
     of its weights.  Tensors shared between modules are converted once, and parameters that share
-    their memory go on sharing it.
+    their memory go on sharing it.  Those in `leave` (ids) stay as they are.
     """
     converted: dict[int, Converted] = {}
     in_place: dict[tuple, Tensor] = {}
@@ -173,6 +175,7 @@ def convert_weights(
                 tensor.dtype in CASTABLE
                 and tensor.dtype is not target
                 and id(tensor) not in converted
+                and id(tensor) not in leave
             ):
                 data = _data.__get__(tensor)
                 converted[id(tensor)] = Converted(tensor, tensor.dtype, data, tensor.grad)
@@ -217,7 +220,7 @@ def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
 def set_data(tensor: Tensor, data: Tensor) -> None:
     """Give a tensor other data of perhaps another dtype; its gradient goes along."""
     grad, tensor.grad = tensor.grad, None
-    _data.__set__(tensor, data)
+    exchange_data(tensor, data)
     if grad is not None:
         tensor.grad = grad.to(data.dtype)
 

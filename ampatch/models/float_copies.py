@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..torch_private.dtensors import local_of
 from ..torch_private.probes import computes_with_fakes
 
 
@@ -30,6 +31,10 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
     """Elementwise: different numbers (-0.0 is not 0.0); any NaN is like any other."""
     differ = (one != other) | (one.signbit() != other.signbit())
     return differ & ~(one.isnan() & other.isnan())
+
+
+def _is_rounding_exact(half: Tensor, original: Tensor) -> bool:
+    return torch.equal(half.detach().to(original.dtype), original)
 
 
 class _Copy:
@@ -59,7 +64,7 @@ class WidenedCopies:
     def keep_original(self, half: Tensor, original: Tensor) -> None:
         """`half` was rounded from `original`."""
         has_values = not half.is_meta and not computes_with_fakes()
-        if has_values and not torch.equal(half.to(original.dtype), original):
+        if has_values and not _is_rounding_exact(local_of(half), local_of(original)):
             self._originals[id(half)] = half, original
 
     def forget_original(self, half: Tensor) -> None:

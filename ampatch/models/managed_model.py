@@ -9,8 +9,9 @@ as the model is, for as long as the session is open.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
+from ..torch_private.dtensors import exchange_data
 from ..torch_private.half_grads import restore_grad
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import (
@@ -42,8 +44,19 @@ from .hooks import Hook
 from .io_casting import ModelInputs
 from .module_overrides import ModuleOverride
 from .plain_parameters import PlainParameters
+from .sharded_weights import Place, ShardedWeights, fits, places_in, sharded_parameters
 from .state_dicts import StateDictHooks
+from .steps import Step
 from .submodule_calls import SubmoduleCalls
+
+
+class MakesOverrides(Protocol):
+    """The policies of a session, for a part of a model that is to run in another precision."""
+
+    def module_override(
+        self, module: nn.Module, precision: str, properties: Properties, state: CastState
+    ) -> ModuleOverride:
+        """What has a part of a model run in a precision of its own: "float" or "half"."""
 
 
 class Owner(Protocol):
@@ -57,6 +70,10 @@ class Owner(Protocol):
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
+
+    @property
+    def policies(self) -> MakesOverrides:
+        """The session's."""
 
 
 class ManagedModel:
@@ -94,11 +111,14 @@ class ManagedModel:
             self._inputs = self._make_inputs(type(model).__name__, self.in_dtype)
             if self.in_dtype in HALF_TYPES:
                 self._submodule_calls = self._make_submodule_calls(self._inputs, self.in_dtype)
+        self._step: Step | None = None
         self._overrides = overrides
         self._values = owner.values
         self._widened = owner.values.widened
         self._may_have_masters = False
+        self.sharded = ShardedWeights(model, properties)
         self._converted: list[Converted] = []
+        self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
         self.mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
@@ -124,7 +144,11 @@ class ManagedModel:
         dtype = self.in_dtype
         if dtype is None:
             return
-        self._converted = convert_weights(self.model, dtype, skip)
+        self._stays_float = skip
+        self.sharded.take(skip)
+        self._converted = convert_weights(
+            self.model, dtype, skip, leave=sharded_parameters(self.model)
+        )
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
             return
@@ -142,6 +166,26 @@ class ManagedModel:
                 ", ".join(lost),
             )
 
+    @contextlib.contextmanager
+    def as_float(self, part: nn.Module) -> Iterator[None]:
+        """The weights of the model, or of a part of it, have their FP32 values meanwhile.
+
+        What stands there at the end, perhaps other parameters, is converted again.
+        """
+        own = set(map(id, part.parameters()))
+        concerned = [entry for entry in self._converted if id(entry.tensor) in own]
+        for entry in concerned:
+            self._restore(entry)
+        self._converted = [entry for entry in self._converted if id(entry.tensor) not in own]
+        try:
+            yield
+        finally:
+            if self.in_dtype is not None:
+                leave = sharded_parameters(self.model)
+                new = convert_weights(part, self.in_dtype, self._stays_float, leave=leave)
+                self._converted += new
+                self._dtypes |= {id(entry.tensor): entry.dtype for entry in new}
+
     def originals(self) -> dict[int, Tensor]:
         """FP32 values that half parameters were rounded from, by the parameter's id.
 
@@ -153,15 +197,21 @@ class ManagedModel:
             if entry.tensor.dtype in HALF_TYPES
         }
 
-    def keep_originals(self, halves: set[int]) -> None:
-        """Keep the FP32 values of these half parameters (ids), for masters that are to come."""
+    def keep_originals(self, halves: set[int]) -> list[Tensor]:
+        """Keep the FP32 values of these half parameters (ids), for masters that are to come.
+
+        Returns those whose values are still here.
+        """
+        kept = []
         for tensor, _, original, _ in self._converted:
-            if id(tensor) in halves:
+            if id(tensor) in halves and original is not tensor:
                 self._widened.keep_original(tensor, original.float())
+                kept.append(tensor)
+        return kept
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""
-        return set(self._dtypes)
+        return set(self._dtypes) | self.sharded.converted()
 
     def overridden(self) -> set[nn.Module]:
         """The submodules that run in a precision of their own."""
@@ -201,6 +251,7 @@ class ManagedModel:
             self._submodule_calls.forget()
         self._copies.uninstall()
         undo = UndoAll("ampatch: a model's weights get their FP32 values")
+        undo.do(self.sharded.release)
         for entry in self._converted:
             undo.do(self._restore, entry)
         if self._converted:
@@ -214,7 +265,7 @@ class ManagedModel:
         restore_grad(tensor)
         if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
             tensor.grad = None
-            tensor.data = original
+            exchange_data(tensor, original)
             tensor.grad = grad
             if master is not None:
                 master.grad = None
@@ -222,9 +273,66 @@ class ManagedModel:
             set_data(tensor, self._values.release(tensor).to(dtype))
         else:
             tensor.grad = None
-            tensor.data = master.data.to(dtype)
+            exchange_data(tensor, master.detach().to(dtype))
             if master.grad is not None:
                 tensor.grad, master.grad = master.grad.to(dtype), None
+
+    # Sharding
+
+    @contextlib.contextmanager
+    def being_sharded(
+        self, modules: list[nn.Module], given: Any, ignored: set[int]
+    ) -> Iterator[Any]:
+        """`fully_shard` is called inside for parts of the model; gives the policy for it.
+
+        `given` is the user's policy; parameters in `ignored` (ids) are not sharded.
+        """
+        if self.in_dtype is None:
+            yield given
+            return
+        is_whole = self.model in modules
+        fits("torch.distributed.fsdp.fully_shard(mp_policy=...)", given, self.properties, is_whole)
+        if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
+            self._keep_float(modules)
+        places = places_in(modules, ignored | sharded_parameters(self.model))
+        kept = self._converted, self._dtypes
+        widened = self._widen(places)
+        try:
+            yield self.sharded.policy(given, is_whole)
+        except BaseException:
+            self._converted, self._dtypes = kept
+            for parameter, half in widened:
+                self._widened.keep_original(half, parameter.data)
+                set_data(parameter, half)
+            raise
+        self.sharded.adopt(given, self._as_given(places, kept[1]), self._stays_float)
+
+    def _keep_float(self, modules: list[nn.Module]) -> None:
+        """These parts run in FP32 from now on."""
+        known, floats = self._stays_float, {part for module in modules for part in module.modules()}
+        self._stays_float = lambda module: module in floats or known(module)
+        for module in set(modules) - self.overridden():
+            override = self._owner.policies.module_override(
+                module, "float", self.properties, self._state
+            )
+            self._overrides.append(override)
+            self._handles.extend(override.install())
+
+    def _widen(self, places: list[Place]) -> list[tuple[Tensor, Tensor]]:
+        """Parameters whose shards are to be FP32 get these values; returns them as they were."""
+        widened = []
+        for module, _, parameter, dtype in places:
+            wanted = self.sharded.storage_dtype(module, self._stays_float)
+            if dtype in HALF_TYPES and dtype is not wanted:
+                widened.append((parameter, parameter.data))
+                set_data(parameter, self._values.release(parameter).to(wanted))
+        gone = {id(place.parameter) for place in places}
+        self._converted = [entry for entry in self._converted if id(entry.tensor) not in gone]
+        self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key not in gone}
+        return widened
+
+    def _as_given(self, places: list[Place], dtypes: dict[int, torch.dtype]) -> list[Place]:
+        return [one._replace(dtype=dtypes.get(id(one.parameter), one.dtype)) for one in places]
 
     # Around a forward
 
@@ -232,6 +340,8 @@ class ManagedModel:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
+        if self._step is not None and not is_dynamo_compiling() and self._step.enters():
+            return None
         taken = None
         if self._inputs is not None:
             taken = self._inputs.take(args, kwargs)
@@ -252,6 +362,23 @@ class ManagedModel:
                 self._widened.take_over()
         return taken
 
+    @contextlib.contextmanager
+    def in_step(self, is_sent_through_call: bool) -> Iterator[None]:
+        """Context manager: a framework runs code around the model; see `steps.py`.
+
+        At levels without half weights it changes nothing.
+        """
+        if self._submodule_calls is None:
+            yield
+            return
+        before = self._step
+        self._step = Step(self._submodule_calls, self.out_dtype, is_sent_through_call)
+        try:
+            with self._step:
+                yield
+        finally:
+            self._step = before
+
     def _enter_submodule(self, owner: Any) -> None:
         """A part is called from outside."""
         self._state.push(self.policy, owner)
@@ -264,6 +391,8 @@ class ManagedModel:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
+        if self._step is not None and not is_dynamo_compiling() and self._step.leaves():
+            return None
         if output is None and not is_dynamo_compiling():  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
         if self._state.thread.frames:

@@ -21,6 +21,7 @@ from ..config.overrides import ModuleKey
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import caster, has_statistics, is_instance_norm, map_tensors
 from .hooks import Hook
+from .sharded_weights import float_modules
 
 
 class ModuleOverride:
@@ -82,10 +83,13 @@ def precisions(
 ) -> dict[nn.Module, str]:
     """The precision of each submodule that runs in another than its model.
 
-    Those that rules name, and in half models InstanceNorm with running statistics: fed half
-    input its kernel loses updates of the statistics.
+    Those that rules name; in half models those that were sharded with a policy of FP32, and
+    InstanceNorm with running statistics: fed half input its kernel loses updates of the statistics.
     """
     found = matching(model, rules)
+    if properties.cast_model_type in HALF_TYPES:
+        for module in float_modules(model):
+            found.setdefault(module, "float")
     if properties.cast_model_type in HALF_TYPES and properties.keep_batchnorm_fp32:
         for module in model.modules():
             if module is not model and is_instance_norm(module) and has_statistics(module):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_private.dtensors import is_dtensor
 from .hooks import add_load_hook, add_loaded_hook, add_state_dict_hook
 
 
@@ -56,8 +57,9 @@ class StateDictHooks:
         """Load the values as they are now; the user's hooks may come after this one."""
         given: dict[str, Any] = {}
         for name, tensor in _own_tensors(module):
-            loaded = given[name] = state_dict.get(prefix + name)
-            if isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
+            loaded: Any = state_dict.get(prefix + name)
+            given[name] = loaded
+            if _may_be_values_of(loaded, tensor):
                 self._load(tensor, loaded)
         self._loading[id(module)] = state_dict, prefix, given
 
@@ -66,8 +68,7 @@ class StateDictHooks:
         state_dict, prefix, given = self._loading.pop(id(module), ({}, "", {}))
         for name, tensor in _own_tensors(module):
             loaded: Any = state_dict.get(prefix + name)
-            is_changed = isinstance(loaded, Tensor) and loaded is not given.get(name)
-            if is_changed and loaded.shape == tensor.shape:
+            if loaded is not given.get(name) and _may_be_values_of(loaded, tensor):
                 self._load(tensor, loaded)
 
 
@@ -81,6 +82,15 @@ def _is_same_memory(saved: Any, tensor: Tensor) -> bool:
         return False
     is_plain = type(saved) is Tensor  # others may have no memory to point at
     return saved.data_ptr() == tensor.data_ptr() if is_plain else True
+
+
+def _may_be_values_of(loaded: Any, tensor: Tensor) -> bool:
+    """Whether torch will copy what is loaded into a module's tensor; else it raises its error."""
+    return (
+        isinstance(loaded, Tensor)
+        and loaded.shape == tensor.shape
+        and is_dtensor(loaded) is is_dtensor(tensor)
+    )
 
 
 def _hookable(model: nn.Module) -> Iterator[nn.Module]:

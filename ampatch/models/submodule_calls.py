@@ -1,7 +1,8 @@
 """Parts of a half model called from outside its forward: `model.encoder(x)`, `model.encode(x)`.
 
 The outermost part that is called gets its inputs as the model's own forward would.  What it
-returns stays in half: between the layers of a method nothing else would fit the next one.
+returns stays in half: between the layers of a method nothing else would fit the next one.  In the
+steps of a framework (`steps.py`) it has the dtype of the model's results, since a loss follows.
 While the model's own forward runs these hooks are taken out, so that they cost it nothing.
 """
 
@@ -21,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from ..config.opt_levels import HALF_TYPES
 from ..torch_private.modules import forward_tables
 from ..torch_private.probes import current_backward_pass
+from .conversion import cast_tensors
 from .hooks import Hook
 from .io_casting import ModelInputs
 
@@ -29,6 +31,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.outermost: nn.Module | None = None  # the part that a call from outside has entered
         self.again = 0  # how often it is inside itself
+        self.result: torch.dtype | None = None  # of what a part returns; None: as it is
 
 
 class SubmoduleCalls:
@@ -83,6 +86,11 @@ class SubmoduleCalls:
         """The handles have been removed."""
         self._tables, self._ids, self._hooks = [], [], []
 
+    def results_are(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Have parts return results of this dtype in this thread; returns what they did before."""
+        before, self._here.result = self._here.result, dtype
+        return before
+
     def step_aside(self) -> None:
         """The model's own forward begins: out with the hooks."""
         self._here.outermost, self._here.again = None, 0
@@ -108,13 +116,14 @@ class SubmoduleCalls:
         self._push(self)
         return taken
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         here = self._here
         if is_dynamo_compiling() or here.outermost is not module:
-            return
+            return None
         if here.again:
             here.again -= 1
-            return
+            return None
         here.outermost = None
         self._pop(self)
         self._inputs[id(module)].write_back()
+        return None if here.result is None else cast_tensors(output, here.result)

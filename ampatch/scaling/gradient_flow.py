@@ -18,8 +18,9 @@ from .gradient_state import Event, GradientState, Pending, State, Unscaled
 from .loss_scaler import Scaler
 from .master_weights import MasterWeights
 from .masters.half_gradients import HalfGradients, Script
+from .optimizers import zero
 from .other_blocks import OtherBlocks, entering
-from .process_group import share_flag, world_size
+from .process_group import share_flag, sharing_groups, world_size
 from .scale_value import Flag, is_set
 from .shared_parameters import NOTHING_SHARED, Sharing
 from .tensor_lists import add_to, drop_grads, grads_of, put_back, with_grads
@@ -30,7 +31,8 @@ _grad_of = operator.attrgetter("grad")
 class GradientFlow:
     """What happens to the gradients of `optimizer`; `state` says where they are on their way.
 
-    The ranks of `process_group` share their overflow flag.
+    The ranks of `process_group` share their overflow flag in each block, those of `step_group`
+    at each step.
     """
 
     def __init__(self, optimizer: Any, masters: MasterWeights, process_group: Any = None) -> None:
@@ -40,6 +42,7 @@ class GradientFlow:
         self.in_halves = HalfGradients(masters, self.state, self.others)
         self._masters = masters
         self._process_group = process_group
+        self.step_group = zero.group_of(optimizer)
 
     def parameters(self) -> Sequence[Tensor]:
         """The tensors the optimizer updates: masters, or the parameters themselves.
@@ -213,8 +216,9 @@ class GradientFlow:
         found = scaler.unscale_(grads, scale)
         if found is None or not (grads or self._process_group):
             return None  # without gradients there is nothing to learn for the scale
-        if self._process_group is not None:
-            found = share_flag(found, self._process_group, grads)
+        groups = sharing_groups(self._process_group, grads)
+        if groups:
+            found = share_flag(found, groups, grads)
         by = Unscaled(scaler, scale)
         for flow in concerned:
             flow.state.note_overflow(found, by)
@@ -245,6 +249,20 @@ class GradientFlow:
 
     # Steps and zeroes
 
+    def share_overflow(self) -> None:
+        """Have all ranks of `step_group` know of an overflow on one; each of them asks.
+
+        A rank whose gradients are none of this step (`Join`) decides as the others do.
+        """
+        state = self.state
+        if state.now is State.SPENT:
+            self.check_spent()
+        seen = state.overflow
+        found = share_flag(False if seen is None else seen, [self.step_group], self.parameters())
+        state.overflow = found
+        for scaler in state.waiting:
+            scaler.defer([found])
+
     def take_found_inf(self) -> Flag | None:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""
         state = self.state
@@ -253,7 +271,9 @@ class GradientFlow:
         found, state.overflow = state.overflow, None
         if found is not None:
             state.change(Event.STEP)
-        return found if self.has_gradients() else None  # setting them to None takes it away too
+        if self.step_group is not None or self.has_gradients():
+            return found
+        return None  # setting them to None takes the overflow away too
 
     def take_overflow(self) -> bool:
         """Whether the gradients gathered since the last look overflowed.  Waits for the device."""

@@ -12,12 +12,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import is_read_by_host
+from ..torch_private.dtensors import is_dtensor
 from ..torch_private.half_grads import (
     Keeper,
     is_redirected,
@@ -189,6 +190,10 @@ class MasterWeights:
         self._writers.note(pair)
         self._equal_on_ranks.add(id(half))
 
+    def are_equal_on_ranks(self, halves: set[int]) -> None:
+        """The values that masters of these half weights (ids) were made of are on all ranks."""
+        self._equal_on_ranks |= halves & self.by_half.keys()
+
     def touched(self, tensor: Tensor, data: Tensor | None) -> None:
         """`.data` of a half weight or a master was read, or (None) replaced."""
         if id(tensor) in self.by_half:
@@ -279,7 +284,8 @@ class MasterWeights:
         changed = [
             pair
             for pair in self
-            if id(pair.half) not in self._equal_on_ranks
+            if not is_dtensor(pair.half)  # each rank has a part of its own
+            and id(pair.half) not in self._equal_on_ranks
             and not self._writers.masters.is_new(pair.master)
         ]
         if changed:
@@ -332,3 +338,8 @@ class MasterWeights:
         if writers.handed_out.copies:
             for half in halves:
                 writers.handed_out.renew(half)
+
+
+def have_any_of(masters: MasterWeights, model: nn.Module) -> bool:
+    """Whether some of them are masters of a model's parameters."""
+    return any(id(parameter) in masters.by_half for parameter in model.parameters())

@@ -15,6 +15,7 @@ from ..torch_private.optimizers import note_skipped_step
 from .gradient_flow import GradientFlow
 from .gradient_state import Event, State
 from .master_weights import MasterWeights
+from .optimizers import zero
 from .optimizers.apex_checkpoints import torch_layout
 from .optimizers.bare_calls import bare_step, is_bare_zero_grad
 from .optimizers.closures import Evaluations, step_with_closure, with_closures
@@ -49,7 +50,7 @@ class ManagedOptimizer:
     the parameters that are to have masters now, `master_of` the master that another optimizer
     has made for one of them, `half_of` the parameter of such a master, `held_copy` gives up an
     FP32 copy of one that the user's code holds.  The ranks of `process_group` share their
-    overflow flag.
+    overflow flag.  `looks_for_overflow` says whether there is a dynamic loss scale.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ManagedOptimizer:
         process_group: Any = None,
         name_of: Callable[[Tensor], str] = lambda half: "a weight",
         held_copy: Callable[[Tensor], Tensor | None] = lambda half: None,
+        looks_for_overflow: Callable[[], bool] = lambda: False,
     ) -> None:
         self.optimizer = optimizer
         self.casts = casts
@@ -79,6 +81,7 @@ class ManagedOptimizer:
         self._has_warned = False
         self._before_step, self._after_step = before_step, after_step
         self._halves = halves
+        self._looks_for_overflow = looks_for_overflow
         self._methods = Methods(optimizer)
         self._own_methods: dict[str, Callable] = {}
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
@@ -172,25 +175,29 @@ class ManagedOptimizer:
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        self.before_step()
+        evaluations = None
         if args or kwargs:
-            result = self._step_with_arguments(original, args, kwargs)
+            evaluations, args, kwargs = with_closures(self, args, kwargs)
+        self.before_step(evaluates=evaluations is not None)
+        if evaluations is not None:
+            result = self._step_with_closure(original, evaluations, args, kwargs)
         else:
             result = self.step_on_gradients(original, args, kwargs)
         self.after_step()
         return result
 
-    def _step_with_arguments(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        evaluations = Evaluations(self)
-        has_closure, given, named = with_closures(evaluations, args, kwargs)
-        if not has_closure:
-            return self.step_on_gradients(original, args, kwargs)
+    def _step_with_closure(
+        self, original: Callable, evaluations: Evaluations, args: tuple, kwargs: dict
+    ) -> Any:
         halves = self._two_steps
         with self.casts.off, halves.inside_step(evaluations) if halves else nullcontext():
-            return step_with_closure(self, original, evaluations, given, named)
+            return step_with_closure(self, original, evaluations, args, kwargs)
 
-    def before_step(self) -> None:
-        """Bring parameters, gradients and scalers up to date."""
+    def before_step(self, evaluates: bool = False) -> None:
+        """Bring parameters, gradients and scalers up to date.
+
+        A step that evaluates a closure looks at the gradients after that.
+        """
         self._before_step(self)
         state = self.gradients.state
         if state.in_block:
@@ -203,8 +210,16 @@ class ManagedOptimizer:
         self.add_new_params()
         if state.now is State.PENDING or self.masters.by_half:
             self.bring_up_to_date()
+        if not evaluates:
+            self.agree()
         if state.waiting:
             state.update_deferred()
+
+    def agree(self) -> None:
+        """Have the ranks that step together decide together."""
+        if self.gradients.step_group is not None and self._looks_for_overflow():
+            zero.refuse_lead(self.optimizer)
+            self.gradients.share_overflow()
 
     def bring_up_to_date(self) -> None:
         """Unscale what is pending; have masters follow what was written into half weights.

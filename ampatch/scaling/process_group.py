@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from ..torch_private.dtensors import groups_of
 from ..torch_private.probes import are_ranks
 from .scale_value import Flag
 
@@ -17,15 +19,25 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if are_ranks() else 1
 
 
-def share_flag(flag: Flag, group: Any, grads: list[Tensor]) -> Flag:
-    """A flag that is set on all ranks of a process group if it is on one.
+def sharing_groups(group: Any, grads: list[Tensor]) -> list[Any]:
+    """The process groups that share the flag of these gradients: of DTensors' meshes, and `group`.
 
-    What the host knows travels on the device of the gradients.
+    A rank has its own part of a DTensor, and an inf may be in one part alone.
+    """
+    groups = groups_of(grads)
+    return groups if group is None or group in groups else [*groups, group]
+
+
+def share_flag(flag: Flag, groups: list[Any], near: Sequence[Tensor]) -> Flag:
+    """A flag that is set on all ranks of these process groups if it is on one.
+
+    What the host knows travels on the device of the tensors in `near`.
     """
     if isinstance(flag, Tensor):
         shared = flag
     else:
-        device = grads[0].device if grads else torch.device("cpu")
+        device = near[0].device if near else torch.device("cpu")
         shared = torch.tensor(float(flag), dtype=torch.float32, device=device)
-    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
+    for group in groups:
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
     return shared if isinstance(flag, Tensor) else bool(shared.item())

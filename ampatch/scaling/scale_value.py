@@ -20,6 +20,7 @@ from ..config.scale_settings import ScaleSettings
 from ..native import part
 from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
 from ..torch_private.devices import is_owned_by_host
+from ..torch_private.dtensors import local_of
 
 Flag = Tensor | bool
 
@@ -170,7 +171,7 @@ class DeviceNumbers:
         if not isinstance(scale, Tensor):
             scale = torch.full_like(self.scale, scale)
         found = torch.zeros_like(scale)
-        inverse = scale.reciprocal()
+        inverse = _reciprocal(scale)
         for device, group in alike(grads):
             found_here = found if device == found.device else found.to(device)
             check_and_unscale_(group, found_here, inverse.to(device))
@@ -192,6 +193,10 @@ class DeviceNumbers:
         self.scale.clamp_(rule.min_loss_scale, rule.max_loss_scale)
 
 
+_reciprocal = torch.ops.aten.reciprocal.default
+"""Not the function that is patched: reports would count the call as the script's."""
+
+
 def _float32(number: float) -> float:
     return struct.unpack("f", struct.pack("f", number))[0]
 
@@ -200,14 +205,11 @@ Numbers = HostNumbers | DeviceNumbers
 
 
 def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """The tensors that hold their numbers, in lists that one kernel takes together.
-
-    They are of one device, and all sharded or none.
-    """
+    """The tensors that hold their numbers, in lists that one kernel takes together."""
     if len(grads) == 1 and type(grads[0]) is Tensor and not grads[0].is_sparse:
         return [(grads[0].device, grads)]
     is_dense_cpu = grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads))
-    if is_dense_cpu and len(set(map(type, grads))) == 1:  # the usual case, without a look at each
+    if is_dense_cpu and set(map(type, grads)) == {Tensor}:  # the usual case, without a look at each
         return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}
     for grad in map(values, grads):
@@ -216,5 +218,6 @@ def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
 
 
 def values(grad: Tensor) -> Tensor:
-    """The tensor that holds the numbers: of a sparse gradient its values."""
+    """The tensor that holds the numbers: a sparse gradient's values, this rank's of a DTensor."""
+    grad = local_of(grad)
     return grad._values() if grad.is_sparse else grad

@@ -17,6 +17,13 @@ from torch import Tensor
 
 from ..native import part
 from ..torch_private import foreach
+from ..torch_private.dtensors import (
+    any_dtensor,
+    are_laid_out_alike,
+    is_dtensor,
+    local_of,
+    note_write,
+)
 from ..torch_private.half_grads import raw_grad, set_raw_grad
 from ..torch_private.probes import set_grad_enabled
 
@@ -101,7 +108,7 @@ def _take_up(halves: list[Tensor], masters: list[Tensor]) -> tuple[list[Tensor],
     for begin, end in _parts(grads):
         some = grads[begin:end]
         grads[begin:end] = [None] * len(some)
-        if any(map(_is_sparse, some)):
+        if any(map(_is_sparse, some)) or any_dtensor(some):  # a DTensor keeps its own placements
             wide += [grad.float() for grad in some]
         else:
             copies = list(map(torch.empty_like, masters[begin:end]))
@@ -135,9 +142,11 @@ def add_to(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         found = tensor.grad
         if found is None:
             tensor.grad = grad
+        elif are_laid_out_alike(found, grad):
+            held.append(local_of(found))
+            more.append(local_of(grad))
         else:
-            held.append(found)
-            more.append(grad)
+            tensor.grad = found + grad
     if held:
         foreach.add_(held, more)
 
@@ -148,20 +157,31 @@ def put_back(aside: Sequence[tuple[Tensor, Tensor]]) -> None:
     more: list[Tensor] = []
     for tensor, grad in aside:
         new = tensor.grad
-        if new is not None:
-            held.append(grad)
-            more.append(new)
-        tensor.grad = grad
+        if new is None:
+            tensor.grad = grad
+        elif are_laid_out_alike(grad, new):
+            held.append(local_of(grad))
+            more.append(local_of(new))
+            tensor.grad = grad
+        else:
+            tensor.grad = grad + new
     if held:
         foreach.add_(held, more)
 
 
 def round_down(halves: list[Tensor], masters: list[Tensor]) -> None:
     """Write the values of masters, rounded, into half weights."""
-    if part is None or not part.round_down(halves, masters):
-        found = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        try:
-            foreach.copy_(halves, masters)
-        finally:
-            set_grad_enabled(found)
+    if part is not None and part.round_down(halves, masters):
+        return
+    given = halves
+    are_split = any_dtensor(masters)
+    if are_split:
+        halves, masters = list(map(local_of, halves)), list(map(local_of, masters))
+    found = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        foreach.copy_(halves, masters)
+    finally:
+        set_grad_enabled(found)
+    if are_split:
+        note_write(filter(is_dtensor, given))

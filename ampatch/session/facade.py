@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.patches import PatchSet
@@ -21,8 +21,10 @@ from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..casting.tables import Rule
 from ..config.opt_levels import Properties
-from ..scaling.master_weights import Pair
+from ..scaling.master_weights import Pair, have_any_of
 from ..scaling.optimizer import ManagedOptimizer
+from ..scaling.optimizers.closures import torch_optimizers
+from ..scaling.scaler_entries import checked_entry
 from ..torch_private import foreach
 from ..torch_private.devices import have_fused_optimizers
 from ..torch_private.probes import current_backward_pass
@@ -39,17 +41,24 @@ __all__ = [
     "current_backward_pass",
     "drop_cached_weights",
     "edit_tables",
+    "evaluates_closure_once",
     "foreach",
     "half_of",
     "have_fused_optimizers",
+    "in_step",
     "listed_function",
+    "load_loss_scales",
+    "loss_scales",
     "manage_optimizer",
     "managed_optimizer",
     "master_pairs",
+    "note_reduction",
     "open_automatic_session",
     "open_sessions",
+    "optimizers_of",
     "replacement_of",
     "session_of",
+    "share_loss_scales",
     "stop_watching_casts",
     "sync_masters",
     "watch_casts",
@@ -88,12 +97,41 @@ def with_apex_tables() -> Iterator[None]:
         registry.opens_as_apex = False
 
 
+def loss_scales(session: Session) -> dict[str, Any]:
+    """As `ampatch.state_dict()`, of one session."""
+    return {f"loss_scaler{n}": scaler.state_dict() for n, scaler in enumerate(session.scalers)}
+
+
+def load_loss_scales(session: Session, state: dict[str, Any]) -> None:
+    """As `ampatch.load_state_dict(state)`, into one session.
+
+    Raises `ValueError` for entries that are wrong or missing.
+    """
+    expected = list(loss_scales(session))
+    if sorted(state) != expected:
+        raise ValueError(f"loss scales of a checkpoint: got {sorted(state)}, expected {expected}.")
+    for number, scaler in enumerate(session.scalers):
+        entry = state[f"loss_scaler{number}"]
+        checked_entry(f"loss_scaler{number}", entry, scaler.settings)
+        scaler.load_state_dict(entry)
+
+
+def share_loss_scales(session: Session, other: Session) -> None:
+    """Have `session`, which has just opened, scale losses as `other` does, from now on."""
+    session.scalers = other.scalers
+
+
 # Optimizers and master weights
 
 
-def session_of(optimizer: Any) -> Session | None:
-    """The open session that has an optimizer, or None."""
-    return registry.optimizers.session_of(optimizer)
+def optimizers_of(session: Session) -> list[Any]:
+    """The optimizers that a session manages."""
+    return [managed.optimizer for managed in session.optimizers.alive()]
+
+
+def session_of(given: Any) -> Session | None:
+    """The open session that has an optimizer or a model, or None."""
+    return registry.optimizers.session_of(given) or registry.models.session_of(given)
 
 
 def managed_optimizer(optimizer: Any) -> ManagedOptimizer | None:
@@ -112,9 +150,26 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     return managed
 
 
+def evaluates_closure_once(optimizer: Any) -> bool:
+    """Whether `optimizer.step(closure)` does what the closure and then `step()` would do.
+
+    So it is with torch's own optimizers, but for LBFGS.
+    """
+    return type(optimizer) in torch_optimizers()
+
+
 def half_of(master: Tensor) -> Tensor | None:
     """The half parameter whose FP32 master weight a tensor is, or None."""
     return registry.half_weights.half_of(master)
+
+
+def note_reduction(model: nn.Module) -> None:
+    """DDP averages the next pass of a model if its wrapper says so now, not at the forward."""
+    session = registry.models.session_of(model)
+    reduces = registry.wrapped.reduces(model)
+    for managed in [] if session is None else session.optimizers.alive():
+        if have_any_of(managed.masters, model):
+            managed.gradients.in_halves.reduces = reduces
 
 
 def master_pairs(optimizer: Any) -> list[Pair]:
@@ -128,6 +183,20 @@ def sync_masters(optimizer: Any) -> None:
     managed = registry.optimizers.managed(optimizer)
     if managed is not None:
         managed.masters.sync_from_half()
+
+
+# Models
+
+
+def in_step(model: nn.Module, is_sent_through_call: bool) -> AbstractContextManager[None]:
+    """Context manager around a framework's step, a method of a managed model that calls its parts.
+
+    At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
+    return FP32.  With `is_sent_through_call` the model's first call in it is the step itself, sent
+    through `DistributedDataParallel`.
+    """
+    managed = registry.models.managed(model)
+    return contextlib.nullcontext() if managed is None else managed.in_step(is_sent_through_call)
 
 
 # Casting

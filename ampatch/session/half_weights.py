@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from ..errors import AmpatchError
+from ..torch_private.dtensors import local_of
+
 if TYPE_CHECKING:
+    from ..scaling.masters.half_gradients import HalfGradients
     from ..scaling.optimizer import ManagedOptimizer
     from .session import Session
 
@@ -71,11 +75,12 @@ class HalfWeights:
 
         With it comes whether the parameter has a master.  None for another tensor.
         """
-        place = tensor.data_ptr()
+        place = local_of(tensor).data_ptr()
         for session in self._registry.sessions:
             for managed in session.models.alive():
                 for name, parameter in managed.model.named_parameters():
-                    if parameter.dtype is tensor.dtype and parameter.data_ptr() == place:
+                    own = local_of(parameter)
+                    if parameter.dtype is tensor.dtype and own.data_ptr() == place:
                         has_master = session.masters.of(parameter) is not None
                         return f"{type(managed.model).__name__}.{name}", has_master
         return None
@@ -84,6 +89,18 @@ class HalfWeights:
         """Ids of the half parameters of models at a level with master weights."""
         sessions = self._registry.sessions
         return set().union(*(session.weights.halves_that_need_masters() for session in sessions))
+
+    def keepers(self, parameters: Sequence[Tensor]) -> list[list[HalfGradients]]:
+        """What keeps the FP32 gradients of each parameter: of half weights with masters."""
+        optimizers = [managed for managed in self._optimizers() if managed.masters.by_half]
+        return [
+            [
+                managed.gradients.in_halves
+                for managed in optimizers
+                if id(parameter) in managed.masters.by_half
+            ]
+            for parameter in parameters
+        ]
 
     # Events
 
@@ -109,6 +126,32 @@ class HalfWeights:
                 if managed.masters.of(parameter) is not None:
                     managed.masters.broadcast(parameter, send)
 
+    def broadcast_scales(self, model: nn.Module, send: Callable[[list], None]) -> None:
+        """Have `send` make the states of loss scalers equal, of sessions with parts of `model`."""
+        for session in self._sessions_of(model):
+            states = [scaler.state_dict() for scaler in session.scalers]
+            send(states)
+            for scaler, state in zip(session.scalers, states, strict=True):
+                scaler.load_state_dict(state)
+
+    def refuse_uneven(self, model: nn.Module) -> None:
+        """Raise `AmpatchError` for a model whose ranks share a flag, which `join` cannot shadow."""
+        if any(session.process_group is not None for session in self._sessions_of(model)):
+            raise AmpatchError(
+                f"DistributedDataParallel({type(model).__name__}).join(): "
+                "ampatch.initialize(process_group=...) has the ranks share a flag in each block, "
+                "for which a rank without data would not be there. Leave process_group out: "
+                "DistributedDataParallel shows each rank the overflows of the others."
+            )
+
+    def _sessions_of(self, model: nn.Module) -> list[Session]:
+        parts = set(map(id, model.modules()))
+        return [
+            session
+            for session in self._registry.sessions
+            if any(id(managed.model) in parts for managed in session.models.alive())
+        ]
+
     @contextlib.contextmanager
     def as_plain(self, halves: set[int]) -> Iterator[None]:
         """Context manager: these half weights (ids) are of the class that torch gave them."""
@@ -116,6 +159,60 @@ class HalfWeights:
             for managed in self._optimizers() if halves else ():
                 stack.enter_context(managed.masters.as_plain(halves))
             yield
+
+    def optimizer_of(self, module: nn.Module) -> Any | None:
+        """A managed optimizer that has a parameter of this module, or its master; or None."""
+        own = set(map(id, module.parameters()))
+        for managed in self._optimizers():
+            if not own.isdisjoint(map(id, managed.groups.own_parameters())):
+                return managed.optimizer
+        return None
+
+    @contextlib.contextmanager
+    def as_float(self, module: nn.Module) -> Iterator[None]:
+        """Context manager: the weights of a managed model, or of a part of one, are FP32.
+
+        Those that stand there at the end are converted again.
+        """
+        with contextlib.ExitStack() as stack:
+            for session in self._registry.sessions:
+                for managed in session.models.alive():
+                    if module in set(managed.model.modules()):
+                        stack.callback(session.weights.forget_originals)
+                        stack.callback(session.waiting.wait)
+                        stack.enter_context(managed.as_float(module))
+            yield
+
+    @contextlib.contextmanager
+    def being_sharded(
+        self, modules: list[nn.Module], policy: Any, ignored: set[Tensor]
+    ) -> Iterator[Any]:
+        """Context manager: `fully_shard` replaces parameters of modules; gives its policy."""
+        unchanged = set(map(id, ignored))
+        gone = {id(weight) for module in modules for weight in module.parameters()} - unchanged
+        self._refuse_optimizers_of(gone, modules)
+        with contextlib.ExitStack() as stack:
+            for session in self._registry.sessions:
+                for managed in session.models.alive():
+                    if not set(managed.model.modules()).isdisjoint(modules):
+                        part = managed.being_sharded(modules, policy, unchanged)
+                        policy = stack.enter_context(part)
+            yield policy
+        for session in self._registry.sessions:
+            session.waiting.leave(gone)
+
+    def _refuse_optimizers_of(self, gone: set[int], modules: list[nn.Module]) -> None:
+        for managed in self._optimizers():
+            own = managed.groups.own_parameters()
+            if any(id(one) in gone and not hasattr(one, "placements") for one in own):
+                raise AmpatchError(
+                    f"torch.distributed.fsdp.fully_shard({type(modules[0]).__name__}): it replaces "
+                    f"parameters that {type(managed.optimizer).__name__} holds, which ampatch "
+                    "manages, so that optimizer would train nothing. Nothing was changed. Call "
+                    "fully_shard first, then make the optimizer of model.parameters(), then call "
+                    "ampatch.initialize(model, optimizer), or ampatch.add_optimizers(optimizer) "
+                    "if the model was initialized before."
+                )
 
     # Writes that raise no version, and half copies of FP32 weights
 

@@ -113,9 +113,7 @@ class ModelWeights:
         """Have models in training mode keep their FP32 values; returns their half parameters."""
         halves = self.halves()
         waiting = [managed for managed in self._models.alive() if managed.model.training]
-        for managed in waiting:
-            managed.keep_originals(halves)
-        return [p for one in waiting for p in one.model.parameters() if id(p) in halves]
+        return [half for managed in waiting for half in managed.keep_originals(halves)]
 
     def converted(self) -> set[int]:
         """Ids of the parameters and buffers that models at O2 and O3 have in another dtype."""

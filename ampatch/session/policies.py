@@ -6,13 +6,15 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..casting.cast_state import CastState
 from ..casting.policy import Policy
 from ..casting.rules import dtype_of, tensors_in
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..models.managed_model import ManagedModel
+from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, devices_to_start_from
 from .members import Members
 
@@ -45,6 +47,14 @@ class Policies:
         if properties.patch_torch_functions:
             return self.tables
         return self.overrides if self.function_rules else None
+
+    def module_override(
+        self, module: nn.Module, precision: str, properties: Properties, state: CastState
+    ) -> ModuleOverride:
+        """What has a part of a model run in a precision of its own: "float" or "half"."""
+        dtype = torch.float32 if precision == "float" else properties.dtype
+        policy = self.tables.forced(dtype) if properties.patch_torch_functions else None
+        return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
 
     def for_process(self, properties: Properties, models: Members[ManagedModel]) -> Policy | None:
         """What a session with these models has in force outside them; None: no cast."""

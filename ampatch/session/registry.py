@@ -9,7 +9,8 @@ import atexit
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +22,7 @@ from ..casting.rebind import one_search
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
-from ..interop import distributed_checkpoint
+from ..interop import distributed_checkpoint, fully_shard, tensor_parallel, zero_redundancy
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
 from . import wrapped_optimizers
@@ -51,12 +52,12 @@ class Registry:
         self.optimizers = Index(operator.attrgetter("optimizer"))
         self.models = Index(operator.attrgetter("model"))
         self.half_weights = HalfWeights(self)
-        self.wrapped = WrappedModels()
+        self.wrapped = WrappedModels(self.half_weights.keepers)
         managed_of = functools.partial(wrapped_optimizers.managed, self.optimizers)
         self.schedulers = HeldSchedulers(managed_of)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self), watches(self))
-        self._awaits_distributed_state = False
+        self._awaited: set[ModuleType] = set()
         self._table_edits: list[tuple[str, str, Rule | None]] = []
         self._closing_all = False
 
@@ -113,6 +114,24 @@ class Registry:
             )
         return self.sessions[-1]
 
+    def session_of(self, given: Any, what: str) -> Session:
+        """The session of a model or an optimizer; of None, the one opened last.
+
+        Raises `AmpatchError` when there is none.
+        """
+        if given is None:
+            return self.latest(what)
+        found = self.models.session_of(given)
+        if found is None:
+            session_and_managed = wrapped_optimizers.find(self.optimizers, given)
+            found = None if session_and_managed is None else session_and_managed[0]
+        if found is None:
+            raise AmpatchError(
+                f"{what}: no session has this {type(given).__name__}. Pass a model or an optimizer "
+                "that ampatch.initialize, add_models or add_optimizers was given."
+            )
+        return found
+
     # Patches and policies
 
     def refresh(self) -> None:
@@ -143,7 +162,10 @@ class Registry:
             if is_new:
                 installed.regions.begin()
             self._tools.put_in(needs)
-        self._await_distributed_state(needs.optimizers)
+        self._await(distributed_checkpoint, needs.optimizers)
+        self._await(fully_shard, needs.models)
+        self._await(tensor_parallel, needs.models)
+        self._await(zero_redundancy, needs.master_levels)
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
         if policy.apex_tables:
@@ -154,13 +176,11 @@ class Registry:
             dtype = torch.float32 if precision == "float" else session.properties.dtype
             session.policies.override_function(original, dtype)
 
-    def _await_distributed_state(self, have_optimizers: bool) -> None:
-        """Replace functions of a module of torch once it is imported."""
-        if distributed_checkpoint.is_imported() or self._awaits_distributed_state:
-            return
-        if have_optimizers:
-            self._awaits_distributed_state = True
-            distributed_checkpoint.when_imported(self._refresh_tools)
+    def _await(self, tool: Any, is_needed: bool) -> None:
+        """Replace functions of a module of torch once it is imported; `tool` knows which."""
+        if is_needed and not (tool.is_imported() or tool in self._awaited):
+            self._awaited.add(tool)
+            tool.when_imported(self._refresh_tools)
 
     def _refresh_tools(self) -> None:
         tables, casts = self.installation.has_tables, self.state.process is not None

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -28,6 +27,7 @@ from ..scaling import (
     tensor_lists,
 )
 from ..scaling.loss_scaler import make_scaler
+from ..scaling.master_weights import have_any_of
 from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import ScaledBackward
@@ -78,7 +78,7 @@ class Session:
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
-        self._process_group = process_group
+        self.process_group = process_group
         self._was_given = False
 
     # Put in, take out
@@ -166,7 +166,7 @@ class Session:
             state=registry.state,
             policy=self.policies.at(properties),
             overrides=[
-                self._module_override(module, precision, properties)
+                self.policies.module_override(module, precision, properties, registry.state)
                 for module, precision in found.items()
             ],
         )
@@ -177,6 +177,22 @@ class Session:
                 self.mix(managed)
         managed.install()
         fx_jit.note_scripted_parts(model, managed.policy)
+
+    def add_models(self, models: list[nn.Module]) -> None:
+        """Manage more models; all of them or, on an exception, none."""
+        if not self.properties.enabled:
+            return
+        self._was_given = True
+        try:
+            for model in models:
+                self._manage_model(model, self.properties)
+            self._adopt_parameters({}, ())
+        except BaseException:
+            _give_back_models(self, models)
+            raise
+        self.waiting.wait()
+        self.weights.forget_originals()
+        registry.refresh()
 
     def _forget_originals(self) -> None:
         """Masters hold the FP32 values that are still needed; without an optimizer they wait."""
@@ -190,15 +206,6 @@ class Session:
             managed.policy = self.policies.mixed
             if self.is_open:
                 registry.refresh()
-
-    def _module_override(
-        self, module: nn.Module, precision: str, properties: Properties
-    ) -> module_overrides.ModuleOverride:
-        dtype = torch.float32 if precision == "float" else properties.dtype
-        policy = self.policies.tables.forced(dtype) if properties.patch_torch_functions else None
-        return module_overrides.ModuleOverride(
-            module, dtype, registry.state, policy, properties.cast_model_type
-        )
 
     def release_model(self, model: nn.Module) -> None:
         """Manage a model no longer; its parameters go back into the optimizers."""
@@ -239,9 +246,10 @@ class Session:
             halves=self._halves_to_step_on,
             master_of=self.masters.share,
             half_of=self.masters.half_of if self.is_open else _no_half_of,
-            process_group=self._process_group,
+            process_group=self.process_group,
             name_of=lambda half: self.weights.names().get(id(half), "a weight"),
             held_copy=self.values.widened.hand_over,
+            looks_for_overflow=lambda: _look_for_overflow(self.scalers),
         )
         copies = OptimizerCopies(managed, self.weights.contain, self.plain_parameters)
         managed.add_methods(copies.methods())
@@ -256,6 +264,8 @@ class Session:
             self._was_given = True
             self.optimizers.add_unmanaged(optimizers)
             return
+        for model in self.models.alive():
+            model.sharded.refuse_unseen("ampatch.add_optimizers(...)")
         halves = self._halves_to_step_on()
         known = self.waiting.originals()
         try:
@@ -335,7 +345,10 @@ class Session:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)
             for managed in self.optimizers.alive():
-                managed.gradients.in_halves.before_forward(reduces, unscaled)
+                masters = managed.masters
+                if masters.by_half and (not registry.wrapped or have_any_of(masters, model)):
+                    in_float = reduces is not None and registry.wrapped.average_in_float(model)
+                    managed.gradients.in_halves.before_forward(reduces, in_float, unscaled)
 
     def _before_step(self, managed: ManagedOptimizer) -> None:
         if registry.observers.are_there:
@@ -354,7 +367,7 @@ class Session:
         if news is not None:
             self.skips.report(managed, news, self.weights.names(), self.scalers)
         without_block = not (managed.step_had_block or self.scales_by_itself)
-        if without_block and any(scaler.is_dynamic for scaler in self.scalers):
+        if without_block and _look_for_overflow(self.scalers):
             managed.warn_without_block()
         if registry.observers.are_there:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
@@ -431,6 +444,14 @@ class Session:
             managed.adopt_parameters(originals, halves, masters)
 
 
+def _give_back_models(session: Session, models: list[nn.Module]) -> None:
+    """The models that have just come are as they were, since one of them cannot be managed."""
+    undo = UndoAll("ampatch.add_models(...) fails")
+    for model in models:
+        undo.do(session.release_model, model)
+    undo.end()
+
+
 def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
     """The optimizers that have just come are as they were, since one of them cannot be managed."""
     undo = UndoAll("ampatch.add_optimizers(...) fails")
@@ -441,6 +462,10 @@ def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
             undo.do(managed.found_states.restore)
         optimizers.remove(optimizer)
     undo.end()
+
+
+def _look_for_overflow(scalers: list[Any]) -> bool:
+    return any(scaler.is_dynamic for scaler in scalers)
 
 
 def _no_half_of(master: Tensor) -> None:

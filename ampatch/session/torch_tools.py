@@ -15,16 +15,21 @@ from ..interop import (
     clip_grad,
     ddp,
     distributed_checkpoint,
+    fully_shard,
     fx_jit,
     module_dtype,
     parameter_data,
     swa,
     tensor_hooks,
+    tensor_parallel,
+    uneven_inputs,
+    zero_redundancy,
 )
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
 from ..torch_private import layer_forwards
 
 if TYPE_CHECKING:
+    from .half_weights import HalfWeights
     from .registry import Registry
     from .session import Session
 
@@ -115,6 +120,12 @@ def tools(registry: Registry) -> list[Tool]:
             is_over_tables=True,
         ),
         Tool(
+            "DistributedDataParallel.join: masters and loss scales of the rank that trained on",
+            lambda needs: needs.optimizers,
+            lambda: uneven_inputs.replacements(halves, registry.wrapped.averages_of),
+            is_over_tables=True,
+        ),
+        Tool(
             "AveragedModel: averages of masters",
             lambda needs: needs.optimizers,
             lambda: swa.replacements(halves.current_master_of, halves.name_of),
@@ -158,7 +169,26 @@ def tools(registry: Registry) -> list[Tool]:
             lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
             lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
         ),
+        *(_tensor_parallel(halves, module) for module in tensor_parallel.FUNCTIONS),
+        Tool(
+            "ZeroRedundancyOptimizer: made of half weights beside FP32 ones",
+            lambda needs: needs.master_levels and zero_redundancy.is_imported(),
+            lambda: zero_redundancy.replacements(halves.that_need_masters),
+        ),
+        Tool(
+            "fully_shard: sharded weights are FP32 again, and FSDP2 gets the level's policy",
+            lambda needs: needs.models and fully_shard.is_imported(),
+            lambda: fully_shard.replacements(halves.being_sharded),
+        ),
     ]
+
+
+def _tensor_parallel(halves: HalfWeights, module: str) -> Tool:
+    return Tool(
+        f"{tensor_parallel.FUNCTIONS[module]}: DTensors are made of FP32 values",
+        lambda needs: needs.models and tensor_parallel.has(module),
+        lambda: tensor_parallel.replacements(module, halves.optimizer_of, halves.as_float),
+    )
 
 
 def watches(registry: Registry) -> list[Watch]:

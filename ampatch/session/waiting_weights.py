@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -24,10 +24,14 @@ class WaitingWeights:
         self._masters = masters
         self._values = values
         self.halves: list[Tensor] = []
+        self._equal_on_ranks: set[int] = set()  # ids of those whose values `broadcast` has sent
 
     def wait(self) -> None:
-        """Models were converted, and there is no optimizer yet."""
-        self.halves = self._weights.keep_originals()
+        """Models were converted, and not all of their weights are in an optimizer yet."""
+        known = set(map(id, self.halves))
+        for half in self._weights.keep_originals():
+            if id(half) not in known and self._masters.of(half) is None:
+                self.halves.append(half)
 
     def originals(self) -> dict[int, Tensor]:
         """The values, by ids of the half parameters; what was written into these counts."""
@@ -42,12 +46,18 @@ class WaitingWeights:
                 send(values)
                 self._values.widened.forget_original(half)
                 self._values.widened.keep_original(half, values)
+                self._equal_on_ranks.add(id(half))
+
+    def leave(self, gone: Collection[int]) -> None:
+        """These half weights (ids) are parameters of a model no longer."""
+        self.halves = [half for half in self.halves if id(half) not in gone]
 
     def let_go(self) -> None:
         """A model runs without an optimizer."""
         for half in self.halves:
             self._values.widened.forget_original(half)
         self.halves = []
+        self._equal_on_ranks.clear()
 
     def give_to(self, optimizers: list[ManagedOptimizer]) -> None:
         """Optimizers have come: their masters hold these values now.
@@ -63,6 +73,7 @@ class WaitingWeights:
                     "in training mode at initialize.",
                     type(managed.optimizer).__name__,
                 )
+            managed.masters.are_equal_on_ranks(self._equal_on_ranks)
         for half in self.halves:
             if self._masters.of(half) is not None:
                 self._values.widened.forget_original(half)

@@ -10,9 +10,11 @@ Where to look first:
 * where a call runs (recorded? in a backward pass? on one of several ranks?): `probes`; which kinds
   of devices there are: `devices`;
 * torch's objects: `modules`, `tensors`, `optimizers`; the `.grad` of half weights: `half_grads`;
+* several ranks: `ddp`, `zero_redundancy`; each rank's part of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
 * compilers: `dynamo` (torch.compile), `scripting` (torch.jit), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;
+* FSDP2's policies and groups of parameters: `sharding`;
 * the DataLoader: `data_loading`; torch's own modules that ask about autocast:
   `autocast_callers`;
 * what linear layers and convolutions do, without a look-up of each weight: `layer_forwards`.

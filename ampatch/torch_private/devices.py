@@ -1,14 +1,16 @@
 """Which kinds of devices there are, and what each of them can do: the one module that knows.
 
 Everything is asked through `torch.accelerator`, so that any accelerator that torch knows is
-served.  A torch without it (before 2.6) knows CUDA.  Where a device lacks streams, events or
-graphs, the answer is the one that is right without them.
+served.  A torch without it (before 2.6) knows CUDA.  Where a device lacks streams, events, graphs
+or figures of its memory, the answer is the one that is right without them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +54,20 @@ except ImportError:
 
 FUSED_ATTENTION = frozenset(("cpu", "cuda"))
 """The types of devices where torch's fused attention and encoder layers take half."""
+
+VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+}
+"""By type of devices: the variable by which a process sees some of them only."""
+
+TOOLKITS = ("cuda", "hip", "xpu")
+"""What torch may have been built for, by its own names in `torch.version`."""
+
+
+_NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
+"""What torch raises where a type of devices cannot do what is asked."""
 
 
 def accelerator() -> str | None:
@@ -125,7 +141,7 @@ class LateCopy:
                 numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
             )
             self._event = _new_event(numbers.device)
-        except (RuntimeError, NotImplementedError):
+        except _NOT_THERE:
             self._host = numbers.to("cpu")
             return
         self._host.copy_(numbers, non_blocking=True)
@@ -169,7 +185,7 @@ def _has_streams(kind: str) -> bool:
         return False
     try:
         _current_stream(torch.device(kind, 0))
-    except (RuntimeError, NotImplementedError):
+    except _NOT_THERE:
         return False
     return True
 
@@ -180,10 +196,10 @@ def _current_stream(device: torch.device) -> Any:
     return _accelerator.current_stream(device)
 
 
-def _new_event(device: torch.device) -> Any:
+def _new_event(device: torch.device, *, timed: bool = False) -> Any:
     if _accelerator is None:
-        return torch.cuda.Event()
-    return torch.Event(device=device)
+        return torch.cuda.Event(enable_timing=timed)
+    return torch.Event(device=device, enable_timing=timed)
 
 
 # Kernels
@@ -202,3 +218,137 @@ def have_fused_optimizers(tensors: Iterable[Any]) -> bool:
         isinstance(tensor, Tensor) and tensor.device.type in kinds and tensor.is_floating_point()
         for tensor in found
     )
+
+
+# Measuring
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all its work; what a CPU was given to do is done."""
+    if device.type != accelerator():
+        return
+    if _accelerator is None:
+        torch.cuda.synchronize(device)
+    else:
+        _accelerator.synchronize(device)
+
+
+def moment(device: torch.device) -> Any:
+    """A moment of a device's work, for `seconds_between`: an event in its present stream.
+
+    Nothing waits for it.  Where a device has no events that are timed, the host waits for the
+    device and looks at its own clock.
+    """
+    if not _has_timed_events(device.type):
+        wait_for(device)
+        return time.perf_counter()
+    event = _new_event(device, timed=True)
+    event.record(_current_stream(device))
+    return event
+
+
+def seconds_between(moments: Sequence[Any]) -> list[float]:
+    """The seconds from each moment to the next; waits for the last one."""
+    if not moments or isinstance(moments[-1], float):
+        return [later - earlier for earlier, later in itertools.pairwise(moments)]
+    moments[-1].synchronize()
+    return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(moments)]
+
+
+@functools.cache
+def _has_timed_events(kind: str) -> bool:
+    """Whether events of a type of devices can be recorded, and the time between two be told."""
+    if kind != accelerator():
+        return False
+    device = torch.device(kind)
+    try:
+        first, second = (_new_event(device, timed=True) for _ in range(2))
+        for event in (first, second):
+            event.record(_current_stream(device))
+        second.synchronize()
+        first.elapsed_time(second)
+    except _NOT_THERE:
+        return False
+    return True
+
+
+def peak_memory() -> int | None:
+    """The most bytes that this process held on all its accelerators together.
+
+    None where it has used none, and where torch keeps no such figure.
+    """
+    kind = accelerator()
+    module = None if kind is None else _module(kind)
+    if kind is None or not getattr(module, "is_initialized", lambda: True)():
+        return None
+    asked = getattr(module, "max_memory_allocated", None)
+    asked = asked or getattr(_accelerator, "max_memory_allocated", None)  # since torch 2.9
+    if asked is None:
+        return None
+    try:
+        return sum(asked(index) for index in range(count(kind)))
+    except _NOT_THERE:
+        return None
+
+
+# Machines
+
+
+def count(kind: str) -> int:
+    """How many devices of a type there are; 0 for a type that this torch does not know."""
+    asked = getattr(_module(kind), "device_count", None)
+    return 0 if asked is None else asked()
+
+
+def name_of(device: torch.device) -> str:
+    """The name of the product where torch tells it, else the type of the device."""
+    asked = getattr(_module(device.type), "get_device_name", None)
+    return device.type if asked is None else asked(device)
+
+
+def described() -> list[str]:
+    """Each accelerator: its type, its name, and on CUDA its compute capability.
+
+    Tensor Cores take float16 from 7.0 and bfloat16 from 8.0 on.
+    """
+    kind = accelerator()
+    found = () if kind is None else (torch.device(kind, index) for index in range(count(kind)))
+    return [" ".join(filter(None, (str(one), _name(one), _capability(one)))) for one in found]
+
+
+def _name(device: torch.device) -> str:
+    name = name_of(device)
+    return "" if name == device.type else name
+
+
+def _capability(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return "({}.{})".format(*torch.cuda.get_device_capability(device))
+
+
+def built_for() -> dict[str, str]:
+    """The toolkits that this torch was built for, with their versions; none: for the CPU alone."""
+    found = {name: getattr(torch.version, name, None) for name in TOOLKITS}
+    return {name: version for name, version in found.items() if version}
+
+
+def has_tf32() -> bool:
+    """Whether products of FP32 numbers may be taken in TF32 here."""
+    return accelerator() == "cuda"
+
+
+def seeding_functions() -> dict[str, tuple[str, ...]]:
+    """The functions that seed accelerators, by name, each with the modules that have it."""
+    kinds = dict.fromkeys(("cuda", *device_types()[1:]))
+    return {
+        f"torch.{kind}.{name}": (f"torch.{kind}", f"torch.{kind}.random")
+        for kind in kinds
+        for name in ("manual_seed", "manual_seed_all")
+        if hasattr(_module(kind), name)
+    }
+
+
+def _module(kind: str) -> Any:
+    """`torch.cuda` and its siblings; None: there is none."""
+    return getattr(torch, kind, None)

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from .dtensors import is_dtensor
 from .probes import current_backward_pass
 
 _descriptor: Any = torch.Tensor.grad
@@ -125,7 +127,8 @@ class _RedirectsGrad:
 
 
 def _plain(half: Any, data: Tensor) -> Tensor:
-    return type(half).__base_kind__(data, half.requires_grad)
+    kind = Parameter if is_dtensor(half) else type(half).__base_kind__  # no DTensor is made of data
+    return kind(data, half.requires_grad)
 
 
 def _keeper(half: Any) -> Keeper | None:

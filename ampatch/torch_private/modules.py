@@ -74,6 +74,12 @@ GLOBAL_FORWARD_TABLES: list[dict] = [
 """Forward hooks of all modules."""
 
 
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """The module that `torch.compile` made this one of; None for others."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
 def parts_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Its direct submodules by name."""
     found = getattr(module, "_modules", None)

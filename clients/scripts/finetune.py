@@ -56,3 +56,4 @@ result = {
     "weights": sum(value.double().sum().item() for value in model.state_dict().values()),
 }
 (folder / f"{arguments.process_index}.json").write_text(json.dumps(result))
+trainer.accelerator.end_training()  # gloo's threads must end before the interpreter does

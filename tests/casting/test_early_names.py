@@ -277,3 +277,17 @@ def test_a_failure_halfway_gives_everything_back(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         o1()
     assert torch.mm is PLAIN["mm"] and (mine.mm, mine.exp) == (PLAIN["mm"], PLAIN["exp"])
+
+
+def test_names_in_the_main_script_of_a_spawned_process(monkeypatch):
+    """`multiprocessing` runs it in a module that it drops; functions keep that one's globals."""
+    run = {"__name__": "__mp_main__"}
+    exec("from torch.nn.functional import linear\ndef called():\n    return linear", run)
+    main = types.ModuleType("__mp_main__")
+    vars(main).update(run)
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    original = torch.nn.functional.linear
+    ampatch.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert run["called"]() is torch.nn.functional.linear is not original
+    ampatch.deactivate()
+    assert run["called"]() is original

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,7 +14,24 @@ import pytest
 from repository import ROOT
 
 CLIENTS = ROOT / "clients"
-NAMES = sorted(path.stem.removeprefix("test_") for path in CLIENTS.glob("test_*.py"))
+WITH_APEX = sorted(path.stem.removeprefix("test_") for path in CLIENTS.glob("test_*.py"))
+PACKAGES = {
+    "ignite": "pytorch-ignite",
+    "lightning": "pytorch-lightning",
+    "lightning2": "lightning",
+    "transformers5": "transformers",
+}
+"""Of clients that are called otherwise."""
+
+
+def _the_command():
+    spec = importlib.util.spec_from_file_location("clients_run", CLIENTS / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COMMAND = _the_command()
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -30,7 +48,7 @@ def pins(path: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_APEX)
 def test_a_client_finds_the_helpers_that_it_imports(name):
     """In its own environment only the folders of clients/pytest.ini are on the path."""
     settings = configparser.ConfigParser()
@@ -44,10 +62,17 @@ def test_a_client_finds_the_helpers_that_it_imports(name):
 
 
 def test_there_are_clients():
-    assert NAMES == ["catalyst", "ignite", "lightning", "timm", "transformers"]
+    assert WITH_APEX == ["catalyst", "ignite", "lightning", "timm", "transformers"]
+    assert set(COMMAND.NAMES) == {*WITH_APEX, *COMMAND.INTEGRATED}
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_each_framework_of_the_law_has_an_environment():
+    runs = (ROOT / "tests" / "integrations").glob("runs_with_*.py")
+    frameworks = [name for names in COMMAND.INTEGRATED.values() for name in names]
+    assert sorted(frameworks) == sorted(path.stem.removeprefix("runs_with_") for path in runs)
+
+
+@pytest.mark.parametrize("name", COMMAND.NAMES)
 def test_a_client_has_pins_for_the_torch_that_the_tests_run_with(name):
     found = pins(CLIENTS / "requirements" / f"{name}.txt")
     tested = pins(ROOT / "constraints.txt")
@@ -55,12 +80,36 @@ def test_a_client_has_pins_for_the_torch_that_the_tests_run_with(name):
         assert found[package] == tested[package]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMAND.NAMES)
 def test_the_docs_name_the_pinned_version(name):
-    found = pins(CLIENTS / "requirements" / f"{name}.txt")
-    package = {"lightning": "pytorch-lightning", "ignite": "pytorch-ignite"}.get(name, name)
-    rows = re.findall(r"^\| (\w+) ([\d.]+) \|", (ROOT / "docs" / "clients.md").read_text(), re.M)
-    assert {title.lower(): version for title, version in rows}[name] == found[package]
+    found = pins(CLIENTS / "requirements" / f"{name}.txt")[PACKAGES.get(name, name)]
+    page = (ROOT / "docs" / "clients.md").read_text()
+    with_apex = re.findall(r"^\| (\w+) ([\d.]+) \|", page, re.M)
+    of_today = re.findall(r"^\| [\w, ]+ \| ([\d.]+) \| `(\w+)` \|$", page, re.M)
+    if name in WITH_APEX:
+        assert {title.lower(): version for title, version in with_apex}[name] == found
+    if name in COMMAND.INTEGRATED:
+        assert {title: version for version, title in of_today}[name] == found
+
+
+@pytest.mark.parametrize("name", COMMAND.INTEGRATED)
+def test_newest_versions_but_of_torch(name):
+    """A torch without a pin may be one for CUDA, of several gigabytes."""
+    assert COMMAND.named("base")[0].startswith("torch==")
+    own = [COMMAND.unpinned(requirement) for requirement in COMMAND.named(name)]
+    assert PACKAGES.get(name, name) in own
+    assert "=" not in "".join(own)
+    assert "torch" not in own
+
+
+def test_the_tests_of_integrations_run_for_the_frameworks_that_are_there():
+    """With setup.cfg's settings, where a warning is an error, but for warnings."""
+    [arguments] = COMMAND.commands("lightning2")
+    assert "lightning or fabric" in arguments
+    assert not [one for one in arguments if "ignite" in one]
+    with_apex, integrated = COMMAND.commands("ignite")
+    assert with_apex == ["test_ignite.py"]
+    assert str(ROOT / "tests" / "integrations" / "test_ignite_steps.py") in integrated
 
 
 def test_an_unknown_client_is_refused_by_name():
@@ -68,4 +117,11 @@ def test_an_unknown_client_is_refused_by_name():
         [sys.executable, str(CLIENTS / "run.py"), "keras"], capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "no such client: keras; there are catalyst, ignite" in done.stderr
+    assert "no such client: keras; there are accelerate, catalyst, ignite" in done.stderr
+
+
+def test_a_client_without_a_newest_version_is_refused():
+    command = [sys.executable, str(CLIENTS / "run.py"), "--newest", "catalyst"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no client with a newest version: catalyst; there are accelerate, ignite" in done.stderr

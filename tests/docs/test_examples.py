@@ -105,12 +105,14 @@ def test_an_example_explains_itself(example):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])
 def test_an_example_on_cuda(example, tmp_path):
+    pytest.importorskip("sklearn")
     rows = sweep(
         str(EXAMPLES / example),
         ["--device", "cuda", "--epochs", "2"],
         levels=["O0", "O1", "O2"],
         dtypes=DTYPES,
         autocast=False,
+        rounds=1,
         out=tmp_path,
     )
     assert [row.status for row in rows] == ["ok"] * 6  # O0+tf32 among them

@@ -1,7 +1,8 @@
 """What each framework's runs are asked for and give back, and the network and data they train.
 
 `runs_with_FRAMEWORK.py` beside the tests of the integrations has one function, `run(plan)`, which
-trains `network()` on `dataset()` with that framework and returns a `Run`.
+trains `network()` on `dataset()` with that framework and returns a `Run`.  `watched_runs.py` runs
+it and looks on.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 CLASSES = 3
 BATCH = 8
@@ -47,7 +49,18 @@ class Run:
 def network() -> nn.Module:
     """Half at O2, but for the normalisation."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+    layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+    for layer in (layers[0], layers[1]):
+        layer.register_forward_pre_hook(_note)
+    return layers
+
+
+WEIGHTS_SEEN: set[tuple[str, torch.dtype]] = set()
+"""Layers of networks whose forward ran, with the dtypes that their weights had then."""
+
+
+def _note(layer: nn.Module, _: tuple) -> None:
+    WEIGHTS_SEEN.add((type(layer).__name__, layer.weight.dtype))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -55,8 +68,23 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def dataset() -> TensorDataset:
+def _rows() -> tuple[Tensor, Tensor]:
     """A row's class is the largest of three fixed projections, which can be learnt."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(BATCH * BATCHES, 8, generator=generator)
-    return TensorDataset(inputs, (inputs @ torch.randn(8, CLASSES, generator=generator)).argmax(1))
+    return inputs, (inputs @ torch.randn(8, CLASSES, generator=generator)).argmax(1)
+
+
+ROWS = _rows()  # made at the import: a session with casts would change classes
+
+
+def dataset() -> TensorDataset:
+    """Inputs and classes."""
+    return TensorDataset(*ROWS)
+
+
+def batches(done: int = 0) -> DataLoader:
+    """For loops that take any batches: those of this rank, but for the first `done`."""
+    rows = dataset()
+    share = DistributedSampler(rows, shuffle=False) if dist.is_initialized() else range(len(rows))
+    return DataLoader(Subset(rows, list(share)[BATCH * done :]), batch_size=BATCH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -320,6 +321,43 @@ def test_the_device_counts_lists_as_one_and_views_as_nothing():
         [half.view(1, 2).t() for half in halves]
     assert (counts.launches, counts.list_copies, counts.casts) == (1, 1, 0)
     assert [half.tolist() for half in halves] == [[1.0, 1.0]] * 5
+
+
+def test_a_list_of_several_devices_goes_one_by_one():
+    """A list of pairs, each on its own device; within a pair the device refuses, as CUDA does."""
+    there, here = torch.zeros(2, device=NAME), torch.zeros(2)
+    with counted() as counts:
+        torch._foreach_add_([there, here], [torch.ones(2, device=NAME), torch.ones(2)])
+    assert there.tolist() == here.tolist() == [1.0, 1.0]
+    assert counts["launch aten::_foreach_add_.List"] == 0
+    with pytest.raises(RuntimeError, match="same device"):
+        torch._foreach_add_([there, here], [here, there])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_model_on_two_devices(level, half):
+    """Against FP32 on the same devices; what is on the host stays there."""
+
+    def trained(**settings):
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 8), nn.Linear(8, 2).to(NAME)
+        model = nn.ModuleList([first, second])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if settings:
+            ampatch.initialize(model, optimizer, verbosity=0, init_scale=256.0, **settings)
+        for x, y in batches(4):
+            loss = mse(second(torch.tanh(first(x)).to(NAME)).float(), y[:, :2].to(NAME))
+            with ampatch.scale_loss(loss, optimizer) if settings else nullcontext(loss) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held = ampatch.master_params(optimizer) if settings else model.parameters()
+        return [param.detach().float() for param in held]
+
+    plain, ours = trained(), trained(opt_level=level, dtype=half)
+    assert [param.device.type for param in ours] == ["cpu", "cpu", NAME, NAME]
+    for one, other in zip(plain, ours, strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0)
 
 
 def test_the_device_refuses_tensors_of_the_host():

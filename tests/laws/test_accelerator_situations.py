@@ -6,8 +6,9 @@ import drivers
 import on_device
 import pytest
 import situations
-from fake_accelerator import NAME
-from test_situations import MODULES, ROWS, check
+import test_situations
+from fake_accelerator import NAME, Counts, counted
+from test_situations import MODULES, ROWS, check, everything
 
 pytestmark = pytest.mark.accelerator
 
@@ -16,6 +17,14 @@ NOT_THERE = {
     "sparse_embedding_gradients": "the fake accelerator has no sparse tensors",
     "sparse_embedding_gradients_of_half_weights": "the fake accelerator has no sparse tensors",
 }
+MOVES_ITSELF = {
+    "averaged_model": "torch copies the average's counter to the device",
+    "averaged_model_of_a_submodule": "torch copies the average's counter to the device",
+    "a_saved_pair_trains": "torch.save and torch.load go through the host",
+    "a_pickled_pair_trains_optimizer_first": "pickle goes through the host",
+}
+UPLOADS, DOWNLOADS = 2, 6
+"""For each `initialize`: a loss scale and its counter; of the first inputs, least and greatest."""
 THERE = [row for row in ROWS if row.values[0].name not in NOT_THERE]
 
 
@@ -24,8 +33,33 @@ THERE = [row for row in ROWS if row.values[0].name not in NOT_THERE]
 def test_situation(row, level, half, caplog, accelerator, monkeypatch) -> None:
     monkeypatch.setattr(drivers.Driver, "device", NAME)
     on_device.move(monkeypatch, [situations, *MODULES], NAME)
+    runs: list[Counts] = []
+    sessions: list[None] = []
+    initialize = drivers.ampatch.initialize
+
+    def watched_initialize(*args, **kwargs):
+        sessions.append(None)
+        return initialize(*args, **kwargs)
+
+    def watched(row, driver):
+        with counted() as counts:
+            found = everything(row, driver)
+        runs.append(counts)
+        return found
+
+    monkeypatch.setattr(test_situations, "everything", watched)
+    monkeypatch.setattr(drivers.ampatch, "initialize", watched_initialize)
     check(row, level, half, caplog)
+    if len(runs) == 2 and row.name not in MOVES_ITSELF:
+        oracle, ours = runs
+        assert ours.uploads - oracle.uploads <= UPLOADS * len(sessions)
+        assert waited_for(ours) - waited_for(oracle) <= DOWNLOADS * len(sessions)
+
+
+def waited_for(counts: Counts) -> int:
+    """Copies to the host that it waits for."""
+    return counts.downloads - counts["launch copy to the host, not waited for"]
 
 
 def test_what_is_left_out_exists():
-    assert NOT_THERE.keys() <= {row.values[0].name for row in ROWS}
+    assert NOT_THERE.keys() | MOVES_ITSELF.keys() <= {row.values[0].name for row in ROWS}

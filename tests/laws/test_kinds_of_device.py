@@ -1,8 +1,9 @@
-"""One module knows kinds of devices: no other of the engine asks for CUDA, or for its siblings."""
+"""One module knows kinds of devices: no other of the package asks for CUDA, or for its siblings."""
 
 from __future__ import annotations
 
 import ast
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +21,10 @@ ALLOWED = {
     "casting/autocast_answers.py": "torch's functions that name no device mean CUDA",
     "casting/autocast_switch.py": "as autocast_answers.py",
     "cli/sweep.py": "an example in the help of --devices",
+    "casting/torch_autocast.py": "the files of torch's that have its autocast",
     "native/loading.py": "which build of torch a native part was built for",
 }
-"""Other files of the engine that name a kind, each with the reason."""
-
-ABOVE = ("diagnose/", "sweep/")
-"""Rooms above the public API that describe machines and time steps there."""
+"""Other files that name a kind, each with the reason."""
 
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 
@@ -34,7 +33,7 @@ def kinds_named(tree: ast.AST) -> Iterator[str]:
     """Each kind of device that is named in code, as text or as an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.partition(":")[0]
+            name = node.value.removeprefix("torch.").partition(":")[0].partition(".")[0]
         elif isinstance(node, ast.Attribute):
             name = node.attr.removeprefix("is_")
         else:
@@ -43,14 +42,15 @@ def kinds_named(tree: ast.AST) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n != HOME and not n.startswith(ABOVE)])
+@pytest.mark.parametrize("name", [n for n in FILES if n != HOME])
 def test_no_other_module_names_a_kind(name):
     found = set(kinds_named(ast.parse(FILES[name].read_text())))
     assert bool(found) == (name in ALLOWED), (found, "not in ALLOWED, or ALLOWED without need")
 
 
 @pytest.mark.parametrize(
-    "line", ["torch.cuda.synchronize()", 'kind == "xpu"', "x.is_mps", '"cuda:0"']
+    "line",
+    ["torch.cuda.synchronize()", 'kind == "xpu"', "x.is_mps", '"cuda:0"', '"torch.cuda.seed"'],
 )
 def test_the_check_can_see_a_kind(line):
     assert list(kinds_named(ast.parse(line)))
@@ -69,6 +69,58 @@ def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(torch, "Event", refuses)
     assert devices.LateCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
+
+
+def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):
+    """Without timed events the host waits and looks at its clock; unknown memory is no figure."""
+    there, waits = torch.device("xpu"), []
+    monkeypatch.setattr(devices, "accelerator", lambda: "xpu")
+    monkeypatch.setattr(devices, "_has_timed_events", lambda kind: False)
+    monkeypatch.setattr(devices, "wait_for", waits.append)
+    first, second = devices.seconds_between([devices.moment(there) for _ in range(3)])
+    assert first >= 0 <= second and waits == [there] * 3
+    silent = types.SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setattr(devices, "_module", lambda kind: silent)
+    monkeypatch.setattr(devices, "_accelerator", None)  # or it is asked where the module is silent
+    assert devices.peak_memory() is None
+    assert devices.described() == ["xpu:0", "xpu:1"]
+    assert devices.name_of(there) == "xpu" and devices.count("xpu") == 2
+
+
+def test_events_that_cannot_be_timed_are_found_out_once(monkeypatch):
+    def refuses(device, timed):
+        raise RuntimeError("no timing here")
+
+    monkeypatch.setattr(devices, "accelerator", lambda: "xpu")
+    monkeypatch.setattr(devices, "_new_event", refuses)
+    assert not devices._has_timed_events.__wrapped__("xpu")
+
+
+def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
+    """As with a torch that has no `torch.accelerator`; a GPU that was not used has no peak."""
+    used = [False]
+    made = {
+        "is_initialized": lambda: used[0],
+        "device_count": lambda: 2,
+        "max_memory_allocated": lambda index: 100 + index,
+        "get_device_name": lambda device: "A GPU",
+        "get_device_capability": lambda device: (9, 0),
+        "is_available": lambda: True,
+    }
+    for name, value in made.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(devices, "_accelerator", None)
+    assert devices.peak_memory() is None
+    used[0] = True
+    assert devices.peak_memory() == 100 + 101
+    assert devices.described() == ["cuda:0 A GPU (9.0)", "cuda:1 A GPU (9.0)"]
+
+
+def test_a_machine_without_accelerators_has_none_to_tell_of(monkeypatch):
+    monkeypatch.setattr(devices, "accelerator", lambda: None)
+    assert devices.peak_memory() is None and devices.described() == []
+    assert devices.count("npu") == 0  # torch has no such module
+    devices.wait_for(torch.device("cpu"))
 
 
 def test_tensors_of_the_host_have_one_place_and_no_fused_kernels():

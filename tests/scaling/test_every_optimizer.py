@@ -218,6 +218,7 @@ def test_differentiable():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_capturable(name, level):

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`): O1 works on sharded parameters, the other levels say why not."""
+"""FSDP2 (`fully_shard`) at O1, shards that came in half, and FSDP1."""
 
 from __future__ import annotations
 
@@ -207,7 +207,8 @@ def test_the_first_fsdp(ranks, use_orig_params):
             assert "sharded parameter" in rank["error"]
 
 
-def refused(rank: int, level: str, dtype: torch.dtype) -> dict:
+def in_half(rank: int, level: str, dtype: torch.dtype) -> dict:
+    """Shards that are half already when the model is initialized."""
     model = sharded(dtype)
     optimizer = OPTIMIZERS["SGD"](model.parameters())
     before = whole(model.parameters())
@@ -216,18 +217,28 @@ def refused(rank: int, level: str, dtype: torch.dtype) -> dict:
     except amp.AmpatchError as error:
         same = all(map(torch.equal, before, whole(model.parameters())))
         return {"error": str(error), "same": same and "step" not in vars(optimizer)}
-    return {"error": None}
+    shards = {parameter.dtype for parameter in model.parameters()}
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    amp.deactivate()
+    after = {parameter.dtype for parameter in model.parameters()}
+    return {"error": None, "shards": shards, "losses": losses, "after": after}
 
 
-@pytest.mark.parametrize(
-    "level, dtype",
-    [("O2", torch.float32), ("O3", torch.float32), ("O0", torch.bfloat16), ("O1", torch.bfloat16)],
-)
-def test_levels_that_would_touch_sharded_parameters_are_refused(ranks, level, dtype):
-    for rank in ranks(refused, level, dtype):
+def test_half_shards_get_no_masters_at_o1(ranks):
+    for rank in ranks(in_half, "O1", torch.bfloat16):
         assert "sharded parameter 'shift'" in rank["error"] and rank["same"]
         assert 'opt_level="O1"' in rank["error"]
 
 
-def test_o0_has_nothing_to_change(ranks):
-    assert [rank["error"] for rank in ranks(refused, "O0", torch.float32)] == [None, None]
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_half_shards_become_fp32_until_deactivate(ranks, level):
+    for rank in ranks(in_half, level, torch.bfloat16):
+        assert rank["shards"] == {torch.float32} and rank["after"] == {torch.bfloat16}
+        assert rank["losses"][-1] < rank["losses"][0]

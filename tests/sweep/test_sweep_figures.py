@@ -16,6 +16,7 @@ from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.table import plain_table
 from ampatch.sweep.report.terminal import write_table
 from ampatch.sweep.trial import Case, Trial
+from ampatch.torch_private import devices
 
 # What to run
 
@@ -203,7 +204,7 @@ def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch):
 
 
 class FakeEvent:
-    """A CUDA event whose stream is at `clock` milliseconds."""
+    """An event whose stream is at `clock` milliseconds."""
 
     clock = 0.0
     waits = 0
@@ -222,9 +223,10 @@ class FakeEvent:
         return later.time - self.time
 
 
-def test_on_cuda_steps_are_timed_by_events_and_read_in_batches(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+def test_on_an_accelerator_steps_are_timed_by_events_and_read_in_batches(monkeypatch):
+    monkeypatch.setattr(devices, "_has_timed_events", lambda kind: True)
+    monkeypatch.setattr(devices, "_new_event", lambda device, timed: FakeEvent(timed))
+    monkeypatch.setattr(devices, "_current_stream", lambda device: "the stream")
     timeline = Timeline(torch.device("cuda", 0))
     for step in range(2 * BATCH):
         FakeEvent.clock += 2.0 if step % 2 else 4.0

@@ -26,6 +26,7 @@ from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.table import part_columns
 from ampatch.sweep.trial import BASE, Trial
+from ampatch.torch_private import devices
 
 ROWS = cases(["O0", "O1"], ["bfloat16"])
 CPU = torch.device("cpu")
@@ -223,7 +224,7 @@ class Hands:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(probes, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(devices, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
 
     def play(self, parts, *course):
         """Seconds and notices by turns: after so many seconds that notice comes."""
@@ -279,11 +280,12 @@ def test_two_optimizers_share_the_steps_of_either(hands):
 
 
 class Event:
-    """A CUDA event whose stream is at `now` milliseconds; notes which ones are waited for."""
+    """An event whose stream is at `now` milliseconds; notes which ones are waited for."""
 
     now, made, waited = 0.0, 0, []
 
-    def __init__(self, enable_timing):
+    def __init__(self, device, *, timed):
+        assert timed
         Event.made += 1
         self.number = Event.made
 
@@ -297,9 +299,10 @@ class Event:
         return later.at - self.at
 
 
-def test_on_cuda_the_host_waits_for_no_recent_work(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+def test_on_an_accelerator_the_host_waits_for_no_recent_work(monkeypatch):
+    monkeypatch.setattr(devices, "_has_timed_events", lambda kind: True)
+    monkeypatch.setattr(devices, "_new_event", Event)
+    monkeypatch.setattr(devices, "_current_stream", lambda device: None)
     parts, cuda = StepParts(), torch.device("cuda", 0)
     for _ in range(700):
         for milliseconds, notice in ((1, "forward"), (2, "loss"), (4, "backward")):
@@ -410,7 +413,7 @@ def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monk
     """Also after `--resume` on a day on which doctor would call others so."""
     answers = []
     monkeypatch.setattr(default_dtypes, "fast_half_types", lambda device: answers.pop())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(default_dtypes, "accelerator", lambda: None)
     for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
         answers.append(fast)
         plan = make(tmp_path, levels=["O0", "O1"], dtypes=None, overwrite=True).run()
@@ -421,8 +424,8 @@ def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monk
     make(tmp_path, levels=["O0"], dtypes=None, overwrite=True).close()  # needs to ask nobody
 
 
-def test_a_gpu_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_an_accelerator_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(default_dtypes, "accelerator", lambda: "cuda")
     asked = default_dtypes._ASK
     named = asked.replace("*fast_half_types()", "fast_half_types.__name__, 'float16'")
     monkeypatch.setattr(default_dtypes, "_ASK", named)

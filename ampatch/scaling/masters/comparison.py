@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from ...native import part
 from ...torch_private import foreach
 from ...torch_private.devices import is_read_by_host
+from ...torch_private.dtensors import any_dtensor, local_of
 from ..tensor_lists import places
 
 
@@ -37,6 +38,12 @@ plain_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 set_plain_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
+def _own_data(tensor: Tensor) -> Tensor:
+    """Its data, of a DTensor those of this rank: half and master have the same part of it."""
+    own = local_of(tensor)
+    return plain_data(tensor) if own is tensor else own
+
+
 class Pair(NamedTuple):
     """A half parameter of the model and its FP32 master."""
 
@@ -50,6 +57,7 @@ class Comparison:
     def __init__(self, pairs: list[Pair]) -> None:
         self._halves = [pair.half for pair in pairs]
         self._masters = [pair.master for pair in pairs]
+        self._are_split = any_dtensor(self._masters)
         self._pointers = self._places()
         self._odd: list[Pair] = []
         self._parts: list[_Row | _Large] = []
@@ -60,7 +68,7 @@ class Comparison:
                 self._odd.append(pair)
                 continue
             sizes = _OF_HOST if is_read_by_host(pair.half) else _OF_DEVICE
-            if pair.half.numel() > sizes.small:
+            if flat[0].numel() > sizes.small:
                 self._parts.append(_Large(pair, *flat, sizes.large))
             else:
                 self._add_small(rows, pair, flat, sizes.row)
@@ -72,7 +80,7 @@ class Comparison:
     ) -> None:
         key = (pair.half.device, pair.half.dtype)
         row = rows.get(key)
-        if row is None or row.size + pair.half.numel() > limit:
+        if row is None or row.size + flat[0].numel() > limit:
             if row is not None:
                 row.fill_up()
             row = rows[key] = _Row()
@@ -80,7 +88,7 @@ class Comparison:
         row.add(pair, *flat)
 
     def _places(self) -> list[int]:
-        return places(self._halves)
+        return places(list(map(local_of, self._halves)) if self._are_split else self._halves)
 
     def is_current(self) -> bool:
         """Whether the half weights lie where they lay."""
@@ -176,7 +184,7 @@ class _Large:
 
 def agrees(pair: Pair) -> bool:
     """Whether a half weight is what its master rounds to.  Waits for the device."""
-    half, master = pair.half.detach(), pair.master.detach()
+    half, master = _own_data(pair.half), _own_data(pair.master)
     if half.is_meta:
         return True
     if half.shape != master.shape:
@@ -186,7 +194,7 @@ def agrees(pair: Pair) -> bool:
 
 def is_unchanged(tensor: Tensor, before: Tensor) -> bool:
     """Whether a tensor still is what it was, to the bit.  Waits for the device."""
-    now = tensor.detach()
+    now, before = _own_data(tensor), local_of(before)
     same_kind = (
         now.shape == before.shape and now.dtype is before.dtype and now.device == before.device
     )
@@ -198,7 +206,7 @@ def sync_master_from_half(pair: Pair) -> None:
 
     Elsewhere the master keeps its precision.
     """
-    half, master = plain_data(pair.half), plain_data(pair.master)
+    half, master = _own_data(pair.half), _own_data(pair.master)
     with torch.no_grad():
         if half.shape != master.shape:
             pair.master.data = half.to(master.dtype, copy=True)
@@ -228,7 +236,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _flat(pair: Pair) -> tuple[Tensor, Tensor] | None:
     """Both in a row, in the order in which their numbers lie; None where these differ."""
-    half, master = plain_data(pair.half), plain_data(pair.master)
+    half, master = _own_data(pair.half), _own_data(pair.master)
     if (
         type(half) is not Tensor
         or type(master) is not Tensor

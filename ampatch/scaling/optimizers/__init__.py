@@ -3,7 +3,8 @@
 Where to look first:
 
 * kinds of optimizers: `fused` (their kernels skip a step), `sam` (two half steps), `closures`
-  (LBFGS), `parameter_lists` (parameters outside `param_groups`, optimizers inside optimizers);
+  (LBFGS), `parameter_lists` (parameters outside `param_groups`, optimizers inside optimizers),
+  `zero` (ZeroRedundancyOptimizer);
 * the places of parameters and their state: `param_groups`, `state`, `snapshots`;
 * replaced methods: `wrappers`, `bare_calls`;
 * checkpoints of apex: `apex_checkpoints`;

@@ -58,6 +58,7 @@ class Evaluations:
         with managed.casts.on():
             loss = closure()
         managed.bring_up_to_date()
+        managed.agree()
         managed.gradients.state.update_deferred()
         if self.count == 0:
             self.first = loss
@@ -111,12 +112,15 @@ def _go_back(managed: ManagedOptimizer, before: WeightsAndState | None) -> None:
     managed.masters.push()
 
 
-def with_closures(evaluations: Evaluations, args: tuple, kwargs: dict) -> tuple[bool, tuple, dict]:
-    """The arguments of `step` with `evaluations` in the place of closures; whether there are any.
+def with_closures(
+    managed: ManagedOptimizer, args: tuple, kwargs: dict
+) -> tuple[Evaluations | None, tuple, dict]:
+    """The arguments of `step`, with evaluations in the place of closures; these, or None.
 
     A closure is a callable in first place or called `closure`, and any function, in
     a dict of options too.
     """
+    evaluations = Evaluations(managed)
     found = False
 
     def replaced(value: Any, is_one: bool) -> Any:
@@ -128,9 +132,9 @@ def with_closures(evaluations: Evaluations, args: tuple, kwargs: dict) -> tuple[
             return {key: replaced(item, key == "closure") for key, item in value.items()}
         return value
 
-    args = tuple(replaced(value, index == 0) for index, value in enumerate(args))
-    kwargs = {key: replaced(value, key == "closure") for key, value in kwargs.items()}
-    return found, args, kwargs
+    given = tuple(replaced(value, index == 0) for index, value in enumerate(args))
+    named = {key: replaced(value, key == "closure") for key, value in kwargs.items()}
+    return (evaluations, given, named) if found else (None, args, kwargs)
 
 
 def evaluates_first(original: Callable, optimizer: Any) -> bool:

@@ -9,16 +9,17 @@ from torch import Tensor
 
 from ...log import logger
 from ...torch_private.devices import is_captured
+from ...torch_private.dtensors import are_laid_out_alike, local_of
 from ..master_weights import MasterWeights
 
-_Sample = tuple[Tensor, Tensor, Tensor, Tensor]  # master, index, gradient and value there
+_Sample = tuple[Tensor, Tensor, Tensor, Tensor]  # master's values, index, gradient and value there
 
 
 class IdleSteps:
     """Says once if an optimizer's first step changes no master although gradients are not zero.
 
-    Of each master the element with the largest gradient is looked at.  Waits for the device
-    after that one step.
+    Of each master, of a DTensor this rank's part, the element with the largest gradient is
+    looked at.  Waits for the device after that one step.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -32,10 +33,13 @@ class IdleSteps:
         samples: list[_Sample] = []
         for _, master in masters:
             grad = master.grad
-            if grad is not None and not grad.is_sparse and grad.numel() and not is_captured(grad):
+            if grad is None or not are_laid_out_alike(grad, master):
+                continue
+            grad, value = local_of(grad), local_of(master).detach()
+            if not grad.is_sparse and grad.numel() and not is_captured(grad):
                 grad = grad.detach()
                 index = grad.abs().argmax()
-                samples.append((master, index, grad.take(index), master.detach().take(index)))
+                samples.append((value, index, grad.take(index), value.take(index)))
         return samples
 
     def after(self, samples: list[_Sample], skipped: bool | Tensor) -> None:
@@ -44,7 +48,7 @@ class IdleSteps:
             return
         self.is_done = True
         home = samples[0][0].device
-        moved = [master.detach().take(index) != value for master, index, _, value in samples]
+        moved = [master.take(index) != value for master, index, _, value in samples]
         wanted = [grad != 0 for _, _, grad, _ in samples]
         flags = torch.stack([one.to(home) for one in (*moved, *wanted)]).tolist()
         if any(flags[len(moved) :]) and not any(flags[: len(moved)]) and not bool(skipped):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..master_weights import MasterWeights
-from . import parameter_lists
+from . import parameter_lists, zero
 from .state import move_state
 
 
@@ -66,6 +66,7 @@ class ParamGroups:
                     if half is not None:
                         new_of[id(half)] = self._master_for(half, originals, masters)
         parameter_lists.exchange(self._optimizer, new_of)
+        zero.settle(self._optimizer)
         return bool(new_of)
 
     def _master_for(
@@ -88,7 +89,9 @@ class ParamGroups:
                     group["params"][index] = old_of[id(master)] = param
                     move_state(self._optimizer, master, param)
                     self._masters.remove(param)
-        parameter_lists.exchange(self._optimizer, old_of)
+        if old_of:
+            zero.forget_keys(self._optimizer)
+            parameter_lists.exchange(self._optimizer, old_of)
         return bool(old_of)
 
     def fit_state(self, changed: set[int]) -> None:
@@ -97,6 +100,7 @@ class ParamGroups:
             for param in group["params"]:
                 if id(param) in changed:
                     move_state(self._optimizer, param, param)
+        zero.settle(self._optimizer)
 
     def refuse_twice(self, group: Any) -> None:
         """Raise `ValueError` if a new group has half weights whose masters are in others."""

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import AmpatchError
+from . import zero
 
 _NOT_LISTS = ("param_groups", "state", "defaults")
 _DEPTH = 4
-_REFUSED = ("ZeroRedundancyOptimizer",)
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -36,8 +36,11 @@ def check(optimizer: Any, halves: set[int]) -> None:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if held.isdisjoint(halves):
         return
-    names = {kind.__name__ for kind in type(optimizer).__mro__}
-    where = next((f" ({name})" for name in _REFUSED if name in names), None)
+    where = None
+    if zero.takes_masters(optimizer):
+        zero.forget_keys(optimizer)
+    else:
+        where = " of this torch"
     for holder in (optimizer, *inner_optimizers(optimizer)):
         for name, value in _own(holder):
             if where is None and _is_fixed(value, halves):

@@ -22,9 +22,10 @@ def move_state(optimizer: Any, old: Tensor, new: Tensor) -> None:
     for state in states_of(optimizer):
         if old in state:
             moved = state.pop(old)
-            for key, value in moved.items():
-                if key != "step":
-                    moved[key] = _as_dtype(value, new.dtype)
+            if moved is not None:  # ZeroRedundancyOptimizer notes so what another rank has
+                for key, value in moved.items():
+                    if key != "step":
+                        moved[key] = _as_dtype(value, new.dtype)
             state[new] = moved
 
 

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from ampatch.diagnose.speed import fast_half_types
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.sweep.report.results import read_results
+from ampatch.torch_private.devices import accelerator
 
 NONE_IS_FAST = ["bfloat16"]  # needs no loss scaling, and is the less slow one on a CPU
 _ASK = """
@@ -25,24 +24,24 @@ print(*fast_half_types())
 def default_dtypes(directory: Path, resume: bool) -> Sequence[str]:
     """The fast half types; a sweep that goes on has those that it began with.
 
-    Raises `ValueError` if a GPU does not answer.
+    Raises `ValueError` if an accelerator does not answer.
     """
     if resume:
         earlier = read_results(directory)
         if earlier is None:
             return NONE_IS_FAST  # for no run: the sweep's directory refuses to go on
         return earlier.settings["dtypes"]
-    return (_of_cuda() if torch.cuda.is_available() else fast_half_types("cpu")) or NONE_IS_FAST
+    return (_of_accelerator() if accelerator() else fast_half_types("cpu")) or NONE_IS_FAST
 
 
-def _of_cuda() -> list[str]:
-    """Asked in a process of its own: to ask here would occupy the GPU during the sweep."""
+def _of_accelerator() -> list[str]:
+    """Asked in a process of its own: to ask here would occupy the device during the sweep."""
     command = [sys.executable, "-c", _ASK, PACKAGE_ROOT]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().rpartition("\n")[2]
         raise ValueError(
-            f"The half types could not be timed on the GPU: {reason}. Name those that you want "
-            "with --dtypes, such as --dtypes bfloat16."
+            f"The half types could not be timed on the device ({accelerator()}): {reason}. Name "
+            "those that you want with --dtypes, such as --dtypes bfloat16."
         )
     return answer.stdout.split()

@@ -10,10 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""The variable by which a process sees some devices of a kind only."""
+from ampatch.torch_private.devices import VISIBLE, count
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -45,10 +42,10 @@ def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     if len(set(devices)) != len(devices):
         raise ValueError(f"{said}: a device is named twice. A device runs one trial at a time.")
     [kind] = kinds
-    count = getattr(torch, kind).device_count()
-    missing = [device for device in devices if int(device.partition(":")[2]) >= count]
+    there_are = count(kind)
+    missing = [device for device in devices if int(device.partition(":")[2]) >= there_are]
     if missing:
-        there = f"{kind}:0 to {kind}:{count - 1}" if count else f"no {kind} device"
+        there = f"{kind}:0 to {kind}:{there_are - 1}" if there_are else f"no {kind} device"
         raise ValueError(
             f"{said}: there is no {missing[0]} on this machine, which has {there}. On a CPU use "
             "--jobs."

@@ -36,16 +36,15 @@ import torch
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.sweep.measure.record import SeedCall
 from ampatch.sweep.plan import SEED_VARIABLE
+from ampatch.torch_private.devices import seeding_functions
 
 MOST_CALLS = 50  # that are kept; a script may seed in each step
 _GLOBAL = {
     "torch.manual_seed": ("torch", "torch.random"),
-    "torch.cuda.manual_seed": ("torch.cuda", "torch.cuda.random"),
-    "torch.cuda.manual_seed_all": ("torch.cuda", "torch.cuda.random"),
     "random.seed": ("random",),
     "numpy.random.seed": ("numpy.random",),
 }
-"""The functions that seed what is global, and the modules that have them."""
+"""The functions that seed what is global, but for devices, and the modules that have them."""
 _OF_GENERATOR = "torch.Generator().manual_seed"
 _LIBRARIES = tuple(
     os.path.join(os.path.realpath(path), "")
@@ -79,6 +78,7 @@ class OwnSeeds:
         self._generators: list[tuple[Any, str]] = []  # torch's, and the lines that made them
         self._unseeded = torch.Generator().initial_seed()  # what one has that was given no seed
         self._names_to_copy: collections.deque[str] = collections.deque()  # all, in their order
+        self._of_devices = seeding_functions()
         self._seed = seed
         self._override = override
         self._first: int | None = None  # the first seed that the script gave
@@ -87,7 +87,7 @@ class OwnSeeds:
 
     def watch(self) -> None:
         """Replace the functions that seed, and watch `os.environ`, in this process."""
-        for name, modules in _GLOBAL.items():
+        for name, modules in {**_GLOBAL, **self._of_devices}.items():
             for module in filter(None, map(sys.modules.get, modules)):
                 attribute = name.rpartition(".")[2]
                 setattr(module, attribute, self._seeding(name, getattr(module, attribute)))
@@ -133,7 +133,7 @@ class OwnSeeds:
         given = [*args[:1], *kwargs.values()]
         if not given or given[0] is None:  # a seed of the operating system's choice
             return args, kwargs
-        if not name.startswith("torch.cuda"):  # torch.manual_seed stands beside it
+        if name not in self._of_devices:  # torch.manual_seed stands beside it
             place = _own_line(sys._getframe(1)) or "a library"
             self._note(SeedCall(name, _text(given[0]), place, is_generator=False))
         if not self._override:

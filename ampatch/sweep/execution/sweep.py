@@ -57,6 +57,7 @@ from ampatch.sweep.report.results import SUMMARY, Results, Row
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
 from ampatch.sweep.trial import Trial
+from ampatch.torch_private.devices import has_tf32
 
 
 class SweepError(AmpatchError):
@@ -150,7 +151,7 @@ class Sweep:
             _listed(levels),
             overrides=list(overrides),
             autocast=autocast,
-            tf32=torch.cuda.is_available(),
+            tf32=has_tf32(),
             auto=auto,
         )
         dtypes = None if dtypes is None else _listed(dtypes)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ampatch._version import __version__
+from ampatch.torch_private import devices
 
 _CPUINFO = Path("/proc/cpuinfo")
 _FREQUENCY = {
@@ -26,7 +27,7 @@ def versions() -> dict[str, str]:
     known = {
         "ampatch": __version__,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        **devices.built_for(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": f"{_cpu()}, {os.cpu_count()} cores",

@@ -1,7 +1,7 @@
 """Numbers, times and memory, measured without waiting for the device.
 
 Values on a device are kept as small tensors and read in batches, long after
-the step.  On CUDA the end of a step is an event in the stream, because the host
+the step.  On an accelerator the end of a step is an event in the stream, because the host
 runs ahead of the device.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ampatch.sweep.measure.record import Series
+from ampatch.torch_private import devices
 
 BATCH = 512  # values left on the device before they are read
 
@@ -33,7 +34,7 @@ class Readings:
         """Take a number or a tensor; of more than one element, the mean."""
         if isinstance(value, torch.Tensor):
             value = value.detach().double().mean() if value.numel() != 1 else value.detach()
-            if value.device.type != "cpu":
+            if not devices.is_read_by_host(value):
                 # A clone, because the script may change the tensor in place.
                 self._waiting.append(value.clone())
                 if len(self._waiting) >= BATCH:
@@ -52,34 +53,12 @@ class Readings:
         return self._read[-1] if self._read and not self._waiting else None
 
 
-class Clock:
-    """The time at a device, without waiting for it: on CUDA an event in the present stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        """A moment, for `between`."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def between(self, moments: Sequence[Any]) -> list[float]:
-        """The seconds from each moment to the next; waits for the last one."""
-        if not moments or isinstance(moments[-1], float):
-            return [later - earlier for earlier, later in itertools.pairwise(moments)]
-        moments[-1].synchronize()
-        return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(moments)]
-
-
 class Timeline:
     """When the steps of one optimizer ended, and on a CPU the processor's time until then."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock = Clock(device)
-        self._counts_cpu = device.type == "cpu"
+        self._device = device
+        self._counts_cpu = devices.is_owned_by_host(device)
         self._cpu: list[float] = []
         self._marks: list[Any] = []
         self._seconds: list[float] = []
@@ -91,7 +70,7 @@ class Timeline:
 
     def mark(self, pauses: int) -> None:
         """A step ended; `pauses` increases when something other than training ran."""
-        self._marks.append(self._clock.now())
+        self._marks.append(devices.moment(self._device))
         if self._counts_cpu:
             self._cpu.append(time.process_time())  # of all threads
         self._paused.append(pauses != self._pauses)
@@ -118,7 +97,7 @@ class Timeline:
 
     def _read(self) -> None:
         """Turn all marks but the last into intervals."""
-        self._seconds += self._clock.between(self._marks)
+        self._seconds += devices.seconds_between(self._marks)
         del self._marks[:-1]
 
 
@@ -156,14 +135,14 @@ class Track:
 def peak_memory() -> tuple[int | None, str]:
     """The most memory this process ever held, and of which kind.
 
-    On CUDA what PyTorch allocated on all devices together.  On CPU the
-    resident set, the interpreter and PyTorch's own code included: read from
-    /proc where there is one, because `ru_maxrss` of a child starts at the peak
-    of the process that started it.
+    On an accelerator what PyTorch allocated on all devices together.  On CPU, and where
+    PyTorch keeps no such figure, the resident set, the interpreter and PyTorch's own code
+    included: read from /proc where there is one, because `ru_maxrss` of a child starts at the
+    peak of the process that started it.
     """
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        devices = range(torch.cuda.device_count())
-        return sum(torch.cuda.max_memory_allocated(device) for device in devices), "device"
+    on_devices = devices.peak_memory()
+    if on_devices is not None:
+        return on_devices, "device"
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -20,6 +20,7 @@ from ampatch.sweep.measure.machine import load, state_of_the_machine
 from ampatch.sweep.measure.probes import Readings, Timeline, Track, peak_memory
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.step_parts import ForwardNotice, StepParts
+from ampatch.torch_private.devices import is_owned_by_host, name_of
 
 REPORT_EVERY = 0.5  # seconds
 
@@ -102,7 +103,7 @@ class Recorder:
         timeline.mark(self._pauses)
         self._count += 1
         self._skipped.add(skipped)
-        if device.type == "cpu":  # reading it elsewhere waits for the device
+        if is_owned_by_host(device):  # reading it elsewhere waits for the device
             self._loss_scale = self._present_scale()
         self._mark_output()
         self._show_progress()
@@ -142,7 +143,7 @@ class Recorder:
             loss_scale=self._final_loss_scale(),
             samples=self._samples.series(self._started),
             output_marks=self._marks,
-            device=_device_name(self._device),
+            device=self._device and name_of(self._device),
             memory_bytes=memory_bytes,
             memory_kind=memory_kind,
             matmul_precision=torch.get_float32_matmul_precision(),
@@ -197,12 +198,6 @@ def _device_of(optimizer: Any) -> torch.device:
         for parameter in group["params"]:
             return parameter.device
     return torch.device("cpu")
-
-
-def _device_name(device: torch.device | None) -> str | None:
-    if device is not None and device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device and device.type
 
 
 def _as_text(properties: Any) -> dict[str, str]:

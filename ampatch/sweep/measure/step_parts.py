@@ -12,8 +12,8 @@ step and its loss without a forward that was noticed, as in a script without AMP
 and forward in one: it is kept as "unsplit", and so is all that a script does whose losses go
 through no `scale_loss`.
 
-On CUDA the moments are events in the stream: the parts are the device's, and "data" contains
-the time it waits for the host.
+On an accelerator the moments are events in the stream: the parts are the device's, and "data"
+contains the time it waits for the host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.sweep.measure.probes import BATCH, Clock
+from ampatch.sweep.measure.probes import BATCH
+from ampatch.torch_private.devices import moment, seconds_between
 
 UNSPLIT = "unsplit"
 PARTS = ("data", "forward", "backward", "optimizer", UNSPLIT)
@@ -38,7 +39,7 @@ class StepParts:
     """Takes the moments of the notices; begins with the end of the first step."""
 
     def __init__(self) -> None:
-        self._clock: Clock | None = None
+        self._device: torch.device | None = None  # whose moments these are
         self._first: int | None = None  # the optimizer whose step started the clock
         self._sees_forwards = False
         self._last = _END
@@ -72,9 +73,9 @@ class StepParts:
 
     def step_ends(self, optimizer: int, device: torch.device) -> None:
         """A step of the optimizer with this id ended."""
-        if self._clock is None:
-            self._clock, self._first = Clock(device), optimizer
-            self._moments.append(self._clock.now())
+        if self._device is None:
+            self._device, self._first = device, optimizer
+            self._moments.append(moment(device))
         else:
             self._mark(_END, optimizer)
         self._last, self._in_step = _END, False
@@ -101,9 +102,9 @@ class StepParts:
         }
 
     def _mark(self, notice: int, optimizer: int | None = None) -> None:
-        if self._clock is None or self._left <= 0:
+        if self._device is None or self._left <= 0:
             return
-        self._moments.append(self._clock.now())
+        self._moments.append(moment(self._device))
         self._parts.append(PARTS.index(self._part(notice)))
         self._ended.append(optimizer)
         self._last = notice
@@ -125,9 +126,9 @@ class StepParts:
 
     def _read(self, count: int | None = None) -> None:
         """Turn the first `count` moments, or all, into segments."""
-        if self._clock is not None:
+        if self._device is not None:
             past = self._moments[:count]
-            self._seconds.extend(self._clock.between(past))
+            self._seconds.extend(seconds_between(past))
             del self._moments[: len(past) - 1]
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import shlex
 
 from ampatch.sweep.report.results import Results
+from ampatch.torch_private.devices import TOOLKITS
 
-_SOFTWARE = ("ampatch", "torch", "cuda", "python")
+_SOFTWARE = ("ampatch", "torch", *TOOLKITS, "python")
 
 
 def facts(results: Results) -> dict[str, str]:

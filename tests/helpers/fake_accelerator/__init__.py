@@ -9,7 +9,9 @@ CUDA refuses, and counts what costs time there:
         step()
     assert counts.waits == 0
 
-The first `load()` compiles three C++ files into ampatch's cache, which takes about a minute.
+A process that has the folders of `installed(FOLDER)` on its path has the device from
+`import torch` on, as from a package of a maker of devices.  The
+first `load()` compiles three C++ files into ampatch's cache, which takes about a minute.
 """
 
 from __future__ import annotations
@@ -110,6 +112,15 @@ def load() -> object:
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
     return kernels  # the cache holds them
+
+
+def installed(folder: Path) -> list[str]:
+    """For PYTHONPATH: with these, `import torch` loads the device.  Writes into `folder`."""
+    described = folder / f"{NAME}_accelerator-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Name: {NAME}-accelerator\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text(f"[torch.backends]\n{NAME} = {__name__}:load\n")
+    return [str(folder), str(_HERE.parent), str(_HERE.parents[2])]
 
 
 def _module() -> types.ModuleType:

@@ -245,9 +245,24 @@ class Call {
   bool waits_ = false;
 };
 
+// Whether the lists among the arguments have tensors of several devices.
+bool mixes_lists(const c10::OperatorHandle& op, const Stack& stack) {
+  std::set<bool> found;
+  for (auto value = stack.end() - op.schema().arguments().size(); value != stack.end(); ++value) {
+    if (!value->isTensorList()) continue;
+    for (const auto& tensor : value->toTensorVector()) found.insert(is_ours(tensor));
+  }
+  return found.size() > 1;
+}
+
 void on_host(const c10::OperatorHandle& op, Stack* stack) {
   Below below;
-  Call(op).run(stack);
+  const bool is_on_lists = c10::toString(op.operator_name()).rfind("aten::_foreach_", 0) == 0;
+  if (is_on_lists && mixes_lists(op, *stack)) {  // as CUDA's: one tensor after the other
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  } else {
+    Call(op).run(stack);
+  }
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {

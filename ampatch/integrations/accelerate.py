@@ -1,0 +1,268 @@
+"""accelerate: an `Accelerator` that trains at an opt level.
+
+    from ampatch.integrations.accelerate import AmpatchAccelerator
+
+    accelerator = AmpatchAccelerator(opt_level="O2", dtype="bfloat16")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model(inputs), targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+The rest of the script stays as it is, under `accelerate launch` and `torchrun` too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import SCALER_NAME, DistributedType
+from torch import Tensor, nn
+
+import ampatch
+
+from ..config.opt_levels import ARGUMENTS, properties_for
+from ..config.overrides import parse
+from ..errors import did_you_mean
+from ..log import logger
+from ..session.facade import note_reduction, open_sessions, session_of
+from ..torch_private.modules import compiled_from
+
+_SCALE_FILE = "ampatch.pt"
+_OWN = {"models", "optimizers", "opt_level", "dtype", "unknown"}
+_SETTINGS = set(inspect.signature(ampatch.initialize).parameters) - _OWN
+_CHECKED = set(ARGUMENTS)
+_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+
+
+class AmpatchAccelerator(Accelerator):
+    """accelerate's `Accelerator` with ampatch in the place of `mixed_precision`.
+
+    Args:
+        opt_level, dtype: as for `ampatch.initialize`.
+        arguments: settings of `ampatch.initialize`, such as `loss_scale` or `overrides`, and the
+            arguments of `Accelerator`, by their names.  Outputs of models are FP32 at every opt
+            level, as accelerate's own are, unless `cast_model_outputs` says otherwise.
+
+    Models, optimizers, loaders and schedulers go to `prepare` in any order, together or one after
+    the other.  `backward` scales the loss for all optimizers that were prepared.  Gradients are
+    FP32 and unscaled after it.  After an overflow `optimizer.step()` does nothing,
+    `accelerator.optimizer_step_was_skipped` is true, and prepared schedulers wait.  `save_state`
+    keeps the loss scales, and checkpoints hold FP32 weights.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or `mixed_precision` was asked for, here, by
+            `accelerate launch`, or by an earlier `Accelerator` of the process.
+        AmpatchError: the launcher asked for DeepSpeed, FSDP or Megatron-LM.
+    """
+
+    def __init__(
+        self, opt_level: Any = "O1", *, dtype: torch.dtype | str = torch.float16, **arguments: Any
+    ) -> None:
+        settings = {name: arguments.pop(name) for name in _SETTINGS & arguments.keys()}
+        _check(opt_level, dtype, settings, arguments)
+        super().__init__(**arguments)
+        _refuse(self.mixed_precision, "an earlier Accelerator of this process")
+        if self.scaler_handler is not None:
+            raise ValueError(
+                "AmpatchAccelerator(kwargs_handlers=[GradScalerKwargs(...)]): ampatch has a loss "
+                "scale of its own. Expected its settings by name: init_scale, growth_factor, "
+                "backoff_factor, growth_interval."
+            )
+        if self.distributed_type in _ENGINES:
+            raise ampatch.AmpatchError(
+                f"AmpatchAccelerator: it was launched for {self.distributed_type.value}, which has "
+                "weights and gradients of its own. Launch for one device or for several with "
+                "DistributedDataParallel, or use accelerate's Accelerator(mixed_precision=...)."
+            )
+        self._settings = {
+            "cast_model_outputs": torch.float32,
+            **settings,
+            "opt_level": opt_level,
+            "dtype": dtype,
+        }
+        self._is_off = False  # by `enabled` or by the environment
+        self.register_save_state_pre_hook(self._save_scales)
+        self.register_load_state_pre_hook(self._load_scales)
+
+    # Models and optimizers
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's; models that come together share a session with those before them."""
+        self._manage([given for given in args if isinstance(given, nn.Module)])
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """As accelerate's; the model is put under the opt level before it is wrapped."""
+        self._manage([model])
+        prepared = super().prepare_model(model, *args, **kwargs)
+        self._add_optimizers()
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """As accelerate's; ampatch manages the optimizer once its model is prepared."""
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            place = self.device_placement if device_placement is None else device_placement
+            optimizer = SkippingOptimizer(optimizer, device_placement=place)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        self._add_optimizers()
+        return optimizer
+
+    def _manage(self, models: list[nn.Module]) -> None:
+        new = [model for model in map(_innermost, models) if session_of(model) is None]
+        if not new or self._is_off:
+            return
+        member = self._member()
+        if member is None:
+            ampatch.initialize(new, **self._settings)
+            self._is_off = not open_sessions()[-1].properties.enabled
+        else:
+            ampatch.add_models(new, to=member)
+
+    def _member(self) -> Any:
+        """A model or optimizer of this accelerator that ampatch manages, or None."""
+        given = [*map(_innermost, self._models), *map(bare, self._optimizers)]
+        return next((one for one in given if session_of(one) is not None), None)
+
+    def _add_optimizers(self) -> None:
+        """Optimizers join ampatch when the models that they train have."""
+        models = [model for model in self._models if session_of(_innermost(model)) is not None]
+        known = {id(parameter) for model in models for parameter in model.parameters()}
+        new = [
+            optimizer
+            for optimizer in map(bare, self._optimizers)
+            if session_of(optimizer) is None and not known.isdisjoint(_parameters(optimizer))
+        ]
+        if new:
+            ampatch.add_optimizers(new)
+
+    # Training
+
+    def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
+        """As accelerate's; `loss_id` is that of `ampatch.scale_loss`."""
+        managed = [one for one in map(bare, self._optimizers) if session_of(one) is not None]
+        if not managed:
+            return super().backward(loss, **kwargs)
+        with ampatch.scale_loss(loss, managed, loss_id=loss_id) as scaled_loss:
+            super().backward(scaled_loss, **kwargs)
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """As accelerate's; at O2 the gradients that waited in the masters are averaged too."""
+        with Accelerator.trigger_sync_in_backward(model):
+            note_reduction(_innermost(model))
+            yield
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """With `AutocastKwargs(enabled=False)` nothing is cast; else the opt level says what is."""
+        handler = autocast_handler or self.autocast_handler
+        if handler is None or handler.enabled:
+            yield
+        else:
+            with ampatch.disable_casts():
+                yield
+
+    # Checkpoints
+
+    def _save_scales(self, models: list[nn.Module], weights: list[dict], folder: str) -> None:
+        member = self._member()
+        if member is not None:
+            self.save(ampatch.state_dict(of=member), Path(folder, _SCALE_FILE))
+
+    def _load_scales(self, models: list[nn.Module], folder: str) -> None:
+        member = self._member()
+        if member is None:
+            return
+        files = [Path(folder, name) for name in (_SCALE_FILE, SCALER_NAME)]
+        found = next(filter(Path.exists, files), None)
+        if found is not None:
+            ampatch.load_state_dict(torch.load(found, weights_only=True), of=member)
+        elif any(entry.get("dynamic", True) for entry in ampatch.state_dict(of=member).values()):
+            logger.warning(
+                "accelerator.load_state(%r): there is no loss scale in it (%s), so that it stays "
+                "as it is.",
+                str(folder),
+                _SCALE_FILE,
+            )
+
+
+class SkippingOptimizer(AcceleratedOptimizer):
+    """Tells accelerate, and so its schedulers, which steps ampatch has skipped."""
+
+    _is_accelerate_prepared = True  # so that accelerate wraps no other around it
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because of an overflow."""
+        managed = session_of(self.optimizer) is not None
+        return managed and ampatch.step_was_skipped(self.optimizer)
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    """The model that was prepared, without what `prepare` has put around it."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif (plain := compiled_from(model)) is not None:
+            model = plain
+        else:
+            return model
+
+
+def bare(optimizer: Any) -> Any:
+    """The optimizer that was prepared, without what accelerate has put around it."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _parameters(optimizer: Any) -> Iterator[int]:
+    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _check(opt_level: Any, dtype: Any, settings: dict, arguments: dict) -> None:
+    """Raise `TypeError` or `ValueError` for wrong arguments and those that ampatch replaces."""
+    known = set(inspect.signature(Accelerator.__init__).parameters) - {"self"}
+    for name in arguments:
+        if name not in known:
+            raise TypeError(
+                f"AmpatchAccelerator({name}=...): expected an argument of ampatch.initialize or of "
+                f"accelerate.Accelerator.{did_you_mean(name, known | _SETTINGS)}"
+            )
+    asked = arguments.get("mixed_precision")
+    _refuse(asked, "an argument")
+    if asked is None:
+        variable = "ACCELERATE_MIXED_PRECISION"
+        _refuse(os.environ.get(variable), f"{variable}, which accelerate launch and its config set")
+    properties_for(
+        opt_level, dtype, **{name: settings[name] for name in _CHECKED & settings.keys()}
+    )
+    parse(settings.get("overrides"))
+
+
+def _refuse(mixed_precision: Any, asked_by: str) -> None:
+    """Raise `ValueError` where accelerate's own mixed precision is on beside ampatch's."""
+    if mixed_precision is not None and str(mixed_precision).lower() != "no":
+        raise ValueError(
+            f"AmpatchAccelerator: mixed_precision={str(mixed_precision)!r} is asked for, by "
+            f'{asked_by}. Expected "no", since ampatch casts and scales by itself: choose the half '
+            'type with dtype="float16" or "bfloat16", and launch with --mixed_precision no.'
+        )

@@ -1,0 +1,103 @@
+"""The precision plugin of Lightning Fabric."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import ampatch
+
+from ...session.facade import PatchSet
+from .packages import PACKAGES
+from .session import PluginSession, Settings
+
+
+class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)):  # type: ignore[misc]
+    """Trains with ampatch under Fabric: `Fabric(plugins=[AmpatchFabricPrecision(opt_level="O2")])`.
+
+    Modules that Fabric sets up share one loss scale, as with Fabric's own mixed precision.  The
+    plugin is stateful: with `fabric.save(path, {..., "precision": plugin})` the loss scale is in
+    the checkpoint.
+
+    Args:
+        opt_level, dtype: as in `ampatch.initialize`.
+        settings: its other arguments, by keyword, but for `num_losses`.
+
+    Raises:
+        TypeError, ValueError: a setting is unknown or wrong; the message names it.
+    """
+
+    precision = "32-true"  # Lightning's name of what model and optimizers look like from outside
+
+    def __init__(self, opt_level: Any = "O1", dtype: Any = "float16", **settings: Any) -> None:
+        super().__init__()
+        given = {"opt_level": opt_level, "dtype": dtype, **settings}
+        self._settings = Settings(type(self).__name__, given)
+        self._run = PluginSession(self._settings)
+        _have_fabric_tell()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._settings})"
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Manage a module; its optimizers come when Fabric has set them up."""
+        self._run.open(module)
+        return module
+
+    def teardown(self) -> None:
+        """Modules and optimizers are plain again."""
+        self._run.close()
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """`backward` of the scaled loss; the gradients are unscaled after it."""
+        with self._run.scaled(tensor) as scaled:
+            scaled.backward(*args, **kwargs)
+
+    def main_params(self, optimizer: Any) -> Any:
+        """What the optimizer updates: master weights at O2."""
+        return ampatch.master_params(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scales."""
+        return self._run.scales
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with these loss scales."""
+        self._run.scales = state_dict
+
+    def set_up(self, results: Any) -> None:
+        """Fabric has set these up: manage the optimizers among them, and hold their scheduler."""
+        listed: tuple[Any, ...] = results if isinstance(results, tuple) else (results,)
+        wrapped: list[Any] = [one for one in listed if isinstance(one, Optimizer)]
+        optimizers = [one.optimizer for one in wrapped]
+        self._run.add(optimizers)
+        for one in listed:
+            if not isinstance(one, Optimizer) and getattr(one, "optimizer", None) in optimizers:
+                self._run.hold(one)
+
+
+_patches = PatchSet()
+
+
+def _have_fabric_tell() -> None:
+    """Fabric tells its precision plugin of modules only; optimizers it wraps without a word."""
+    if not len(_patches):
+        for package in PACKAGES:
+            for name in ("setup", "setup_optimizers"):
+                _patches.replace(package.fabric, name, _telling)
+
+
+def _telling(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_up(fabric: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(fabric, *args, **kwargs)
+        plugin = fabric.strategy.precision
+        if isinstance(plugin, AmpatchFabricPrecision):
+            plugin.set_up(results)
+        return results
+
+    return set_up

@@ -1,0 +1,156 @@
+"""The precision plugin of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+import ampatch
+
+from ...session import facade
+from .averages import Averages
+from .packages import PACKAGES
+from .session import PluginSession, Settings
+
+
+class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: ignore[misc]
+    """Trains a LightningModule with ampatch: `Trainer(plugins=[AmpatchPrecision(opt_level="O2")])`.
+
+    Args:
+        opt_level, dtype: as in `ampatch.initialize`.
+        settings: its other arguments, by keyword, but for `num_losses`.
+
+    Raises:
+        TypeError, ValueError: a setting is unknown or wrong; the message names it.
+    """
+
+    precision = "32-true"  # Lightning's name of what model and optimizers look like from outside
+
+    def __init__(self, opt_level: Any = "O1", dtype: Any = "float16", **settings: Any) -> None:
+        super().__init__()
+        given = {"opt_level": opt_level, "dtype": dtype, **settings}
+        self._settings = Settings(type(self).__name__, given)
+        self._run = PluginSession(self._settings)
+        self._averages = Averages()
+        self._package = PACKAGES[0]
+        self._module: Any = None  # that is managed now
+        self._is_wrapped = self._is_compiled = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._settings})"
+
+    # Begin and end
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Manage the LightningModule; its optimizers come with `connect`."""
+        found = [package for package in PACKAGES if isinstance(module, package.module)]
+        if not found or not _has_trainer(module):
+            raise TypeError(
+                f"{self!r} was given to Fabric. It is for a Trainer. Write "
+                "Fabric(plugins=[AmpatchFabricPrecision(...)])."
+            )
+        self._package = found[0]
+        self._run.close()
+        self._run.open(module)
+        self._module, self._is_wrapped = module, False
+        self._is_compiled = "training_step" in vars(module)  # what torch.compile made of it
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Any], list[Any]]:
+        """Manage the optimizers; schedulers that step with them wait while steps are skipped."""
+        self._is_wrapped = model is not self._module  # in DistributedDataParallel
+        self._run.add(optimizers)
+        for config in lr_schedulers:
+            self._run.hold(config.scheduler)
+        self._averages.widen(self._module.trainer.callbacks)
+        return model, optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """Module and optimizers are plain again; the loss scale stays, for another fit."""
+        self._averages.release()
+        self._module = None
+        self._run.close()
+
+    # Around one step
+
+    def convert_input(self, data: Any) -> Any:
+        """The batch; in half for a half module that was compiled as a whole.
+
+        Elsewhere each part casts its own inputs, so that targets stay as they are.
+        """
+        if self._is_compiled:
+            return apply_to_collection(data, Tensor, self._run.as_weights)
+        return data
+
+    def train_step_context(self) -> AbstractContextManager[None]:
+        """Around `training_step`: what it computes itself, as a loss, is outside the half model."""
+        if self._module is None:
+            return nullcontext()
+        return facade.in_step(self._module, self._is_wrapped)
+
+    val_step_context = test_step_context = predict_step_context = train_step_context
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Hooks `on_before_backward`; they get the loss unscaled."""
+        return self._package.precision.pre_backward(self, tensor, module)
+
+    def backward(
+        self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """`LightningModule.backward` of the scaled loss; the gradients are unscaled after it."""
+        with self._run.scaled(tensor) as scaled:
+            model.backward(scaled, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Hooks `on_after_backward`."""
+        return self._package.precision.post_backward(self, tensor, module)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Forward, backward and clipping, which are in `closure`, and the optimizer's step.
+
+        torch's own optimizers step when the closure is done, as in Lightning's mixed precision.
+        LBFGS and unknown optimizers call it as often as they want.
+        """
+        if not facade.evaluates_closure_once(optimizer):
+            return self._package.precision.optimizer_step(self, optimizer, model, closure, **kwargs)
+        result = closure()
+        self._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:
+            return None  # `training_step` returned None: no gradients
+        step = optimizer.step(**kwargs)
+        return step if result is None else result
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        self._package.precision._after_closure(self, model, optimizer)
+
+    def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self._package.precision._clip_gradients(self, model, optimizer, *args, **kwargs)
+
+    def main_params(self, optimizer: Any) -> Any:
+        """What the optimizer updates: master weights at O2."""
+        return ampatch.master_params(optimizer)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scales."""
+        return self._run.scales
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with these loss scales."""
+        self._run.scales = state_dict
+
+
+def _has_trainer(module: Any) -> bool:
+    try:
+        return module.trainer is not None
+    except RuntimeError:  # Lightning's own, of a module without one
+        return False

@@ -1,0 +1,279 @@
+"""transformers' Trainer under an opt level, from transformers 4.57 on.
+
+    from ampatch.integrations.transformers import AmpatchTrainerMixin
+    from transformers import Trainer, TrainingArguments
+
+    class MyTrainer(AmpatchTrainerMixin, Trainer):
+        pass
+
+    trainer = MyTrainer(model, TrainingArguments("out"), train_dataset=rows, opt_level="O2")
+    trainer.train()
+
+The mixin stands before `Trainer`, `Seq2SeqTrainer` or a Trainer of your own.  The settings of
+`ampatch.initialize` are keywords of the trainer.  `fp16` and `bf16` of `TrainingArguments` stay
+out.
+
+* Training, evaluation, prediction and `generate` run under casts until `ampatch.deactivate()`.
+  As with `bf16=True` they are those of the model's forward, and its outputs are FP32: a loss or
+  metrics computed outside of it run in FP32.  `patch_scope="process"` casts these too.
+* Before the first `train()` at O2, evaluation runs at O1: the weights stay as they are.
+* Under torchrun with gloo the process group is destroyed when the process ends, as `trainer.end()`
+  would.  Without that about one run in 50 fails after its results are written, with ampatch or not.
+* Models and checkpoints are saved in FP32.  A checkpoint has the loss scale in `ampatch.json`, and
+  `resume_from_checkpoint` goes on with the same bits.  It takes the scale of a run with `fp16=True`
+  too.
+* Weights that are frozen at O2 have no FP32 masters: what is saved of them is rounded to half.
+* A skipped step counts in `global_step` and `max_steps`, as with `fp16=True`: its batches are used
+  up.  The learning rate waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import PretrainedConfig, Trainer
+
+import ampatch
+
+from ..config.opt_levels import ARGUMENTS, Properties, properties_for
+from ..errors import AmpatchError
+from ..log import logger
+from ..session.facade import PatchSet, Session, open_sessions, session_of
+from .accelerate import SkippingOptimizer, bare
+
+SCALE_FILE = "ampatch.json"
+GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
+
+_SETTINGS = frozenset(inspect.signature(ampatch.initialize).parameters) - {
+    *("models", "optimizers", "num_losses", "unknown"),
+}
+_OF_HALF_MODELS = (
+    *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
+)
+_SEAMS = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
+_PLAIN = (DistributedType.NO, *(kind for kind in DistributedType if kind.value.startswith("MULTI")))
+
+
+class AmpatchTrainerMixin:
+    """Makes a Trainer train, evaluate and save under an opt level; stands before it.
+
+        class MyTrainer(AmpatchTrainerMixin, Trainer):
+            pass
+
+        MyTrainer(model, arguments, train_dataset=rows, opt_level="O2", dtype="bfloat16")
+
+    Args:
+        *args, **kwargs: what the Trainer takes, and the settings of `ampatch.initialize`:
+            `opt_level` ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  Two begin
+            otherwise: `patch_scope` is `"model"`, and `cast_model_outputs` FP32 at O1 too.
+
+    Raises:
+        TypeError: an argument is unknown, or the mixin stands behind the Trainer.
+        ValueError: a setting is wrong, or there is other mixed precision: `fp16`, `bf16`,
+            `fp16_full_eval`, `bf16_full_eval`, `half_precision_backend`, or accelerate's.
+        AmpatchError: the Trainer is to train by DeepSpeed or FSDP, or by an optimizer that steps
+            in the backward pass.
+    """
+
+    args: Any
+    accelerator: Any
+    model: nn.Module
+    model_wrapped: nn.Module
+    optimizer: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(AmpatchTrainerMixin):
+            raise TypeError(
+                f"class {cls.__name__}: AmpatchTrainerMixin stands behind the Trainer, where none "
+                f"of it is in force. Write class {cls.__name__}(AmpatchTrainerMixin, Trainer)."
+            )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _check_seams()
+        own = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
+        own = {"opt_level": "O1", "patch_scope": "model", **own}
+        self._ampatch_settings = {"cast_model_outputs": torch.float32, **own}
+        self._ampatch_session: Session | None = None
+        _checked(self._ampatch_settings)
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The accelerator's `backward` scales the loss."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        _refuse(self.args, self.accelerator)
+        backward = self.accelerator.backward
+        self.accelerator.backward = functools.partial(self._ampatch_backward, backward)
+
+    def _ampatch_backward(self, backward: Callable, loss: Tensor, **kwargs: Any) -> None:
+        with ampatch.scale_loss(loss, self.optimizer) as scaled_loss:
+            backward(scaled_loss, **kwargs)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        if training and not self._ampatch_trains():
+            model = self.model_wrapped = self.model  # without the DDP of an earlier session
+            self._ampatch_begin()
+        elif not training and session_of(self.model) is None:
+            ampatch.initialize(self.model, **_for_evaluation(self._ampatch_settings))
+        return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+
+    def _ampatch_trains(self) -> bool:
+        """Whether the session that this trainer opened still has its optimizer."""
+        session = session_of(bare(self.optimizer))
+        return session is not None and session is self._ampatch_session
+
+    def _ampatch_begin(self) -> None:
+        optimizer = bare(self.optimizer)
+        ampatch.initialize(self.model, optimizer, **self._ampatch_settings)
+        self._ampatch_session = session_of(optimizer)
+        if self.optimizer is optimizer:
+            self.optimizer = SkippingOptimizer(optimizer)
+        _name_saved_dtypes()
+        if dist.is_available() and dist.is_initialized():
+            _end_group_at_exit()
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self.args.should_save:
+            state = ampatch.state_dict(of=bare(self.optimizer))
+            Path(output_dir, SCALE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        optimizer = bare(self.optimizer)
+        ours, grad_scaler = Path(checkpoint, SCALE_FILE), Path(checkpoint, GRAD_SCALER_FILE)
+        if ours.is_file():
+            ampatch.load_state_dict(json.loads(ours.read_text()), of=optimizer)
+        elif grad_scaler.is_file():
+            ampatch.load_state_dict(torch.load(grad_scaler, weights_only=True), of=optimizer)
+        else:
+            logger.warning(
+                "train(resume_from_checkpoint=%r): no loss scale is in it (%s), so that it begins "
+                "anew.",
+                *(str(checkpoint), SCALE_FILE),
+            )
+
+
+def _checked(settings: dict[str, Any]) -> Properties:
+    """The settings that have values, checked; the others are looked at by `initialize`."""
+    given = {name: settings[name] for name in ARGUMENTS if name in settings}
+    return properties_for(settings["opt_level"], settings.get("dtype", torch.float16), **given)
+
+
+def _for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
+    """For a model that may train later: without masters, half weights would lose their values."""
+    properties = _checked(settings)
+    if not properties.master_weights:
+        return settings
+    kept = {name: value for name, value in settings.items() if name not in _OF_HALF_MODELS}
+    return {**kept, "opt_level": "O1", "dtype": properties.dtype}
+
+
+@functools.cache
+def _end_group_at_exit() -> None:
+    """Have gloo's threads end before the interpreter does, as `trainer.end()` would.
+
+    A thread that asks for the interpreter's lock while it ends aborts the process ("terminate
+    called without an active exception"): in about one run in 50, with the plain Trainer too.
+    torchrun then reports a ChildFailedError, after all results have been written.
+    """
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    failed = hasattr(sys, "last_type")  # other ranks may be waited for, and would be in vain
+    if dist.is_initialized() and dist.get_backend() == "gloo" and not failed:
+        dist.destroy_process_group()
+
+
+@functools.cache
+def _name_saved_dtypes() -> None:
+    """From now on `config.json` names the dtype of the weights that are saved beside it.
+
+    transformers writes that of the parameters, half at O2, and `from_pretrained` of transformers 5
+    would round the FP32 weights to it.
+    """
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def save_pretrained(self: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
+            dtype = _saved_dtype(self)
+            if dtype is not None:
+                self.dtype = str(dtype).removeprefix("torch.")
+            return original(self, *args, **kwargs)
+
+        return save_pretrained
+
+    PatchSet().replace(PretrainedConfig, "save_pretrained", make)
+
+
+def _saved_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """The dtype of a managed model's weights in its `state_dict()`; None for other models."""
+    for session in open_sessions():
+        for managed in session.models.alive():
+            for module in managed.model.modules():
+                if getattr(module, "config", None) is config:
+                    return next(_dtypes_in_state(module), None)
+    return None
+
+
+def _dtypes_in_state(model: nn.Module) -> Iterator[torch.dtype]:
+    for module in model.modules():
+        if any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
+            saved = module.state_dict()
+            yield from (value.dtype for value in saved.values() if value.is_floating_point())
+
+
+def _check_seams() -> None:
+    missing = [name for name in _SEAMS if not hasattr(Trainer, name)]
+    if missing:
+        raise AmpatchError(
+            f"AmpatchTrainerMixin: the Trainer of transformers {transformers.__version__} has no "
+            f"{', '.join(missing)}, where ampatch comes in. Expected transformers 4.57 to 5.23."
+        )
+
+
+def _refuse(arguments: Any, accelerator: Any) -> None:
+    """Raise for what cannot be beside an opt level."""
+    for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
+        if getattr(arguments, name, False):
+            raise ValueError(
+                f"TrainingArguments({name}=True) beside AmpatchTrainerMixin: both would choose the "
+                f"precision. Leave {name} out, and give the trainer opt_level and dtype."
+            )
+    backend = getattr(arguments, "half_precision_backend", "auto")
+    if backend != "auto":
+        raise ValueError(
+            f"TrainingArguments(half_precision_backend={backend!r}) beside AmpatchTrainerMixin: "
+            "leave it out; ampatch is the backend."
+        )
+    if accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"accelerate's mixed_precision={accelerator.mixed_precision!r} (accelerate launch, "
+            "ACCELERATE_MIXED_PRECISION) beside AmpatchTrainerMixin: both would choose the "
+            'precision. Set it to "no", and give the trainer opt_level and dtype.'
+        )
+    if accelerator.distributed_type not in _PLAIN:
+        raise AmpatchError(
+            f"AmpatchTrainerMixin: {accelerator.distributed_type.value} has the weights and their "
+            "precision in its own hands. Expected one device or DistributedDataParallel (torchrun)."
+        )
+    optim = getattr(arguments.optim, "value", arguments.optim)
+    if optim in ("lomo", "adalomo") or optim.endswith("layerwise"):
+        raise AmpatchError(
+            f"TrainingArguments(optim={optim!r}) beside AmpatchTrainerMixin: this optimizer steps "
+            "in the backward pass, on gradients that are still scaled. Choose another optim."
+        )

@@ -1,0 +1,85 @@
+"""DTensors: the local tensor that holds a rank's part, its exchange in place, and their ranks.
+
+What is elementwise and the same for every rank is done on local tensors: no collective runs, and
+no call of torch's dispatcher for DTensors.  Where torch keeps the local tensor elsewhere than
+expected, its public method is asked, and DTensors count as ones whose data cannot be exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_PLAIN = frozenset((Tensor, Parameter))
+_LOCAL, _SPEC = "_local_tensor", "_spec"
+_data: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor.  Told by what it has, so that the class need not be loaded."""
+    return (
+        type(tensor) not in _PLAIN and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+    )
+
+
+def any_dtensor(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of them is a DTensor."""
+    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_dtensor, tensors))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, outside of any graph; another tensor is its own part."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: Any = getattr(tensor, _LOCAL, None)
+    if local is None:
+        local = tensor.detach().to_local()  # type: ignore[attr-defined]
+    wait = getattr(local, "wait", None)  # the result of a collective that still runs
+    return local if wait is None else wait()
+
+
+def are_laid_out_alike(one: Any, other: Any) -> bool:
+    """Whether the local tensors of two DTensors, or of two other tensors, belong together."""
+    if not (is_dtensor(one) and is_dtensor(other)):
+        return is_dtensor(one) is is_dtensor(other)
+    return one.placements == other.placements and one.device_mesh == other.device_mesh
+
+
+def can_exchange_data(tensor: Tensor) -> bool:
+    """Whether `exchange_data` knows how this DTensor keeps its local tensor."""
+    return hasattr(tensor, _LOCAL) and hasattr(tensor, _SPEC)
+
+
+def is_part_of_dtensor(parameter: Tensor) -> bool:
+    """Whether DDP has put this rank's part of a DTensor in its place (`device_mesh`, a slice)."""
+    return hasattr(parameter, "_st_info")
+
+
+def exchange_data(tensor: Any, data: Any) -> None:
+    """Give a tensor other data, perhaps of another dtype; it stays the same object.
+
+    To assign to `.data` of a DTensor changes its dtype alone, not what its local tensor holds.
+    """
+    _data.__set__(tensor, data)
+    if is_dtensor(tensor):
+        for name in (_LOCAL, _SPEC):
+            setattr(tensor, name, getattr(data, name))
+
+
+def groups_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """The process groups of the meshes of these tensors, each once; none without DTensors."""
+    if not any_dtensor(tensors):
+        return []
+    meshes = dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t))  # type: ignore[attr-defined]
+    groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    return list(dict.fromkeys(groups))
+
+
+def note_write(tensors: Iterable[Tensor]) -> None:
+    """Local tensors of these DTensors were written into: their versions rise, as by a write."""
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)

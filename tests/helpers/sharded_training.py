@@ -1,0 +1,128 @@
+"""Training on sharded models (`fully_shard`): by ampatch, by FSDP2 alone, and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch as amp
+
+STEPS = 5
+MAKE = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+class Block(nn.Module):
+    """Half of a transformer's block, or with `norm` a batch norm in the middle."""
+
+    def __init__(self, width: int, norm: bool) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.norm = nn.BatchNorm1d(2 * width) if norm else nn.Identity()
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.norm(self.up(self.before(x)))))
+
+
+class Net(nn.Module):
+    """Two blocks between two linear layers."""
+
+    def __init__(self, norm: bool = False, width: int = 10) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, width)
+        self.blocks = nn.ModuleList(Block(width, norm) for _ in range(2))
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.Generator().manual_seed(number)
+    return torch.randn(8, 6, generator=data), torch.randint(0, 4, (8,), generator=data)
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    inputs, targets = batch(number)
+    return F.cross_entropy(model(inputs).float(), targets)
+
+
+def shard(model: Net, **options: Any) -> Net:
+    """As FSDP2's users do: each block, then the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def managed(
+    model: Net, kind: str, order: str, options: dict[str, Any], **settings: Any
+) -> torch.optim.Optimizer:
+    """Shard a model and put it under ampatch, in one of the two orders; gives its optimizer."""
+    settings = {"verbosity": 0, **settings}
+    if order == "sharded first":
+        shard(model, **options)
+        optimizer = MAKE[kind](model.parameters())
+        amp.initialize(model, optimizer, **settings)
+        return optimizer
+    amp.initialize(model, **settings)
+    shard(model, **options)
+    return amp.add_optimizers(MAKE[kind](model.parameters()))
+
+
+def steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_of: Callable[[int, int], int],
+    scale: Any,
+    count: int = STEPS,
+    parts: int = 1,
+) -> list[float]:
+    """Train; `scale(loss)` is a context manager that gives the loss for `backward`."""
+    losses = []
+    for step in range(count):
+        optimizer.zero_grad()
+        for part in range(parts):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(part == parts - 1)
+            loss = loss_of(model, data_of(step, part)) / parts
+            with scale(loss) as scaled:
+                scaled.backward()
+        optimizer.step()
+        losses.append(loss.item() * parts)
+    return losses
+
+
+def on_rank(rank: int) -> Callable[[int, int], int]:
+    """The numbers of a rank's batches."""
+    return lambda step, part: 1000 * rank + 10 * step + part
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """The values of a model's parameters, put together from all ranks, in FP32."""
+    found = []
+    for parameter in model.parameters():
+        value = parameter.detach()
+        found.append((value.full_tensor() if hasattr(value, "full_tensor") else value).float())
+    return [value.clone() for value in found]
+
+
+def mesh(shape: tuple[int, ...]) -> Any:
+    """A mesh of CPUs: one dimension shards, the first of two replicates (HSDP)."""
+    names = ("replicate", "shard")[-len(shape) :]
+    return dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -1,0 +1,120 @@
+"""The runs of transformers' Trainer; see `framework_runs`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from framework_runs import BATCH, Plan, Run, dataset, network, optimizer_of
+from torch.nn import functional
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import ampatch
+from ampatch.integrations.transformers import AmpatchTrainerMixin
+
+
+class InOrder(Trainer):
+    """Takes the batches in order, and keeps each one's loss."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def _get_train_sampler(self, *args: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(inputs["inputs"])
+        loss = functional.cross_entropy(outputs, inputs["labels"])
+        self.losses.append(loss.item())
+        return (loss, outputs) if return_outputs else loss
+
+
+class AmpatchInOrder(AmpatchTrainerMixin, InOrder):
+    """... with ampatch."""
+
+
+class StopAndSave(TrainerCallback):
+    """Ends the training with a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self._step:
+            control.should_save = control.should_training_stop = True
+
+
+def run(plan: Plan) -> Run:
+    """Train as `plan` says; under DDP where a process group is there."""
+    if plan.precision == "amp" and plan.dtype == "float16":
+        raise NotImplementedError("transformers has no fp16=True on a CPU")
+    with ranks_in_the_environment():
+        try:
+            return _run(plan)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _run(plan: Plan) -> Run:
+    arguments = TrainingArguments(
+        output_dir=str(plan.folder),
+        use_cpu=True,
+        ddp_backend="gloo" if dist.is_initialized() else None,
+        bf16=plan.precision == "amp",
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=plan.accumulate,
+        max_grad_norm=plan.clip or 0.0,
+        num_train_epochs=1,
+        lr_scheduler_type="constant",
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    kind, settings = InOrder, {}
+    if plan.precision == "ampatch":
+        kind = AmpatchInOrder
+        settings = {"opt_level": plan.opt_level, "dtype": plan.dtype, "init_scale": plan.init_scale}
+    model = network()
+    trainer = kind(
+        model,
+        arguments,
+        data_collator=_collate,
+        train_dataset=dataset(),
+        optimizers=(optimizer_of(model), None),
+        callbacks=[StopAndSave(plan.stop_after // plan.accumulate)] if plan.stop_after else None,
+        **settings,
+    )
+    trainer.train(resume_from_checkpoint=plan.resume)
+    weights = {name: value.float().clone() for name, value in model.state_dict().items()}
+    scale = ampatch.loss_scale() if plan.precision == "ampatch" else 1.0
+    ampatch.deactivate()
+    return Run(trainer.losses, weights, scale)
+
+
+def _collate(rows: list[tuple]) -> dict[str, torch.Tensor]:
+    inputs, labels = zip(*rows, strict=True)
+    return {"inputs": torch.stack(inputs), "labels": torch.stack(labels)}
+
+
+@contextmanager
+def ranks_in_the_environment() -> Iterator[None]:
+    """accelerate asks the environment which rank this is, as torchrun sets it."""
+    found: dict[str, Any] = {}
+    if dist.is_initialized():
+        rank, count = dist.get_rank(), dist.get_world_size()
+        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        found |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in found.items()}):
+        yield

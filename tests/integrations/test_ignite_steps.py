@@ -1,0 +1,139 @@
+"""ignite's engines with ampatch's update functions: their arguments, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from framework_runs import batches, network, optimizer_of
+
+import ampatch
+
+if importlib.util.find_spec("ignite") is None:
+    pytest.skip("ignite is not installed", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's, of what ignite imports
+    from ignite.engine import Engine, Events
+    from ignite.engine import supervised_training_step as in_float32
+    from ignite.handlers import Checkpoint, DiskSaver, EMAHandler
+    from ignite.metrics import Accuracy, MeanSquaredError
+
+    from ampatch.integrations.ignite import (
+        LossScale,
+        supervised_evaluation_step,
+        supervised_training_step,
+    )
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+
+
+def managed(level: str, **settings):
+    model = network()
+    optimizer = optimizer_of(model)
+    return ampatch.initialize(
+        model, optimizer, opt_level=level, init_scale=1024.0, verbosity=0, **settings
+    )
+
+
+@LEVELS
+def test_the_arguments_of_ignites_own_step(level):
+    """Transforms, `model_fn` and `output_transform` see what they see in ignite's own."""
+    arguments = {
+        "prepare_batch": lambda batch, device, non_blocking: (batch[0] * 0.5, batch[1]),
+        "model_fn": lambda model, x: {"logits": model(x)},
+        "model_transform": lambda output: output["logits"],
+        "output_transform": lambda x, y, y_pred, loss: (x.sum().item(), len(y_pred), loss.item()),
+        "gradient_accumulation_steps": 3,
+    }
+    model = network()
+    expected: list = []
+    trainer = Engine(in_float32(model, optimizer_of(model), F.cross_entropy, **arguments))
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda engine: expected.append(engine.state.output)
+    )
+    loader = batches()
+    trainer.run(loader, max_epochs=2)
+
+    model, optimizer = managed(level)
+    found: list = []
+    trainer = Engine(supervised_training_step(model, optimizer, F.cross_entropy, **arguments))
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda engine: found.append(engine.state.output)
+    )
+    trainer.run(loader, max_epochs=2)
+    assert ampatch.step_counts(optimizer).taken == 2 * len(loader) // 3
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, rel=0.02, abs=0.02)
+
+
+def test_a_wrong_number_of_batches_is_refused():
+    model, optimizer = managed("O1")
+    with pytest.raises(ValueError, match=r"steps=0\): expected a number of batches, 1 or more"):
+        supervised_training_step(model, optimizer, F.mse_loss, gradient_accumulation_steps=0)
+
+
+@LEVELS
+def test_metrics_get_fp32(level):
+    """A sum of squares is 90,000 here: more than float16 has."""
+    model = torch.nn.Linear(8, 1)
+    torch.nn.init.constant_(model.weight, 4.0)
+    torch.nn.init.zeros_(model.bias)
+    ampatch.initialize(model, opt_level=level, verbosity=0)
+    evaluator = Engine(supervised_evaluation_step(model))
+    MeanSquaredError().attach(evaluator, "error")
+    data = [(torch.full((90, 8), 1.0), torch.zeros(90, 1))]
+    assert evaluator.run(data).metrics["error"] == pytest.approx(32.0**2)
+    assert evaluator.state.output[0].dtype is torch.float32
+
+
+@LEVELS
+def test_structures_of_predictions_and_whole_numbers_pass(level):
+    model, _ = managed(level)
+    step = supervised_evaluation_step(
+        model, model_transform=lambda output: (output.argmax(1), {"logits": output})
+    )
+    evaluator = Engine(step)
+    Accuracy(output_transform=lambda out: (out[0][1]["logits"], out[1])).attach(evaluator, "right")
+    evaluator.run(batches())
+    classes, named = evaluator.state.output[0]
+    assert classes.dtype is torch.int64
+    assert named["logits"].dtype is torch.float32
+
+
+@LEVELS
+def test_the_scale_is_in_checkpoints(level, tmp_path):
+    model, optimizer = managed(level)
+    ampatch.set_loss_scale(64.0)
+    trainer = Engine(supervised_training_step(model, optimizer, F.cross_entropy))
+    saved = {"model": model, "optimizer": optimizer, "scale": LossScale()}
+    checkpoint = Checkpoint(saved, DiskSaver(str(tmp_path)), filename_pattern="at.pt")
+    trainer.add_event_handler(Events.COMPLETED, checkpoint)
+    trainer.run(batches(), max_epochs=1)
+    ampatch.set_loss_scale(2.0)
+    Checkpoint.load_objects(saved, str(tmp_path / "at.pt"))
+    assert ampatch.loss_scale() == 64.0
+
+
+@LEVELS
+def test_an_average_of_the_model_is_one_of_fp32_values(level):
+    """`EMAHandler`, made after `initialize`."""
+    averages = []
+    for step, chosen in ((in_float32, None), (supervised_training_step, level)):
+        if chosen is None:
+            model = network()
+            optimizer = optimizer_of(model)
+        else:
+            model, optimizer = managed(chosen)
+        trainer = Engine(step(model, optimizer, F.cross_entropy))
+        handler = EMAHandler(model, momentum=0.1)
+        handler.attach(trainer, name="momentum", event=Events.ITERATION_COMPLETED)
+        trainer.run(batches(), max_epochs=1)
+        averages.append(handler.ema_model.state_dict())
+    expected, found = averages
+    for name, value in expected.items():
+        assert found[name].dtype is value.dtype
+        torch.testing.assert_close(found[name], value, rtol=0.02, atol=0.02)

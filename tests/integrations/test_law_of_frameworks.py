@@ -1,0 +1,216 @@
+"""The law of frameworks: each of them trains under each opt level as in FP32.
+
+The same network, data and steps run with every framework, at every opt level, in both half types:
+plainly, with clipping, with accumulation, stopped and resumed, and on two ranks.  They are held
+against the same framework in FP32 and against its own AMP.
+
+The bounds are those of a half type: two or three digits for bfloat16, three for float16.  At O3 the
+weights are in half too, so rounding adds up from step to step.  At O0 every bit is FP32's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from framework_runs import BATCHES, Plan
+from watched_runs import Watched, watched, watched_on_rank
+
+FRAMEWORKS = {
+    "accelerate": "accelerate",
+    "fabric": "lightning",
+    "ignite": "ignite",
+    "lightning": "lightning",
+    "timm": "timm",
+    "transformers": "transformers",
+}
+"""The package that each one's runs import."""
+
+BOUNDS = {
+    ("O1", "float16"): 0.02,
+    ("O2", "float16"): 0.02,
+    ("O3", "float16"): 0.04,
+    ("O1", "bfloat16"): 0.1,
+    ("O2", "bfloat16"): 0.1,
+    ("O3", "bfloat16"): 0.2,
+}
+"""Of losses and weights, relative and absolute."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"clip": 0.1},
+    "accumulate": {"accumulate": 2},
+}
+STOP = 6  # batches
+
+IN_HALF = {"O0": (), "O1": (), "O2": ("Linear",), "O3": ("Linear", "BatchNorm1d")}
+"""The layers whose weights in the model are half."""
+
+OWN_FLOAT16 = FRAMEWORKS.keys() - {"accelerate", "transformers"}
+"""The frameworks whose own AMP has float16 on a CPU; all have bfloat16."""
+
+SLOW_HALF = "The model is on the CPU, where float16 products are often many times slower"
+"""What ampatch says of float16 here, rightly."""
+
+WHERE_TIMM_IS = (
+    "timm's torchvision is built for CUDA and stops other imports: timm has environments of its "
+    "own, in .ci/run and clients/"
+)
+
+BY_DEFAULT = [("O0", "float16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "bfloat16")]
+"""The cases whose runs of every kind are in the default tests; the other kinds are slow."""
+
+
+def cases(*kinds: str) -> pytest.MarkDecorator:
+    """Every level in both half types; but for plain runs half of them are slow tests."""
+    listed = []
+    for kind, *case in product(kinds, IN_HALF, ("float16", "bfloat16")):
+        quick = kind == "plain" or tuple(case) in BY_DEFAULT
+        marks = () if quick else pytest.mark.slow
+        listed.append(pytest.param(kind, *case, marks=marks, id="-".join([kind, *case])))
+    return pytest.mark.parametrize("kind, level, half", listed)
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def framework(request) -> str:
+    package = FRAMEWORKS[request.param]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(WHERE_TIMM_IS if package == "timm" else f"{package} is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says at import is not about ampatch
+        importlib.import_module(f"runs_with_{request.param}")  # Lightning changes torch.compile
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runs(framework, tmp_path_factory):
+    """`runs(precision, **plan)`: each run of the framework is made once."""
+    folder = tmp_path_factory.mktemp(framework)
+
+    @functools.cache
+    def run(precision: str, **plan: Any) -> Watched:
+        return watched(framework, Plan(folder, precision, **plan))
+
+    return run
+
+
+def assert_near(found: Watched, expected: Watched, bound: float) -> None:
+    """Loss by loss, and weight by weight."""
+    close = functools.partial(torch.testing.assert_close, rtol=bound, atol=bound)
+    close(torch.tensor(found.run.losses), torch.tensor(expected.run.losses))
+    close(found.run.weights, expected.run.weights)
+
+
+def assert_same(found: Watched, losses: list[float], expected: Watched) -> None:
+    """Bit for bit."""
+    assert found.run.losses == losses
+    assert found.run.weights.keys() == expected.run.weights.keys()
+    for name, value in found.run.weights.items():
+        assert torch.equal(value, expected.run.weights[name]), name
+
+
+def assert_computed_in(found: Watched, level: str, half: str) -> None:
+    """A cast that is lost, or another level, shows here."""
+    dtype = getattr(torch, half)
+    assert found.kernels == {torch.float32 if level == "O0" else dtype}
+    for layer, dtypes in found.weights.items():
+        assert dtypes == {dtype if layer in IN_HALF[level] else torch.float32}, layer
+    assert found.weights.keys() == {"Linear", "BatchNorm1d"}
+
+
+def assert_quiet(found: Watched, beside: Watched) -> None:
+    """Nothing is said that the framework does not say in FP32."""
+    said = {line for line in found.said if SLOW_HALF not in line}
+    assert said - set(beside.said) == set()
+
+
+def scale_of(level: str, half: str) -> float:
+    """The loss scale at the end, of `Plan`'s 1024."""
+    return 1024.0 if half == "float16" and level in ("O1", "O2") else 1.0
+
+
+@cases(*KINDS)
+def test_training(runs, framework, kind, level, half):
+    expected = runs("float32", **KINDS[kind])
+    found = runs("ampatch", opt_level=level, dtype=half, **KINDS[kind])
+    assert len(found.run.losses) == BATCHES
+    if level == "O0":
+        assert_same(found, expected.run.losses, expected)
+    else:
+        assert_near(found, expected, BOUNDS[level, half])
+        if half == "bfloat16" or framework in OWN_FLOAT16:
+            assert_near(found, runs("amp", dtype=half, **KINDS[kind]), BOUNDS[level, half])
+    assert_computed_in(found, level, half)
+    assert_quiet(found, expected)
+    assert found.run.loss_scale == scale_of(level, half)
+
+
+@pytest.fixture(scope="module")
+def in_two_parts(framework, tmp_path_factory):
+    """`in_two_parts(precision, **plan)`: a run that stops, and one that goes on from there."""
+
+    @functools.cache
+    def run(precision: str, **plan: Any) -> tuple[Watched, Watched]:
+        first = Plan(tmp_path_factory.mktemp(framework), precision, **plan, stop_after=STOP)
+        second = replace(first, stop_after=None, resume=True, init_scale=2.0)
+        return watched(framework, first), watched(framework, second)
+
+    return run
+
+
+@cases("resume")
+def test_resuming(runs, in_two_parts, kind, level, half):
+    """The loss scale is the checkpoint's, whatever the new run would begin with."""
+    whole = runs("ampatch", opt_level=level, dtype=half)
+    first, second = in_two_parts("ampatch", opt_level=level, dtype=half)
+    assert first.run.losses == whole.run.losses[:STOP]
+    assert_same(second, whole.run.losses[STOP:], whole)
+    assert second.run.loss_scale == whole.run.loss_scale
+    for found, in_float32 in zip((first, second), in_two_parts("float32"), strict=True):
+        assert_computed_in(found, level, half)
+        assert_quiet(found, in_float32)
+
+
+@pytest.fixture(scope="module")
+def pairs(framework, ranks, tmp_path_factory):
+    """`pairs(precision, **plan)`: the same run on two ranks, under DDP."""
+    folder = tmp_path_factory.mktemp(framework)
+
+    @functools.cache
+    def run(precision: str, **plan: Any) -> list[Watched]:
+        return ranks(watched_on_rank, framework, Plan(folder, precision, **plan))
+
+    return run
+
+
+@cases("ranks")
+def test_two_ranks(pairs, kind, level, half):
+    """Each trains on its part of the data; their weights are the same, and those of FP32."""
+    expected = pairs("float32")
+    found = pairs("ampatch", opt_level=level, dtype=half)
+    for mine, in_float32 in zip(found, expected, strict=True):
+        assert len(mine.run.losses) == BATCHES // 2
+        if level == "O0":
+            assert_same(mine, in_float32.run.losses, in_float32)
+        else:
+            assert_near(mine, in_float32, BOUNDS[level, half])
+        assert_computed_in(mine, level, half)
+        assert_quiet(mine, in_float32)
+        assert mine.run.loss_scale == scale_of(level, half)
+    one, other = (mine.run for mine in found)
+    assert one.losses != other.losses
+    trained = [name for name in one.weights if "running" not in name]  # DDP leaves BatchNorm's be
+    assert all(torch.equal(one.weights[name], other.weights[name]) for name in trained)
+
+
+def test_the_runs_tell_their_kinds_apart(runs):
+    """A run that did not clip, or took a step at each batch, would be out of bounds."""
+    plain, clipped, accumulated = (runs("float32", **KINDS[kind]).run.losses for kind in KINDS)
+    for other in (clipped, accumulated):
+        assert max(abs(a - b) for a, b in zip(plain, other, strict=True)) > 0.3

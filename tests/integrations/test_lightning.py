@@ -1,0 +1,381 @@
+"""The precision plugin of Lightning's Trainer, beside FP32 and Lightning's own mixed precision."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+import torch.nn.functional as F
+from framework_runs import BATCH, dataset, network, optimizer_of
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ampatch
+from ampatch.integrations.lightning import AmpatchFabricPrecision, AmpatchPrecision
+
+pl = lightning.pytorch
+LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Lightning's warnings about itself and small data, and its log."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
+    before = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        for message in (".*LeafSpec", ".*does not have many workers", ".*should be consumed"):
+            warnings.filterwarnings("ignore", message)
+        yield
+    for one, level in zip(loggers, before, strict=True):
+        one.setLevel(level)
+
+
+def module_class(package: Any = pl) -> Any:
+    class Training(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            self.losses: list[float] = []
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            inputs, targets = batch
+            return F.cross_entropy(self.net(inputs), targets)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            if outputs:
+                self.losses.append(outputs["loss"].item())
+
+        def configure_optimizers(self) -> Any:
+            return optimizer_of(self.net)
+
+    return Training
+
+
+Training = module_class()
+
+
+def loader() -> DataLoader:
+    return DataLoader(dataset(), batch_size=BATCH)
+
+
+def trainer(plugin: Any = None, package: Any = pl, **settings: Any) -> Any:
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    settings = {"max_epochs": 1, **dict.fromkeys(quiet, False), **settings}
+    if plugin is not None:
+        settings["plugins"] = [plugin]
+    return package.Trainer(accelerator="cpu", devices=1, **settings)
+
+
+def amp(level: str = "O2", dtype: str = "float16", **settings: Any) -> AmpatchPrecision:
+    return AmpatchPrecision(level, dtype, **{"init_scale": 1024.0, "verbosity": 0, **settings})
+
+
+def fit(plugin: Any = None, kind: Any = None, **settings: Any) -> Any:
+    module = (kind or Training)()
+    trainer(plugin, **settings).fit(module, loader())
+    return module
+
+
+def assert_near(found: Any, expected: Any, within: float = 0.02) -> None:
+    torch.testing.assert_close(
+        torch.tensor(found), torch.tensor(expected), rtol=within, atol=within
+    )
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
+def test_trainers_of_both_packages_clip(package):
+    """A plugin of the wrong package would leave gradients as they are, without a word."""
+
+    class Clipped(module_class(package)):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            self.seen.append(torch.stack([grad.norm() for grad in grads]).norm() if grads else 0)
+
+    module = Clipped()
+    trainer(amp(), package, gradient_clip_val=0.01).fit(module, loader())
+    assert 0.009 < max(module.seen) < 0.011
+
+
+@LEVELS
+@pytest.mark.parametrize("by", ["net", "self"])
+def test_products_are_half_and_losses_are_not(level, by):
+    half = torch.bfloat16 if level != "O0" else torch.float32
+
+    class Seen(Training):
+        def forward(self, inputs: Any) -> Any:
+            return self.net(inputs)
+
+        def look(self, batch: Any) -> Any:
+            inside: list[torch.dtype] = []
+            handle = self.net[0].register_forward_hook(lambda m, i, out: inside.append(out.dtype))
+            outputs = self.net(batch[0]) if by == "net" else self(batch[0])
+            handle.remove()
+            loss = F.cross_entropy(outputs, batch[1])
+            self.seen.append((*inside, loss.dtype))
+            return loss
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.look(batch)
+
+        validation_step = training_step
+
+        def predict_step(self, batch: Any, index: int) -> Any:
+            return self.look(batch)
+
+    module, runs = (
+        Seen(),
+        trainer(amp(level, "bfloat16"), limit_val_batches=1, num_sanity_val_steps=0),
+    )
+    runs.fit(module, loader(), loader())
+    runs.predict(module, loader())
+    assert len(module.seen) == 16 + 1 + 16
+    assert set(module.seen) == {(half, torch.float32)}
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_hooks_see_unscaled_gradients_and_losses(level):
+    class Hooks(Training):
+        def on_before_backward(self, loss: Any) -> None:
+            self.seen.append(loss.item())
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms = lightning.pytorch.utilities.grad_norm(self.net, 2)
+            self.seen.append(norms["grad_2.0_norm_total"])
+
+    assert_near(fit(amp(level), Hooks).seen, fit(None, Hooks).seen)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("overridden", [False, True])
+def test_clipping_is_that_of_float32(algorithm, overridden):
+    class Own(Training):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            clip = getattr(nn.utils, f"clip_grad_{algorithm}_")
+            clip(self.parameters(), 0.05)
+
+    settings = {} if overridden else {"gradient_clip_val": 0.05}
+    settings["gradient_clip_algorithm"] = algorithm
+    kind = Own if overridden else Training
+    assert_near(fit(amp(), kind, **settings).losses, fit(None, kind, **settings).losses)
+
+
+class TwoOptimizers(Training):
+    """Manual optimization, toggled, with closures and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scale = nn.Linear(3, 3)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        inputs, targets = batch
+        one, two = self.optimizers()
+        self.toggle_optimizer(one)
+        loss = F.cross_entropy(self.net(inputs), targets)
+        one.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(one, 0.5, "norm")
+        one.step()
+        self.untoggle_optimizer(one)
+
+        def closure() -> Any:
+            loss = F.mse_loss(self.scale(self.net(inputs)), F.one_hot(targets, 3).float())
+            two.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        with two.toggle_model():
+            loss = two.step(closure)
+        self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        return [optimizer_of(self.net), torch.optim.Adam(self.scale.parameters(), 0.01)]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_manual_optimization_of_two_optimizers(level):
+    assert_near(fit(amp(level), TwoOptimizers).losses, fit(None, TwoOptimizers).losses)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lbfgs_evaluates_its_closure(level):
+    class Lbfgs(Training):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.net.parameters(), lr=0.05, max_iter=3)
+
+    expected = fit(None, Lbfgs, limit_train_batches=4).losses
+    assert_near(fit(amp(level), Lbfgs, limit_train_batches=4).losses, expected)
+
+
+def test_schedulers_wait_while_steps_are_skipped():
+    class Scheduled(Training):
+        def on_train_batch_end(self, *args: Any) -> None:
+            optimizer = self.optimizers()
+            self.seen.append((optimizer.param_groups[0]["lr"], ampatch.step_counts(optimizer)))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = optimizer_of(self.net)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    module = Scheduled()
+    runs = trainer(amp(init_scale=2.0**24), limit_train_batches=12)
+    runs.fit(module, loader())
+    rate, counts = module.seen[-1]
+    assert counts.skipped > 3
+    assert rate == 0.05 * 0.5**counts.taken
+    assert runs.global_step == counts.taken + counts.skipped  # as with Lightning's own "16-mixed"
+
+
+def test_a_second_fit_goes_on_with_the_loss_scale_and_nothing_is_left_behind():
+    module, plugin = Training(), amp(init_scale=2.0**24)
+    trainer(plugin, limit_train_batches=12).fit(module, loader())
+    (scale,) = (entry["loss_scale"] for entry in plugin.state_dict().values())
+    assert scale < 2.0**24
+    assert type(next(module.parameters())) is nn.Parameter
+    trainer(plugin, limit_train_batches=1).fit(module, loader())
+    assert plugin.state_dict()["loss_scaler0"]["loss_scale"] == scale
+    with pytest.raises(ampatch.AmpatchError, match="no ampatch session"):
+        ampatch.loss_scale()
+
+
+def test_an_exception_leaves_plain_weights_with_the_masters_values():
+    class Fails(Training):
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            if index == 2:
+                self.seen.append({key: value.clone() for key, value in self.state_dict().items()})
+                raise RuntimeError("the script's own")
+
+    module = Fails()
+    with pytest.raises(RuntimeError, match="own"):
+        trainer(amp()).fit(module, loader())
+    assert all(
+        torch.equal(value, module.seen[0][key]) for key, value in module.state_dict().items()
+    )
+    assert not torch.equal(module.net[0].weight, module.net[0].weight.half().float())
+    with pytest.raises(ampatch.AmpatchError, match="no ampatch session"):
+        ampatch.loss_scale()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_prediction_and_frozen_weights_round_no_weight_for_good(level):
+    class Frozen(Training):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def predict_step(self, batch: Any, index: int) -> Any:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[3].parameters(), 0.1)
+
+    module = Frozen()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    trainer(amp(level)).predict(module, loader())
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    trainer(amp(level)).fit(module, loader())
+    assert torch.equal(module.net[0].weight, before["net.0.weight"])
+    assert not torch.equal(module.net[3].weight, before["net.3.weight"])
+
+
+class Watch(Callback):
+    """Keeps what the model has as the average callbacks leave it, at the end and in validation."""
+
+    def on_train_end(self, runs: Any, module: Any) -> None:
+        module.seen.append([p.detach().clone() for p in module.parameters()])
+
+
+def averaging() -> list[Any]:
+    found = [lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)]
+    kind = getattr(pl.callbacks, "EMAWeightAveraging", None)  # since 2.6
+    return found if kind is None else [*found, lambda: kind(decay=0.9)]
+
+
+@pytest.mark.parametrize("make", averaging(), ids=["SWA", "EMA"][: len(averaging())])
+def test_averages_are_of_float32_weights(make):
+    class Validated(Training):
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.seen.append(F.cross_entropy(self.net(batch[0]), batch[1]).item())
+
+    def run(plugin: Any) -> Any:
+        module = Validated()
+        trainer(plugin, callbacks=[make()], max_epochs=3, limit_train_batches=4).fit(
+            module, loader(), loader()
+        )
+        return module
+
+    module, expected = run(amp("O2", "bfloat16")), run(None)
+    assert_near(module.seen, expected.seen, 0.02)
+    for name, value in module.net.named_parameters():
+        other = expected.net.get_parameter(name)
+        torch.testing.assert_close(value, other, atol=0.02, rtol=0)
+    assert not torch.equal(module.net[0].weight, module.net[0].weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_modules(level, whole):
+    def run(plugin: Any) -> Any:
+        module = Training()
+        if not whole:
+            module.net = torch.compile(module.net, backend="eager")
+        given = torch.compile(module, backend="eager") if whole else module
+        trainer(plugin, limit_train_batches=3).fit(given, loader())
+        return module.losses
+
+    torch._dynamo.reset()
+    assert_near(run(amp(level)), fit(None, limit_train_batches=3).losses)
+
+
+def test_settings_are_refused_when_the_plugin_is_made():
+    with pytest.raises(TypeError, match='AmpatchPrecision.*unknown setting.*"init_scale"'):
+        AmpatchPrecision(init_scal=2.0)
+    with pytest.raises(ValueError, match="opt_level"):
+        AmpatchPrecision("O7")
+    with pytest.raises(ValueError, match=r"precision=16-mixed.*AmpatchPrecision\(opt_level='O2'"):
+        trainer(amp(), precision="16-mixed")
+    with pytest.raises(ValueError, match=r"precision=16-mixed.*AmpatchFabricPrecision"):
+        Fabric(accelerator="cpu", precision="16-mixed", plugins=[AmpatchFabricPrecision()])
+
+
+def test_trainer_and_fabric_name_the_plugin_that_is_for_them():
+    net = network()
+    with pytest.raises(TypeError, match="Fabric.*AmpatchFabricPrecision"):
+        Fabric(accelerator="cpu", plugins=[amp()]).setup(net)
+    assert type(next(net.parameters())) is nn.Parameter
+    with pytest.raises(Exception, match="AmpatchFabricPrecision"):
+        trainer(AmpatchFabricPrecision())
+
+
+def test_modules_of_one_fabric_share_a_loss_scale():
+    plugin = AmpatchFabricPrecision("O2", init_scale=1024.0, verbosity=0)
+    body, head = nn.Linear(8, 16), nn.Linear(16, 3)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    one, first = fabric.setup(body, torch.optim.SGD(body.parameters(), 0.1))
+    two = fabric.setup_module(head)
+    second = fabric.setup_optimizers(torch.optim.SGD(two.parameters(), 0.1))
+    inputs, targets = next(iter(loader()))
+    fabric.backward(F.cross_entropy(two(one(inputs)), targets))
+    grads = [p.grad.clone() for p in (*body.parameters(), *head.parameters())]
+    fabric.backward(F.cross_entropy(two(one(inputs)), targets) * 1e38)  # both overflow, once
+    for optimizer in (first, second):
+        optimizer.step()
+        assert ampatch.step_was_skipped(optimizer)
+    assert plugin.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+    ampatch.deactivate()
+    expected = F.cross_entropy(head(body(inputs)), targets)
+    wanted = torch.autograd.grad(expected, (*body.parameters(), *head.parameters()))
+    for found, right in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-2)

@@ -1,0 +1,198 @@
+"""`AmpatchScaler` in the order of timm's train.py, with timm's own tools around it."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ampatch
+
+if importlib.util.find_spec("timm") is None:
+    pytest.skip("timm has environments of its own: .ci/run, clients/", allow_module_level=True)
+
+import without_torchvision  # noqa: F401  before timm
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's, of what timm does at import
+    from timm.models import model_parameters, resume_checkpoint
+    from timm.models.vision_transformer import VisionTransformer
+    from timm.utils import (
+        CheckpointSaver,
+        ModelEmaV3,
+        NativeScaler,
+        adaptive_clip_grad,
+        dispatch_clip_grad,
+        get_state_dict,
+    )
+
+    from ampatch.integrations.timm import AmpatchScaler
+
+CLASSES = 4
+BOUNDS = {"float16": 0.02, "bfloat16": 0.1}
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+HALVES = pytest.mark.parametrize("half", BOUNDS)
+
+
+def transformer() -> nn.Module:
+    """Two blocks on images of 8 x 8, four patches each."""
+    torch.manual_seed(0)
+    return VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=CLASSES
+    )
+
+
+def _images(batches: int = 8, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(batches):
+        targets = torch.randint(CLASSES, (rows,), generator=generator)
+        channel = 4.0 * F.one_hot(targets, CLASSES)[:, :3, None, None]  # a class is a colour
+        found.append((channel + torch.randn(rows, 3, 8, 8, generator=generator), targets))
+    return found
+
+
+IMAGES = _images()
+
+
+class _Float32:
+    """What train.py does without a scaler."""
+
+    def __call__(self, loss, optimizer, clip_grad, clip_mode, parameters) -> None:
+        loss.backward()
+        if clip_grad is not None:
+            dispatch_clip_grad(parameters, clip_grad, mode=clip_mode)
+        optimizer.step()
+
+
+class Training:
+    """A model, its optimizer and its scaler."""
+
+    def __init__(self, level: str | None = None, half: str = "float16") -> None:
+        self.model = transformer()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.scaler: Any = _Float32()
+        if level is not None:
+            settings = {"opt_level": level, "dtype": half, "init_scale": 1024.0, "verbosity": 0}
+            ampatch.initialize(self.model, self.optimizer, **settings)
+            self.scaler = AmpatchScaler()
+
+    def train(self, clip: float | None = None, mode: str = "norm", ema: Any = None) -> list[float]:
+        """The losses of one epoch."""
+        losses = []
+        for inputs, targets in IMAGES:
+            loss = F.cross_entropy(self.model(inputs), targets)
+            parameters = model_parameters(self.model, exclude_head="agc" in mode)
+            self.scaler(loss, self.optimizer, clip, mode, parameters)
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            if ema is not None:
+                ema.update(self.model)
+        return losses
+
+
+@HALVES
+@LEVELS
+@pytest.mark.parametrize("mode, bound", [("norm", 0.3), ("value", 0.01), ("agc", 0.01)])
+def test_clipping(level, half, mode, bound):
+    expected = Training().train(bound, mode)
+    found = Training(level, half).train(bound, mode)
+    assert found == pytest.approx(expected, rel=BOUNDS[half], abs=BOUNDS[half])
+    unclipped = Training().train()
+    assert max(abs(a - b) for a, b in zip(expected, unclipped, strict=True)) > 0.15
+
+
+def test_agc_compares_norms_of_masters():
+    """In float16 the bound of a small weight is no normal number: 20 % off."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    nn.init.constant_(layer.weight, 3.3e-4)
+    expected = nn.Linear(4, 4)
+    expected.load_state_dict(layer.state_dict())
+    inputs = torch.randn(8, 4).half().float()  # as the layer gets them
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    ampatch.initialize(layer, optimizer, opt_level="O2", init_scale=1024.0, verbosity=0)
+    AmpatchScaler()(layer(inputs).sum(), optimizer, 1e-4, "agc", layer.parameters())
+    expected(inputs).sum().backward()
+    adaptive_clip_grad(expected.parameters(), 1e-4)
+    for found, parameter in zip(
+        ampatch.master_params(optimizer), expected.parameters(), strict=True
+    ):
+        torch.testing.assert_close(found.grad, parameter.grad, rtol=1e-3, atol=0)
+
+
+@LEVELS
+def test_the_head_is_left_out_and_no_parameters_means_all(level):
+    for exclude, parameters in ((2, lambda model: list(model.parameters())[:-2]), (0, None)):
+        training = Training(level)
+        given = parameters and parameters(training.model)
+        loss = F.cross_entropy(training.model(IMAGES[0][0]), IMAGES[0][1])
+        training.scaler(loss, training.optimizer, 1e-3, "value", given)
+        largest = [p.grad.abs().max() for p in ampatch.master_params(training.optimizer)]
+        assert sum(bool(one > 1.01e-3) for one in largest) == exclude
+        ampatch.deactivate()
+
+
+@LEVELS
+def test_no_step_without_need_update(level):
+    training = Training(level)
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    loss = F.cross_entropy(training.model(IMAGES[0][0]), IMAGES[0][1])
+    training.scaler(loss, training.optimizer, 1e-3, need_update=False)
+    now = training.model.state_dict()
+    assert all(torch.equal(value, now[name]) for name, value in before.items())
+    assert ampatch.step_counts(training.optimizer).taken == 0
+
+
+@LEVELS
+def test_checkpoints_have_the_scale_and_resume_bit_for_bit(level, tmp_path):
+    first = Training(level)
+    saver = CheckpointSaver(
+        first.model, first.optimizer, amp_scaler=first.scaler, checkpoint_dir=str(tmp_path)
+    )
+    first.train(clip=1.0)
+    ampatch.set_loss_scale(256.0)
+    saver.save_checkpoint(epoch=0, metric=0.0)
+    expected = first.train(clip=1.0)
+    ampatch.deactivate()
+
+    again = Training(level)
+    path = str(tmp_path / "last.pth.tar")
+    assert resume_checkpoint(again.model, path, again.optimizer, again.scaler) == 1
+    assert ampatch.loss_scale() == 256.0
+    assert again.train(clip=1.0) == expected
+
+
+def test_a_checkpoint_of_native_amp_goes_on(tmp_path):
+    native = Training()
+    native.scaler = NativeScaler(device="cpu")
+    native.scaler._scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    saver = CheckpointSaver(
+        native.model, native.optimizer, amp_scaler=native.scaler, checkpoint_dir=str(tmp_path)
+    )
+    native.train()
+    saver.save_checkpoint(epoch=0)
+    again = Training("O2")
+    path = str(tmp_path / "last.pth.tar")
+    resume_checkpoint(again.model, path, again.optimizer, again.scaler)
+    assert ampatch.loss_scale() == 512.0
+
+
+@HALVES
+@LEVELS
+def test_an_average_of_the_model_is_one_of_fp32_values(level, half):
+    expected = Training()
+    in_float32 = ModelEmaV3(expected.model, decay=0.9)
+    expected.train(ema=in_float32)
+    found = Training(level, half)
+    ema = ModelEmaV3(found.model, decay=0.9)
+    found.train(ema=ema)
+    averages = get_state_dict(ema)
+    assert {value.dtype for value in averages.values()} == {torch.float32}
+    for name, value in get_state_dict(in_float32).items():
+        torch.testing.assert_close(averages[name], value, rtol=BOUNDS[half], atol=BOUNDS[half])

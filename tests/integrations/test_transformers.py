@@ -1,0 +1,416 @@
+"""transformers' Trainer with ampatch: what the law of frameworks does not ask."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
+
+import ampatch
+from ampatch.integrations.transformers import AmpatchTrainerMixin
+
+WORDS = 20
+
+
+class Ours(AmpatchTrainerMixin, Seq2SeqTrainer):
+    """With ampatch."""
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """accelerate's state is the process's, and transformers 4 writes bf16=True into a variable."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
+
+
+def sentences() -> list[dict[str, torch.Tensor]]:
+    """The first word says the label."""
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(3, WORDS, (32, 8), generator=generator)
+    labels = torch.randint(2, (32,), generator=generator)
+    words[:, 0] = labels + 3
+    return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
+
+
+def texts() -> list[dict[str, torch.Tensor]]:
+    """For language models."""
+    return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in sentences()]
+
+
+def bert() -> BertForSequenceClassification:
+    """One layer, no dropout, in evaluation mode as `from_pretrained` gives it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    rest = {"intermediate_size": 32, "max_position_embeddings": 8}
+    config = BertConfig(vocab_size=WORDS, **sizes, **drops, **rest)
+    return BertForSequenceClassification(config).eval()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """One layer, no dropout; the embedding is the output layer's weight too."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, **ends))
+
+
+def t5() -> T5ForConditionalGeneration:
+    """One layer on each side, no dropout."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1}
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return T5ForConditionalGeneration(T5Config(**sizes, num_heads=2, dropout_rate=0.0, **ends))
+
+
+def trainer_of(folder: Path, opt_level: str | None, model: Any = None, **options: Any) -> Trainer:
+    """A trainer for eight steps; without an opt level a plain one.
+
+    `options` are arguments of TrainingArguments, or settings of ampatch under `settings`.
+    """
+    model = bert() if model is None else model
+    settings = {"init_scale": 1024.0, **options.pop("settings", {})}
+    data = sentences() if isinstance(model, BertForSequenceClassification) else texts()
+    more = options.pop("more", {})
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        **{
+            **{"per_device_train_batch_size": 8, "max_steps": 8, "learning_rate": 3e-3},
+            **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
+            **{"dataloader_pin_memory": False, **options},
+        },
+    )
+    data = {"train_dataset": data, "eval_dataset": data}
+    if opt_level is None:
+        return Seq2SeqTrainer(model, arguments, **data, **more)
+    return Ours(model, arguments, **data, **more, opt_level=opt_level, **settings)
+
+
+def logged(trainer: Trainer, name: str = "loss") -> list[float]:
+    """One value a step."""
+    return [float(entry[name]) for entry in trainer.state.log_history if name in entry]
+
+
+def trained(*args: Any, **options: Any) -> Trainer:
+    """A trainer that has trained."""
+    trainer = trainer_of(*args, **options)
+    trainer.train()
+    return trainer
+
+
+bert()  # transformers gives torch.nn.Module a method of its own at the first model: let it
+
+VARIANTS = {
+    "clipped": (bert, {"max_grad_norm": 0.1}),
+    "items counted": (gpt2, {"gradient_accumulation_steps": 2, "max_steps": 4}),
+}
+MORE_VARIANTS = {
+    "label smoothing": (bert, {"label_smoothing_factor": 0.1}),
+    "fused": (bert, {"optim": "adamw_torch_fused"}),
+    "adafactor": (t5, {"optim": "adafactor"}),
+    "NEFTune": (gpt2, {"neftune_noise_alpha": 5.0}),
+    "compiled": (bert, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+}
+BOUNDS = {"O1": 0.002, "O2": 0.01}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("level", BOUNDS)
+def test_losses_and_norms_are_those_of_float32(variant, level, tmp_path):
+    make, options = VARIANTS[variant]
+    expected = trained(tmp_path, None, make(), **options)
+    found = trained(tmp_path, level, make(), **options)
+    for name in ("loss", "grad_norm"):
+        assert logged(found, name) == pytest.approx(logged(expected, name), rel=BOUNDS[level])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
+@pytest.mark.parametrize("variant", MORE_VARIANTS)
+@pytest.mark.parametrize("level", BOUNDS)
+def test_more_of_what_trainers_do(variant, level, tmp_path):
+    make, options = MORE_VARIANTS[variant]
+    expected = logged(trained(tmp_path, None, make(), **options))
+    assert logged(trained(tmp_path, level, make(), **options)) == pytest.approx(
+        expected, rel=BOUNDS[level]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("level", BOUNDS)
+def test_activation_checkpointing(reentrant, level, tmp_path):
+    def losses(opt_level: str | None) -> list[float]:
+        model = gpt2()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return logged(trained(tmp_path, opt_level, model))
+
+    assert losses(level) == pytest.approx(losses(None), rel=BOUNDS[level])
+
+
+class Watched(TrainerCallback):
+    """The loss scale, the learning rate and accelerate's word after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_optimizer_step(self, args, state, control, optimizer, **kwargs) -> None:
+        self.seen.append((optimizer.step_was_skipped, optimizer.param_groups[0]["lr"]))
+
+
+def test_a_skipped_step_counts_and_the_learning_rate_waits(tmp_path):
+    """The first scale overflows float16 at once, the third does not."""
+    watched = Watched()
+    settings = {"init_scale": 2.0**20, "backoff_factor": 2.0**-6}
+    trainer = trained(tmp_path, "O2", settings=settings, more={"callbacks": [watched]})
+    skips = [skipped for skipped, _ in watched.seen]
+    rates = [rate for _, rate in watched.seen]
+    count = sum(skips)
+    assert skips == [True] * count + [False] * (8 - count) and 0 < count < 4
+    assert rates[: count + 1] == [3e-3] * (count + 1) and rates[count + 1] < 3e-3
+    assert trainer.state.global_step == 8
+    assert ampatch.step_counts(trainer.optimizer).taken == 8 - count
+    assert not math.isfinite(logged(trainer, "grad_norm")[0])
+
+
+def test_resuming_goes_on_with_the_same_bits(opt_level, tmp_path):
+    """Losses, weights and the loss scale, which grows on the way."""
+    options = {"save_strategy": "steps", "save_steps": 3, "settings": {"growth_interval": 2}}
+    whole = trained(tmp_path / "whole", opt_level, **options)
+    weights, scale = whole.model.state_dict(), ampatch.loss_scale()
+    ampatch.deactivate()
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    state = json.loads((checkpoint / "ampatch.json").read_text())
+    assert (state["loss_scaler0"]["loss_scale"] > 1024) is (opt_level in ("O1", "O2"))
+    again = trainer_of(tmp_path / "again", opt_level, **options)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert logged(again) == logged(whole)
+    assert ampatch.loss_scale() == scale
+    for name, value in again.model.state_dict().items():
+        assert value.dtype is weights[name].dtype is torch.float32
+        assert torch.equal(value, weights[name]), name
+
+
+def test_the_scale_of_a_run_with_fp16_is_taken_and_a_missing_one_is_said(tmp_path, caplog):
+    trained(tmp_path, "O1", save_strategy="steps", save_steps=4)
+    ampatch.deactivate()
+    checkpoint = tmp_path / "checkpoint-4"
+    (checkpoint / "ampatch.json").unlink()
+    trainer = trainer_of(tmp_path, "O1", max_steps=4)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert "no loss scale is in it (ampatch.json)" in caplog.text
+    assert ampatch.loss_scale() == 1024
+    ampatch.deactivate()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(torch.ones(()))  # it has a scale from now on
+    torch.save(scaler.state_dict(), checkpoint / "scaler.pt")
+    trainer_of(tmp_path, "O1", max_steps=4).train(resume_from_checkpoint=str(checkpoint))
+    assert ampatch.loss_scale() == 256
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("make", [gpt2, t5])
+def test_saved_models_are_float32_wherever_they_are_loaded(make, level, tmp_path):
+    """Tied embeddings stay tied.  transformers 5 loads in the dtype that config.json names."""
+    trainer = trained(tmp_path, level, make(), max_steps=2)
+    trainer.save_model(str(tmp_path / "trainer"))
+    trainer.model.save_pretrained(tmp_path / "model")
+    for name in ("trainer", "model"):
+        loaded = type(trainer.model).from_pretrained(tmp_path / name, dtype="auto")
+        for key, value in trainer.model.state_dict().items():
+            assert loaded.state_dict()[key].dtype is torch.float32
+            assert torch.equal(loaded.state_dict()[key], value), key
+
+
+def test_evaluation_is_cast_and_leaves_the_weights_to_the_training_after_it(tmp_path):
+    """At O2 half weights would lose their FP32 values: nothing trains them yet."""
+    expected = logged(trained(tmp_path, "O2"))
+    ampatch.deactivate()
+    untouched = bert().state_dict()  # it seeds the generator, which gives the order of the rows
+    trainer = trainer_of(tmp_path, "O2")
+    logits = trainer.predict(trainer.eval_dataset).predictions
+    assert logits.dtype == "float32"
+    assert torch.equal(torch.tensor(logits).half().float(), torch.tensor(logits)), "not cast"
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, untouched[name]), name
+    trainer.train()
+    assert logged(trainer) == expected
+    assert next(trainer.model.parameters()).dtype is torch.float16
+    trained_loss = trainer.evaluate()["eval_loss"]
+    ampatch.deactivate()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trained_loss, rel=0.01)
+
+
+def test_what_is_computed_outside_of_the_model_is_not_cast(tmp_path):
+    """As beside bf16=True."""
+    products = []
+
+    def metrics_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        products.append((logits @ logits.T).dtype)
+        return logits
+
+    more = {"preprocess_logits_for_metrics": metrics_of}
+    trainer = trainer_of(tmp_path, "O1", more=more)
+    trainer.predict(trainer.eval_dataset)
+    assert set(products) == {torch.float32}
+    ampatch.deactivate()
+    products.clear()
+    trainer = trainer_of(tmp_path, "O1", more=more, settings={"patch_scope": "process"})
+    trainer.predict(trainer.eval_dataset)
+    assert set(products) == {torch.float16}
+
+
+def test_training_goes_on_in_a_second_train_also_after_deactivate(opt_level, tmp_path):
+    trainer = trained(tmp_path, opt_level)
+    scale = ampatch.loss_scale()
+    trainer.train()
+    assert ampatch.loss_scale() == scale
+    ampatch.deactivate()
+    assert next(trainer.model.parameters()).dtype is torch.float32
+    trainer.train()
+    halves = {"O2", "O3"}
+    assert (next(trainer.model.parameters()).dtype is torch.float16) is (opt_level in halves)
+    losses = logged(trainer)
+    assert len(losses) == 8 and max(losses) < 0.7
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    trainer = trained(
+        tmp_path,
+        "O2",
+        **{"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4},
+        **{"load_best_model_at_end": True, "greater_is_better": True},  # the worst: not the last
+        metric_for_best_model="eval_loss",
+    )
+    best = BertForSequenceClassification.from_pretrained(trainer.state.best_model_checkpoint)
+    assert trainer.state.best_global_step == 4
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, best.state_dict()[name]), name
+
+
+def test_generation_while_evaluating_and_after(tmp_path):
+    trainer = trained(tmp_path, "O2", t5(), max_steps=2, predict_with_generate=True)
+    found = trainer.predict(trainer.eval_dataset, max_new_tokens=4).predictions
+    words = trainer.eval_dataset[0]["input_ids"][None]
+    tokens = trainer.model.generate(words, max_new_tokens=4, do_sample=False)
+    assert tokens[0].tolist() == found[0].tolist()[: tokens.shape[1]]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"bf16": True}, "bf16=True"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True"),
+        ({"optim": "lomo"}, "optim='lomo'"),
+    ],
+)
+def test_other_mixed_precision_is_refused_by_name(options, said, tmp_path):
+    with pytest.raises((ValueError, ampatch.AmpatchError), match=said):
+        trainer_of(tmp_path, "O1", **options)
+
+
+def test_accelerates_own_mixed_precision_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="mixed_precision='bf16'"):
+        trainer_of(tmp_path, "O1")
+
+
+def test_wrong_settings_are_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match="unknown opt level"):
+        trainer_of(tmp_path, "fast")
+    with pytest.raises(TypeError, match="los_scale"):
+        trainer_of(tmp_path, "O1", settings={"los_scale": 1.0})
+    with pytest.raises(TypeError, match="stands behind the Trainer"):
+        type("Wrong", (Trainer, AmpatchTrainerMixin), {})
+
+
+def test_gloos_threads_end_before_the_interpreter(tmp_path, monkeypatch):
+    """Not after an error: other ranks may be in the middle of a collective."""
+    ends: list[Any] = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    monkeypatch.delattr(sys, "last_type", raising=False)
+    place = f"file://{tmp_path}/place"
+    dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+    try:
+        trained(tmp_path, "O1", max_steps=1)
+        (end,) = ends
+        monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
+        end()
+        assert dist.is_initialized()
+        monkeypatch.delattr(sys, "last_type")
+        end()
+        assert not dist.is_initialized()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_transformers import trained
+trainer = trained(Path(sys.argv[1]), sys.argv[3])
+weights = sum(value.double().sum().item() for value in trainer.model.state_dict().values())
+place = Path(sys.argv[1], f"{trainer.args.process_index}.json")
+place.write_text(json.dumps([trainer.args.world_size, weights]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", BOUNDS)
+def test_torchrun_with_two_ranks(level, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [sys.executable, *torchrun, str(script), str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [*command, level], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second and first[0] == 2
+
+
+def _trained_twice(rank: int, folder: str) -> tuple[list[float], bool]:
+    from runs_with_transformers import ranks_in_the_environment
+
+    with ranks_in_the_environment():
+        trainer = trained(Path(folder), "O2", max_steps=2, ddp_backend="gloo")
+        first = logged(trainer)
+        ampatch.deactivate()
+        trainer.train()
+        weights = [value.double().sum().item() for value in trainer.model.state_dict().values()]
+        return [*first, *logged(trainer), *weights], trainer.model_wrapped is not trainer.model
+
+
+@pytest.mark.slow
+def test_two_ranks_train_again_after_deactivate(ranks, tmp_path):
+    """O2 refuses a model in DDP, so the trainer wraps it anew."""
+    (one, one_wrapped), (other, other_wrapped) = ranks(_trained_twice, str(tmp_path))
+    assert one == other and one_wrapped and other_wrapped

@@ -1,0 +1,144 @@
+"""On a fake accelerator: a sweep, `ampatch doctor`, reports, and what is measured there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from fake_accelerator import NAME, counted, installed
+from quick_speed import measure_quickly
+from torch import nn
+
+import ampatch
+from ampatch.diagnose import doctor, speed
+from ampatch.torch_private import devices
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("accelerator")]
+
+SCRIPT = """
+import torch
+import ampatch
+
+device = torch.accelerator.current_accelerator()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
+model.to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+ampatch.initialize(model, optimizer)
+x = torch.randn(64, 4, device=device)
+for _ in range(12):
+    optimizer.zero_grad()
+    with ampatch.scale_loss((model(x) - x.sum(1, keepdim=True)).square().mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_sweep(tmp_path):
+    """The trials' processes find the device as they find one that a package brings."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ["--levels", "O0,O2", "--dtypes", "float16", "--no-autocast", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ampatch", "sweep", "train.py", "--out", "found", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(installed(tmp_path))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "found" / "summary.json").read_text())
+    assert summary["provenance"]["device"] == NAME
+    exact, half = summary["rows"]
+    assert exact["memory_kind"] == half["memory_kind"] == "device"
+    least = 4 * (4 * 512 + 512 + 512 + 1) + 64 * 512 * 4  # weights; what the hidden layer gives
+    assert least < exact["memory_bytes"] < 5 * least
+    for row in (exact, half):  # the time of the device is counted in launches
+        assert row["cpu_ms"] is None and row["step_ms"] == int(row["step_ms"]) > 10
+    assert half["step_ms"] > exact["step_ms"]
+    assert {"forward", "backward", "optimizer"} <= exact["parts"].keys()
+
+
+def test_doctor_names_and_times_the_device(monkeypatch):
+    monkeypatch.setattr(speed, "ROUNDS", 3)
+    monkeypatch.setattr(speed, "LONGEST", 0)
+    calls = []
+
+    def operations(device, dtype):
+        one = torch.ones(2, device=device, dtype=dtype)
+        return {"sum": lambda: calls.append((one + one).device.type)}
+
+    monkeypatch.setattr(speed, "operations", operations)
+    with counted() as counts:
+        found = doctor.as_dict()
+    assert found["accelerators"] == [f"{NAME}:0"]
+    assert found["speed"].keys() == {"cpu", NAME}
+    assert calls.count(NAME) == calls.count("cpu") > 9
+    assert counts["wait device"] == calls.count(NAME)  # or the launch alone would be timed
+
+
+def trained(device, watch, size):
+    """What `watch(model)` saw of some steps, the last of which overflows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, init_scale=256.0, verbosity=0)
+    x = (size * torch.randn(6, 4)).to(device)
+    with watch(model) as seen:
+        for factor in (1.0, 1e-6, float("inf")):
+            optimizer.zero_grad()
+            with ampatch.scale_loss(model(x).square().mean() * factor, optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+    ampatch.deactivate()
+    return seen
+
+
+def _without_advice(report):
+    """The advice is of the machine: how fast half is on its CPU."""
+    return str(report).partition("Where time could be won")[0]
+
+
+@pytest.mark.parametrize(
+    ("watch", "size", "told", "names"),
+    [
+        (lambda model: ampatch.report(), 1.0, _without_advice, "layer_norm"),
+        (ampatch.gradient_range, 1.0, lambda seen: str(seen.report()), "0.weight"),
+        (ampatch.debug, 1e30, lambda seen: str(seen.report), "Linear"),
+    ],
+    ids=["report", "gradient_range", "debug"],
+)
+def test_what_is_told_of_a_training_is_what_is_told_on_the_cpu(
+    watch, size, told, names, monkeypatch
+):
+    measure_quickly(monkeypatch)
+    there, here = (told(trained(device, watch, size)) for device in (NAME, "cpu"))
+    assert there == here
+    assert names in there
+
+
+def test_moments_are_the_devices_and_nothing_waits_for_them():
+    tensor = torch.ones(2, device=NAME)
+    here = tensor.device
+    devices.moment(here)  # asks once what the device can do
+    with counted() as counts:
+        moments = [devices.moment(here), tensor + 1, devices.moment(here)][::2]
+    assert counts.waits == 0
+    assert devices.seconds_between(moments) == [0.001]  # a launch is a millisecond
+
+
+def test_the_peak_of_memory_is_the_devices():
+    torch.accelerator.reset_peak_memory_stats()
+    before = devices.peak_memory()
+    torch.ones(1000, device=NAME)
+    assert devices.peak_memory() == before + 4000
+
+
+def test_what_seeds_the_device_is_known():
+    """A sweep gives what a script seeds by itself the seed of the trial."""
+    assert devices.seeding_functions()[f"torch.{NAME}.manual_seed"][0] == f"torch.{NAME}"

@@ -1,0 +1,164 @@
+"""Restarts: a training that goes on from its checkpoint is the undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import elastic_training as script
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ampatch as amp
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+STEPS, KILLED_AT = 8, 4
+LEVELS = [("O0", "float16"), ("O1", "float16"), ("O2", "float16"), ("O2", "bfloat16")]
+LEVELS += [("O3", "bfloat16")]
+
+
+def same(one, other) -> bool:
+    """Whether two checkpoints are equal, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def go_on(rank: int, ranks: int, level: str, dtype: str, state: dict | None, until: int) -> dict:
+    model, optimizer = script.managed(level, dtype, seed=rank + until)
+    if state is None:
+        model.load_state_dict(script.build(0)[0].state_dict())
+    step = 0 if state is None else script.load(copy.deepcopy(state), model, optimizer)
+    if not (step or state) and rank:
+        model.load_state_dict(script.build(rank)[0].state_dict())  # DDP makes ranks equal
+    parallel = DistributedDataParallel(model) if ranks > 1 else model
+    for number in range(step, until):
+        script.one_step(parallel, optimizer, number, rank, ranks)
+    end = script.state_of(model, optimizer, until)
+    file = io.BytesIO()
+    torch.save(end, file)
+    amp.deactivate()
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+def interrupted(rank: int, level: str, dtype: str) -> list[dict]:
+    """At once; in two parts; and the first part, for another number of ranks to go on from."""
+    at_once = go_on(rank, 2, level, dtype, None, STEPS)
+    part = go_on(rank, 2, level, dtype, None, KILLED_AT)
+    return [at_once, go_on(rank, 2, level, dtype, part, STEPS), part]
+
+
+@pytest.mark.parametrize("level, dtype", LEVELS)
+def test_a_restart_on_two_ranks_changes_no_bit(ranks, level, dtype):
+    for at_once, restarted, part in ranks(interrupted, level, dtype):
+        assert same(at_once, restarted)
+        assert at_once["ampatch"] != part["ampatch"]
+    # one process goes on from the checkpoint of two
+    model, optimizer = script.managed(level, dtype, seed=5)
+    script.load(part, model, optimizer)
+    assert same(part["model"], model.state_dict()) and same(part["ampatch"], amp.state_dict())
+    amp.deactivate()
+    alone = go_on(0, 1, level, dtype, part, STEPS)
+    assert alone["ampatch"] == at_once["ampatch"]
+    wide = 0.1 if level == "O3" else 0.01
+    for name, value in at_once["model"].items():
+        torch.testing.assert_close(alone["model"][name], value, atol=wide, rtol=wide)
+
+
+def sharded_checkpoint(rank: int, folder: str, level: str) -> list[dict]:
+    """As above with `torch.distributed.checkpoint`, which all ranks write and read."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    found = []
+    for restarts in (False, True):
+        model, optimizer = script.managed(level, "float16", seed=rank)
+        parallel = DistributedDataParallel(model)
+        for number in range(STEPS):
+            if restarts and number == KILLED_AT:
+                weights, moments = states.get_state_dict(parallel, optimizer)
+                dcp.save(
+                    {"w": weights, "m": moments, "amp": amp.state_dict()}, checkpoint_id=folder
+                )
+                amp.deactivate()
+                model, optimizer = script.managed(level, "float16", seed=7 + rank)
+                parallel = DistributedDataParallel(model)
+                weights, moments = states.get_state_dict(parallel, optimizer)
+                kept = {"w": weights, "m": moments, "amp": amp.state_dict()}
+                dcp.load(kept, checkpoint_id=folder)
+                states.set_state_dict(
+                    parallel, optimizer, model_state_dict=kept["w"], optim_state_dict=kept["m"]
+                )
+                amp.load_state_dict(kept["amp"])
+            script.one_step(parallel, optimizer, number, rank, 2)
+        end = script.state_of(model, optimizer, STEPS)
+        found.append(torch.load(_stored(end)))
+        amp.deactivate()
+    return found
+
+
+def _stored(state: dict) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_with_torch_distributed_checkpoint(ranks, tmp_path, level):
+    for at_once, restarted in ranks(sharded_checkpoint, str(tmp_path / "kept"), level):
+        assert same(at_once["model"], restarted["model"])
+        assert same(at_once["optimizer"]["state"], restarted["optimizer"]["state"])
+        assert at_once["ampatch"] == restarted["ampatch"]
+
+
+def torchrun(folder: Path, count: int, *arguments: object) -> dict:
+    """What the script has written at its end."""
+    path = os.pathsep.join([str(Path(amp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(count), "--max-restarts", "1"]
+    subprocess.run(
+        [*command, script.__file__, str(folder), *map(str, arguments)],
+        env={
+            **os.environ,
+            **{"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # gloo would find the dead workers' places
+        },
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+    return torch.load(folder / "result.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", "exception"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("level, dtype", [("O1", "float16"), ("O2", "float16"), ("O3", "bfloat16")])
+def test_torchrun_restarts_dead_workers(tmp_path, level, dtype, count, how):
+    for name in ("undisturbed", "restarted", "others"):
+        (tmp_path / name).mkdir()
+    expected = torchrun(tmp_path / "undisturbed", count, level, dtype, STEPS)
+    found = torchrun(tmp_path / "restarted", count, level, dtype, STEPS, KILLED_AT, how)
+    assert expected.pop("attempt") == 0 and found.pop("attempt") == 1
+    assert same(expected, found)
+    # and with another number of ranks
+    torchrun(tmp_path / "others", count, level, dtype, KILLED_AT)
+    kept = torch.load(tmp_path / "others" / "checkpoint.pt")
+    other = torchrun(tmp_path / "others", 1 if count == 4 else 4, level, dtype, STEPS)
+    assert other["ranks"] != count and kept["step"] == KILLED_AT
+    assert other["ampatch"] == expected["ampatch"]
+    wide = 0.1 if level == "O3" else 0.01
+    for name, value in expected["model"].items():
+        torch.testing.assert_close(other["model"][name], value, atol=wide, rtol=wide)

@@ -1,0 +1,576 @@
+"""Tensor parallel: DTensors at every level, as one process with that level trains."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from ranks import Ranks
+from torch import Tensor, nn
+
+import ampatch as amp
+
+pytest.importorskip("torch.distributed.tensor.debug", reason="torch without public DTensors")
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+KINDS = {"for-loop": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+NO_KERNEL = "O3", "fused"
+WORDS = 16
+
+
+class Net(nn.Module):
+    """A block of a transformer, without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, 8)
+        self.norm = nn.LayerNorm(8)
+        self.wide = nn.Linear(8, 16)
+        self.narrow = nn.Linear(16, 8)
+        self.scores = nn.Linear(8, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        x = x + self.narrow(F.relu(self.wide(self.norm(x))))
+        return self.scores(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is asked of a training run; `level` None is without ampatch."""
+
+    level: str | None = None
+    dtype: torch.dtype = torch.float16
+    order: str = "parallelize first"
+    kind: str = "for-loop"
+    micro: int = 1
+    delay: bool = False
+    clip: float | None = None
+    poisoned: tuple[int, ...] = ()
+    losses_are_parallel: bool = False
+    tied: bool = False
+    partly: bool = False
+    autocast: bool = False
+    loss_scale: str | None = None
+    steps: int = 3
+    counts: bool = False  # of collectives
+
+
+def parallel(model: Net, mesh: DeviceMesh, run: Run) -> Net:
+    plan = {
+        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "wide": ColwiseParallel(),
+        "narrow": RowwiseParallel(output_layouts=Shard(1)),
+        "scores": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if run.losses_are_parallel else Replicate(),
+            use_local_output=not run.losses_are_parallel,
+        ),
+    }
+    if run.partly:  # plain parameters beside DTensors
+        plan = {
+            "wide": ColwiseParallel(),
+            "narrow": RowwiseParallel(),
+        }
+    else:
+        inputs = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        parallelize_module(model.wide, mesh, inputs)
+    parallelize_module(model, mesh, plan)
+    if run.tied:
+        model.scores.weight = model.words.weight
+    return model
+
+
+def data(step: int) -> Tensor:
+    return torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def optimizer_of(model: Net, run: Run) -> torch.optim.Optimizer:
+    if run.level == "O3":  # Adam's eps is 0 in float16
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **KINDS[run.kind])
+    return torch.optim.AdamW(model.parameters(), lr=0.01, **KINDS[run.kind])
+
+
+def start(run: Run, mesh: DeviceMesh | None) -> tuple[Net, torch.optim.Optimizer]:
+    """The model and its optimizer; parallel if there is a mesh."""
+    model = Net()
+    settings = {
+        "opt_level": run.level,
+        "dtype": run.dtype,
+        "init_scale": 256.0,
+        "loss_scale": run.loss_scale,
+        "verbosity": 0,
+    }
+    if run.order == "initialize first" and mesh is not None:
+        amp.initialize(model, **settings)
+        parallel(model, mesh, run)
+        return model, amp.add_optimizers(optimizer_of(model, run))
+    if mesh is not None:
+        parallel(model, mesh, run)
+    elif run.tied:
+        model.scores.weight = model.words.weight
+    optimizer = optimizer_of(model, run)
+    if run.level is not None:
+        amp.initialize(model, optimizer, **settings)
+    return model, optimizer
+
+
+def loss_of(model: Net, x: Tensor, run: Run) -> Tensor:
+    with torch.autocast("cpu", run.dtype) if run.autocast else contextlib.nullcontext():
+        scores = model(x).flatten(0, 1)
+    return F.cross_entropy(scores.float(), x.flatten()) / run.micro
+
+
+def backward(loss: Tensor, optimizer: torch.optim.Optimizer, run: Run, last: bool) -> None:
+    if run.level is None:
+        loss.backward()
+        return
+    with amp.scale_loss(loss, optimizer, delay_unscale=run.delay and not last) as scaled_loss:
+        scaled_loss.backward()
+
+
+def poison(model: Net) -> None:
+    """An inf in the last element of this rank's part of a gradient."""
+    grad = model.wide.weight.grad
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    local.view(-1)[-1] = float("inf")
+
+
+def train(rank: int, run: Run) -> dict:
+    """Train on all ranks, and say what came of it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    model, optimizer = start(run, mesh)
+    found: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        with contextlib.ExitStack() as stack:
+            if run.counts:
+                seen = stack.enter_context(CommDebugMode())
+            if run.losses_are_parallel and mesh is not None:
+                stack.enter_context(loss_parallel())
+            for part in range(run.micro):
+                loss = loss_of(model, data(10 * step + part), run)
+                if step in run.poisoned and rank == max(0, (dist_size() or 1) - 1):
+                    with amp.scale_loss(loss, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                        poison(model)
+                else:
+                    backward(loss, optimizer, run, part == run.micro - 1)
+            if run.clip is not None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+                found["norms"].append(full(norm).item())
+            optimizer.step()
+        found["losses"].append(full(loss).item())
+        if run.counts:
+            found["collectives"].append(seen.get_total_counts())
+        if run.level is not None:
+            found["skipped"].append(amp.step_was_skipped(optimizer))
+            found["scales"].append(amp.loss_scale())
+    found["types"] = {str(parameter.dtype) for parameter in model.parameters()}
+    found["kinds"] = {type(parameter).__name__ for parameter in model.parameters()}
+    found["weights"] = [full(value) for value in model.state_dict().values()]
+    found["placed"] = placements_of(optimizer)
+    amp.deactivate()
+    found["after"] = [full(parameter) for parameter in model.state_dict().values()]
+    found["own"] = [p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"])]
+    return found
+
+
+def dist_size() -> int | None:
+    return dist.get_world_size() if dist.is_initialized() else None
+
+
+def placements_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    """Of each DTensor that the optimizer steps on: its placements and those of its gradient."""
+    params = optimizer.param_groups[0]["params"]
+    return [(str(p.placements), str(p.grad.placements)) for p in params if isinstance(p, DTensor)]
+
+
+@functools.cache
+def in_one_process(run: Run) -> dict:
+    found = train(0, dataclasses.replace(run, order="parallelize first", partly=False))
+    amp.deactivate()
+    return found
+
+
+def several(rank: int, runs: list[Run]) -> list[dict]:
+    return [train(rank, run) for run in runs]
+
+
+BOUNDS = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of losses, and relative to the largest weight of all weights: what half rounds elsewhere."""
+
+
+def assert_close(ours: dict, reference: dict, dtype: torch.dtype) -> None:
+    bound = BOUNDS[dtype]
+    torch.testing.assert_close(
+        torch.tensor(ours["losses"]), torch.tensor(reference["losses"]), rtol=bound, atol=bound
+    )
+    for one, other in zip(ours["weights"], reference["weights"], strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+HERE = {("O1", torch.float16), ("O2", torch.float16), ("O3", torch.bfloat16)}
+"""With two ranks, in every run of the tests; the others are slow tests."""
+LEVELS = [
+    pytest.param(level, dtype, marks=() if (level, dtype) in HERE else pytest.mark.slow)
+    for level in ("O0", "O1", "O2", "O3")
+    for dtype in BOUNDS
+]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """As `ranks`, four processes."""
+    ranks = Ranks(str(tmp_path_factory.mktemp("four")), 4)
+    yield ranks
+    ranks.stop()
+
+
+def check_level(ranks: Ranks, level: str, dtype: torch.dtype) -> None:
+    first = Run(level, dtype, counts=True)
+    later = dataclasses.replace(first, order="initialize first")
+    plain = dataclasses.replace(first, level=None, autocast=level == "O1")
+    found = ranks(several, [first, later, plain])
+    one, other, without = found[0]
+    assert_close(one, in_one_process(Run(level, dtype)), dtype)
+    if level in ("O0", "O1"):
+        assert_close(one, without, dtype)
+        assert one["losses"] == without["losses"]
+    for run in (one, other, *(rank[0] for rank in found[1:])):
+        assert run["losses"] == one["losses"]
+        assert all(map(torch.equal, run["weights"], one["weights"]))
+        assert run["scales"] == one["scales"] and not any(run["skipped"])
+        assert run["kinds"] == {"DTensor"} and all(run["own"])
+        half = str(dtype) if level in ("O2", "O3") else "torch.float32"
+        assert run["types"] == {half}
+        assert {value.dtype for value in run["weights"]} == {torch.float32}
+        if level != "O3":
+            assert all(map(torch.equal, run["after"], run["weights"]))
+            assert run["placed"] == without["placed"]
+        checks = dtype is torch.float16 and level in ("O1", "O2")
+        if level != "O3":  # it has another optimizer
+            assert run["collectives"] == [count + checks for count in without["collectives"]]
+
+
+@pytest.mark.parametrize("level, dtype", LEVELS)
+def test_as_in_one_process(ranks, level, dtype):
+    """In both orders, with the collectives of FP32 and one for the overflow flag."""
+    check_level(ranks, level, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level, dtype", LEVELS)
+def test_as_in_one_process_on_four_ranks(four_ranks, level, dtype):
+    check_level(four_ranks, level, dtype)
+
+
+def check_overflow(ranks: Ranks, level: str, kind: str) -> None:
+    run = Run(level, kind=kind, poisoned=(1,), loss_scale="dynamic")
+    found = ranks(train, run)
+    for rank in found:
+        assert rank["skipped"] == [False, True, False]
+        assert rank["scales"] == [256.0, 128.0, 128.0]
+        assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
+        assert all(weight.isfinite().all() for weight in rank["weights"])
+    assert_close(found[0], in_one_process(run), run.dtype)
+
+
+@pytest.mark.parametrize("level, kind", [("O1", "fused"), ("O2", "foreach")])
+def test_an_inf_in_one_shard_skips_on_all_ranks(ranks, level, kind):
+    check_overflow(ranks, level, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "level, kind",  # torch's fused SGD moves no half weights on the CPU
+    [(level, kind) for level in ("O1", "O2", "O3") for kind in KINDS if (level, kind) != NO_KERNEL],
+)
+def test_an_inf_in_one_shard_skips_on_all_of_four_ranks(four_ranks, level, kind):
+    check_overflow(four_ranks, level, kind)
+
+
+SITUATIONS = {
+    "accumulation": {"micro": 2},
+    "delayed unscaling": {"micro": 2, "delay": True},
+    "clipping": {"clip": 0.1},
+    "parallel loss": {"losses_are_parallel": True},
+    "tied weights": {"tied": True},
+    "plain parameters beside DTensors": {"partly": True},
+    "foreach": {"kind": "foreach", "clip": 0.1},
+    "fused": {"kind": "fused"},
+}
+
+
+def check_situations(ranks: Ranks, level: str, dtype: torch.dtype) -> None:
+    runs = [Run(level, dtype, **settings) for settings in SITUATIONS.values()]
+    runs = [run for run in runs if (level, run.kind) != NO_KERNEL]
+    for run, *found in zip(runs, *ranks(several, runs), strict=True):
+        reference = in_one_process(run)
+        for rank in found:
+            assert_close(rank, reference, dtype)
+            assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
+            assert rank["norms"] == pytest.approx(reference["norms"], rel=5 * BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
+def test_situations(ranks, level):
+    check_situations(ranks, level, torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_situations_on_four_ranks(four_ranks, level, dtype):
+    check_situations(four_ranks, level, dtype)
+
+
+def begun(rank: int, order: str) -> list[bool]:
+    """A step that changes nothing, after which masters and half weights have been compared."""
+    run = Run("O2", order=order)
+    model, optimizer = start(run, init_device_mesh("cpu", (dist.get_world_size(),)))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    steps(model, optimizer, run, range(1))
+    return [
+        torch.equal(full(ours), given)
+        for ours, given in zip(model.state_dict().values(), Net().state_dict().values())
+    ]
+
+
+@pytest.mark.parametrize("order", ["parallelize first", "initialize first"])
+def test_masters_begin_with_the_values_from_before_the_conversion(ranks, order):
+    for rank in ranks(begun, order):
+        assert all(rank)
+
+
+def refused(rank: int) -> dict:
+    """`parallelize_module` after the optimizer."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    before = list(model.parameters())
+    errors = []
+    for make in (parallel, lambda model, mesh, run: distribute_module(model, mesh)):
+        try:
+            make(model, mesh, Run())
+        except amp.AmpatchError as error:
+            errors.append(str(error))
+    same = all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    return {"errors": errors, "same": same}
+
+
+def test_an_optimizer_before_parallelize_module_is_refused(ranks):
+    for rank in ranks(refused):
+        assert rank["same"] and len(rank["errors"]) == 2
+        assert all("parallelize_module, optimizer, ampatch" in text for text in rank["errors"])
+
+
+def save(rank: int, folder: str, level: str) -> list[Tensor]:
+    """Train, and save model and optimizer."""
+    run = Run(level, loss_scale="dynamic")
+    model, optimizer = start(run, init_device_mesh("cpu", (dist.get_world_size(),)))
+    steps(model, optimizer, run, range(2))
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    assert all(value.dtype is torch.float32 for value in states["model"].values())
+    dcp.save(states, checkpoint_id=folder)
+    steps(model, optimizer, run, range(2, 4))
+    return [full(value) for value in model.state_dict().values()]
+
+
+def resume(rank: int, folder: str, level: str) -> list[Tensor]:
+    """Load on however many ranks there are, and go on."""
+    run = Run(level, loss_scale="dynamic")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    model, optimizer = start(run, mesh)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    steps(model, optimizer, run, range(2, 4))
+    return [full(value) for value in model.state_dict().values()]
+
+
+def steps(model: Net, optimizer: torch.optim.Optimizer, run: Run, numbers: range) -> None:
+    for step in numbers:
+        optimizer.zero_grad()
+        backward(loss_of(model, data(step), run), optimizer, run, True)
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_goes_to_another_number_of_ranks(ranks, tmp_path):
+    """Two ranks save; two go on bit for bit, one process within rounding."""
+    expected = ranks(save, str(tmp_path), "O2")[0]
+    for weights in ranks(resume, str(tmp_path), "O2"):
+        assert all(map(torch.equal, weights, expected))
+    alone = resume(0, str(tmp_path), "O2")
+    for ours, theirs in zip(alone, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_checkpoint_of_two_ranks_goes_to_four(ranks, four_ranks, tmp_path, level):
+    expected = ranks(save, str(tmp_path), level)[0]
+    for weights in four_ranks(resume, str(tmp_path), level):
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
+
+
+def alone(rank: int, level: str) -> bool:
+    """What one rank does by itself must wait for no other."""
+    model, _ = start(Run(level, torch.bfloat16), init_device_mesh("cpu", (dist.get_world_size(),)))
+    if rank == 0:
+        shown = model.state_dict()["wide.weight"]
+        with torch.no_grad():
+            shown.to_local().fill_(0.5)
+        again = model.state_dict()["wide.weight"]
+        model.state_dict()
+        return bool((again.to_local() == 0.5).all() and (model.wide.weight.to_local() == 0.5).all())
+    return True
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_one_rank_alone_reads_and_writes_its_state_dict(ranks, level):
+    """A write into it reaches the weights when they are compared, as in one process."""
+    assert ranks(alone, level) == [True, True]
+
+
+def on_two_dimensions(rank: int, level: str | None) -> dict:
+    """DTensors on a mesh of two dimensions: batches differ along one, weights along the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "parts"))
+    model = Net()
+    places = {"wide.weight": 0, "wide.bias": 0, "narrow.weight": 1, "scores.weight": 1}
+
+    def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            place = places.get(f"{name}.{key}")
+            layout = [Replicate(), Replicate() if place is None else Shard(place)]
+            module.register_parameter(
+                key, nn.Parameter(distribute_tensor(parameter.data, mesh, layout))
+            )
+
+    run = Run(level)
+    distribute_module(model, mesh, distribute)
+    optimizer = optimizer_of(model, run)
+    if level is not None:
+        settings = {"init_scale": 256.0, "loss_scale": "dynamic", "verbosity": 0}
+        amp.initialize(model, optimizer, opt_level=level, **settings)
+    found: dict = {"losses": [], "skipped": []}
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(
+            model, distribute_tensor(data(10 * step), mesh, [Shard(0), Replicate()]), run
+        )
+        if level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if step == 1 and rank == 3:
+                    poison(model)
+            found["skipped"].append(None)
+        optimizer.step()
+        if level is not None:
+            found["skipped"][-1] = amp.step_was_skipped(optimizer)
+        found["losses"].append(full(loss).item())
+    found["weights"] = [full(value) for value in model.state_dict().values()]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_mesh_of_two_dimensions(four_ranks, level):
+    """Data and tensor parallel by DTensors alone; an inf in one part of one batch skips on all."""
+    found = four_ranks(on_two_dimensions, level)
+    reference = in_one_process(Run(level, poisoned=(1,), loss_scale="dynamic"))
+    for rank in found:
+        assert rank["skipped"] == [False, True, False]
+        assert_close(rank, reference, torch.float16)
+        assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
+
+
+def under_ddp(rank: int, level: str, group: bool) -> dict:
+    """DDP with a mesh takes DTensors out of the model."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "parts"))
+    model = parallel(Net(), mesh["parts"], Run())
+    try:
+        if level != "O1":
+            amp.initialize(model, opt_level=level, verbosity=0)
+        wrapped = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["data"])
+        optimizer = optimizer_of(wrapped, Run())
+        shared = dist.group.WORLD if group else None
+        amp.initialize(wrapped, optimizer, init_scale=256.0, process_group=shared, verbosity=0)
+    except amp.AmpatchError as error:
+        return {"error": str(error)}
+    losses, skipped = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, data(10 * step), Run())
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if step == 1 and rank == 1:
+                optimizer.param_groups[0]["params"][-1].grad[-1] = float("inf")
+        optimizer.step()
+        losses.append(loss.item())
+        skipped.append(amp.step_was_skipped(optimizer))
+    return {"error": None, "losses": losses, "skipped": skipped}
+
+
+def test_ddp_around_tensor_parallel(ranks):
+    """At O1 with a process group; without one, and with half weights, it is refused."""
+    reference = in_one_process(Run("O1", poisoned=(1,), loss_scale="dynamic"))
+    for rank in ranks(under_ddp, "O1", True):
+        assert rank["error"] is None and rank["skipped"] == [False, True, False]
+        assert rank["losses"] == pytest.approx(reference["losses"], rel=4e-3)
+    for rank in ranks(under_ddp, "O1", False):
+        assert "process_group=torch.distributed.group.WORLD" in rank["error"]
+    for rank in ranks(under_ddp, "O2", True):
+        assert "DTensor in torch.float16" in rank["error"] and 'opt_level="O1"' in rank["error"]
+
+
+def check_repetition(ranks: Ranks) -> None:
+    for number in range(20):
+        run = Run("O2", loss_scale="dynamic", poisoned=(number % 3,))
+        first, *others = ranks(train, run)
+        assert all(rank["losses"] == first["losses"] for rank in others)
+
+
+@pytest.mark.slow
+def test_twenty_runs_do_not_hang(ranks):
+    check_repetition(ranks)
+
+
+@pytest.mark.slow
+def test_twenty_runs_of_four_ranks_do_not_hang(four_ranks):
+    check_repetition(four_ranks)

@@ -1,0 +1,323 @@
+"""`ZeroRedundancyOptimizer` with two gloo ranks, beside the same training in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ampatch as amp
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+STEPS = 6
+ADAM = ("exp_avg", "exp_avg_sq", "step")
+KINDS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-4}),
+}
+
+
+class Net(nn.Module):
+    """With a norm layer, which stays FP32 at O2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)).relu())
+
+
+def groups(model: nn.Module, count: int) -> list:
+    if count == 1:
+        return list(model.parameters())
+    return [
+        {"params": list(model.body.parameters()), "lr": 0.02},
+        {"params": [*model.norm.parameters(), *model.head.parameters()]},
+    ]
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.Generator().manual_seed(number)
+    return torch.randn(8, 6, generator=data), torch.randint(0, 4, (8,), generator=data)
+
+
+def zero(params, kind: str, **options):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer, settings = KINDS[kind]
+    return ZeroRedundancyOptimizer(params, optimizer, **settings, **options)
+
+
+def managed(level: str, dtype: torch.dtype, kind: str, order: str, count: int, views: bool):
+    """The model as it trains, in DDP where `order` says so, and its optimizer."""
+    model = Net()
+    settings = {"opt_level": level, "dtype": dtype, "init_scale": 1024.0, "verbosity": 0}
+    if level != "O0":
+        settings["loss_scale"] = "dynamic"
+    if "after" in order:
+        amp.initialize(model, **settings)
+        parallel = DistributedDataParallel(model)
+        optimizer = zero(groups(model, count), kind, parameters_as_bucket_view=views)
+        amp.add_optimizers(optimizer)
+        return parallel, optimizer
+    optimizer = zero(groups(model, count), kind, parameters_as_bucket_view=views)
+    amp.initialize(model, optimizer, **settings)
+    return (model if "alone" in order else DistributedDataParallel(model)), optimizer
+
+
+def one_step(model, optimizer, rank: int, step: int, *, micro=1, clip=None, bad=False) -> None:
+    optimizer.zero_grad()
+    for part in range(micro):
+        last = part == micro - 1 or not hasattr(model, "no_sync")
+        with contextlib.nullcontext() if last else model.no_sync():
+            inputs, targets = batch(1000 * rank + 10 * step + part)
+            loss = F.cross_entropy(model(inputs).float(), targets) / micro
+            with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
+                scaled.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
+    optimizer.step()
+
+
+def values(model, optimizer) -> list[torch.Tensor]:
+    found = [*model.parameters(), *amp.master_params(optimizer)]
+    return [value.detach().clone() for value in found]
+
+
+def train(rank: int, level: str, dtype, kind: str, options: dict, poisoned: tuple) -> dict:
+    options = dict(options)
+    places = {"order": "before", "count": 1, "views": False}
+    places |= {name: options.pop(name) for name in places if name in options}
+    model, optimizer = managed(level, dtype, kind, **places)
+    skipped, scales = [], []
+    for step in range(STEPS):
+        one_step(model, optimizer, rank, step, bad=(rank, step) in poisoned, **options)
+        skipped.append(amp.step_was_skipped(optimizer))
+        scales.append(amp.loss_scale())
+    sizes = sum(
+        value.numel()
+        for one in optimizer.optim.state.values()
+        for value in one.values()
+        if torch.is_tensor(value) and value.dim()
+    )
+    kept = values(model, optimizer)
+    whole = getattr(model, "module", model)
+    state = {name: value.clone() for name, value in whole.state_dict().items()}
+    amp.deactivate()
+    after = [param.detach().clone() for param in model.parameters()]
+    return {
+        "values": kept,
+        "skipped": skipped,
+        "scales": scales,
+        "state": state,
+        "after": after,
+        "sizes": sizes,
+    }
+
+
+def in_float(kind: str, count: int = 1, micro: int = 1, clip=None, left_out=(), ranks=2) -> list:
+    """The same in FP32 in one process."""
+    model = Net()
+    optimizer, settings = KINDS[kind]
+    optimizer = optimizer(groups(model, count), **settings)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            for part in range(micro):
+                inputs, targets = batch(1000 * rank + 10 * step + part)
+                (F.cross_entropy(model(inputs), targets) / (ranks * micro)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if step not in left_out:
+            optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def check(results: list[dict], level: str, dtype, skipped: set[int], reference: list) -> None:
+    one = results[0]
+    for other in results:
+        assert other["skipped"] == [step in skipped for step in range(STEPS)]
+        assert other["scales"] == one["scales"]
+        for name in ("values", "after"):
+            assert all(map(torch.equal, one[name], other[name])), name
+        assert all(torch.equal(one["state"][name], other["state"][name]) for name in one["state"])
+        assert all(value.dtype is torch.float32 for value in other["state"].values())
+    wide = 0.1 if level == "O3" else 0.03 if dtype is torch.bfloat16 else 0.01
+    for ours, theirs in zip(one["after"], reference, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=wide, rtol=wide)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES = [
+    ("O0", FP16, "Adam", {}),
+    ("O1", FP16, "Adam", {"count": 2, "micro": 2, "clip": 0.1}),
+    ("O1", BF16, "SGD", {"order": "after", "views": True}),
+    ("O2", FP16, "Adam", {}),
+    ("O2", BF16, "SGD", {"order": "after", "count": 2}),
+    ("O2", FP16, "SGD", {"order": "after", "micro": 2, "clip": 0.1}),
+    ("O2", BF16, "Adam", {"views": True, "count": 2, "micro": 2, "clip": 0.1}),
+    ("O3", BF16, "SGD", {"views": True}),
+    ("O3", FP16, "SGD", {"order": "after", "count": 2, "micro": 2}),
+]
+
+
+@pytest.mark.parametrize("level, dtype, kind, options", CASES)
+def test_it_trains_as_one_process_in_float(ranks, level, dtype, kind, options):
+    results = ranks(train, level, dtype, kind, options, ())
+    known = {name: options[name] for name in ("count", "micro", "clip") if name in options}
+    check(results, level, dtype, set(), in_float(kind, **known))
+    # half of the optimizer's state on each rank, within a weight
+    both = [one["sizes"] for one in results]
+    assert max(both) < 0.7 * sum(both)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("poisoned", [[(1, 2)], [(0, 1), (1, 3)]])
+def test_an_overflow_on_one_rank(ranks, level, poisoned):
+    results = ranks(train, level, FP16, "SGD", {}, tuple(poisoned))
+    left_out = {step for _, step in poisoned}
+    check(results, level, FP16, left_out, in_float("SGD", left_out=left_out))
+
+
+def alone(rank: int, level: str) -> dict:
+    """Without DDP each rank has gradients of its own; only rank 1 sees the inf."""
+    return train(rank, level, FP16, "SGD", {"order": "before, alone"}, ((1, 2),))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_without_ddp_all_ranks_leave_the_same_step_out(ranks, level):
+    one, two = ranks(alone, level)
+    for rank in (one, two):
+        assert rank["skipped"] == [step == 2 for step in range(STEPS)]
+        assert rank["scales"] == one["scales"] and rank["scales"][-1] == 512.0
+    assert all(map(torch.equal, one["values"], two["values"]))
+
+
+def saved(optimizer, model, rank: int) -> bytes | None:
+    """A checkpoint of rank 0 alone, as scripts write it."""
+    optimizer.consolidate_state_dict(to=0)
+    if rank != 0:
+        return None
+    whole = getattr(model, "module", model)
+    file = io.BytesIO()
+    parts = {"model": whole.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**parts, "amp": amp.state_dict()}, file)
+    return file.getvalue()
+
+
+def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_first: bool) -> list:
+    """Six steps; and three, a checkpoint, a new model and optimizer, and three more."""
+    found = []
+    for interrupted in (False, True):
+        model, optimizer = managed(level, dtype, "Adam", order, 2, views)
+        for step in range(STEPS):
+            if interrupted and step == STEPS // 2:
+                sent = [saved(optimizer, model, rank)]
+                dist.broadcast_object_list(sent)
+                amp.deactivate()
+                model, optimizer = managed(level, dtype, "Adam", order, 2, views)
+                kept = torch.load(io.BytesIO(sent[0]))
+                whole = getattr(model, "module", model)
+                if optimizer_first:
+                    optimizer.load_state_dict(kept["optimizer"])
+                whole.load_state_dict(kept["model"])
+                if not optimizer_first:
+                    optimizer.load_state_dict(kept["optimizer"])
+                amp.load_state_dict(kept["amp"])
+            one_step(model, optimizer, rank, step, clip=0.1, bad=(rank, step) == (1, 1))
+        own = [param for group in optimizer.optim.param_groups for param in group["params"]]
+        states = [optimizer.optim.state[param][name] for param in own for name in ADAM]
+        found.append([*values(model, optimizer), *states, torch.tensor(amp.loss_scale())])
+        amp.deactivate()
+    return found
+
+
+@pytest.mark.parametrize(
+    "level, dtype, order, views, optimizer_first",
+    [
+        ("O1", FP16, "before", True, False),
+        ("O2", FP16, "before", False, True),
+        ("O2", BF16, "after", False, False),
+        ("O2", FP16, "before, alone", True, False),
+        ("O3", BF16, "before", False, False),
+    ],
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(ranks, level, dtype, order, views, optimizer_first):
+    for at_once, resumed in ranks(resume, level, dtype, order, views, optimizer_first):
+        assert len(at_once) == len(resumed)
+        assert all(map(torch.equal, at_once, resumed))
+
+
+def closures(rank: int, level: str) -> dict:
+    model, optimizer = managed(level, FP16, "SGD", "before", 1, False)
+    skipped = []
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            inputs, targets = batch(1000 * rank + 10 * step)
+            loss = F.cross_entropy(model(inputs).float(), targets)
+            bad = (rank, step) == (1, 2)
+            with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
+                scaled.backward()
+            return loss
+
+        optimizer.step(closure)
+        skipped.append(amp.step_was_skipped(optimizer))
+    kept = values(model, optimizer)
+    amp.deactivate()
+    return {"skipped": skipped, "values": kept, "after": [p.detach() for p in model.parameters()]}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_closures(ranks, level):
+    one, two = ranks(closures, level)
+    assert one["skipped"] == two["skipped"] == [step == 2 for step in range(STEPS)]
+    assert all(map(torch.equal, one["values"], two["values"]))
+    for ours, theirs in zip(one["after"], in_float("SGD", left_out={2}), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
+
+
+def overlapping(rank: int, level: str, late: bool, settings: dict) -> str:
+    model = Net()
+    settings = {"opt_level": level, "dtype": BF16, "verbosity": 0, **settings}
+    if late:
+        amp.initialize(model, **settings)
+    optimizer = zero(model.parameters(), "SGD", overlap_with_ddp=True)
+    try:
+        amp.add_optimizers(optimizer) if late else amp.initialize(model, optimizer, **settings)
+    except amp.AmpatchError as error:
+        return str(error)
+    return "taken"
+
+
+def test_steps_in_the_backward_pass(ranks):
+    for level, late, settings in [
+        ("O1", False, {"loss_scale": "dynamic"}),
+        ("O2", False, {}),
+        ("O2", True, {}),
+    ]:
+        for error in ranks(overlapping, level, late, settings):
+            assert "overlap_with_ddp=True" in error and "loss_scale=1.0" in error
+    assert ranks(overlapping, "O1", False, {}) == ["taken"] * 2  # gloo cannot run it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level, dtype, kind, options", CASES)
+def test_four_ranks(four_ranks, level, dtype, kind, options):
+    poisoned = () if level == "O0" else ((2, 1),)
+    results = four_ranks(train, level, dtype, kind, options, poisoned)
+    known = {name: options[name] for name in ("count", "micro", "clip") if name in options}
+    left_out = {step for _, step in poisoned}
+    check(results, level, dtype, left_out, in_float(kind, left_out=left_out, ranks=4, **known))
