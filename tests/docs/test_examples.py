@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from repository import EXAMPLES
+from repository import DOCS, EXAMPLES
 
 from ampatch.sweep import DTYPES, Sweep, sweep
 
@@ -122,14 +122,18 @@ def test_an_example_on_cuda(example, tmp_path):
 
 
 SHORT = ("gan", "vit", "speech", "finetune", "ddp")
+OF_FRAMEWORKS = ("lightning_digits", "transformers_text")
+OPTIONS = ["--device", "cpu", "--batch-size", "16", "--seed", "0"]
 
 
-@pytest.mark.parametrize("example", SHORT)
+@pytest.mark.parametrize(
+    "example", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_FRAMEWORKS)]
+)
 def test_a_short_example_trains_everywhere(example, tmp_path):
     pytest.importorskip("sklearn")
     rows = sweep(
         str(EXAMPLES / f"{example}.py"),
-        ["--device", "cpu", "--batch-size", "16", "--seed", "0"],
+        OPTIONS,
         dtypes=DTYPES,
         autocast=False,
         rounds=1,
@@ -142,3 +146,19 @@ def test_a_short_example_trains_everywhere(example, tmp_path):
     assert halves[:4] == pytest.approx([reference] * 4, rel=0.15)
     assert halves[4:] == pytest.approx([reference] * 2, rel=0.4)  # O3
     assert not any(loss == reference for loss in halves)  # that would be FP32
+
+
+@pytest.mark.parametrize("example", OF_FRAMEWORKS)
+def test_an_example_of_a_framework_trains(example, tmp_path):
+    script = str(EXAMPLES / f"{example}.py")
+    [row] = sweep(
+        script, OPTIONS, levels=["O2"], dtypes=["bfloat16"], autocast=False, steps=16, out=tmp_path
+    )
+    assert (row.status, row.steps) == ("ok", 16)
+    assert row.last_loss < row.first_loss
+
+
+def test_the_site_names_every_example():
+    page = (DOCS / "examples.md").read_text(encoding="utf-8")
+    names = {path.name for path in EXAMPLES.glob("*.py")} - {"common.py"}
+    assert {name for name in names if f"/{name})" not in page} == set()
