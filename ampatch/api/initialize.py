@@ -204,8 +204,8 @@ def add_optimizers(optimizers: Any) -> Any:
 
     For code that makes its optimizers elsewhere, as frameworks do.  They join the session that
     has their parameters, as if `initialize` had been given them: at O2 their `param_groups` hold
-    FP32 master weights.  The masters have the values from before the conversion if the model was
-    in training mode at `initialize` and has not run since, else those of the half weights.
+    FP32 master weights.  The masters have the values from before the conversion if the model has
+    not run since, else those of the half weights.
 
     Args:
         optimizers: an optimizer, or a list or tuple of them.  Those that the session has already

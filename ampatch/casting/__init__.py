@@ -7,7 +7,7 @@ Where to look first:
   `fused_attention`;
 * what is in force, and for which thread: `policy`, `cast_state`, `contexts`;
 * half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`,
-  `backward_policy` (custom autograd Functions);
+  `backward_policy` (custom autograd Functions), `activation_checkpoints`;
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
   `left_behind`, `places`;
 * the user's functions: `user_functions`, `registered_functions`;

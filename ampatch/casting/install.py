@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from ..log import logger
-from . import autocast_answers, backward_policy, fused_attention, special_ops, user_functions
+from . import (
+    activation_checkpoints,
+    autocast_answers,
+    backward_policy,
+    fused_attention,
+    special_ops,
+    user_functions,
+)
 from .autocast_regions import AutocastRegions
 from .autocast_switch import AutocastSwitch
 from .cast_state import CastState
@@ -62,7 +69,10 @@ class Installation:
                 *autocast_answers.places(self._state),
             ):
                 self._put_if_there(where, name, make)
-            for owner, name, make in backward_policy.parts(self._state):
+            for owner, name, make in (
+                *backward_policy.parts(self._state),
+                *activation_checkpoints.parts(self._state),
+            ):
                 self._patches.replace(owner, name, make)
             self._library_ops.install()
             fresh_tables(self._patches)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from ..errors import BannedFunctionError
@@ -61,7 +60,6 @@ def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
             "get_fastpath_enabled",
             lambda original: fused_attention.fast_path(original, state),
         ),
-        ("torch.utils.checkpoint", "checkpoint", lambda original: _checkpoint(original, state)),
     ]
 
 
@@ -84,21 +82,6 @@ def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
     if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input
-
-
-def _checkpoint(original: Callable, state: CastState) -> Callable:
-    """The recompute runs in backward, perhaps in another thread: it takes its policy along."""
-
-    def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        policy = state.current()
-        if torch.compiler.is_compiling():
-            return original(function, *args, **kwargs)
-        if policy is not None:
-            function = policy.cache.apart(function)
-        function = state.under(lambda: policy, state.under_user_control())(function)
-        return original(function, *args, **kwargs)
-
-    return checkpoint
 
 
 def refused(function: Callable, message: str, state: CastState) -> Callable:

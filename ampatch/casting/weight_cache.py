@@ -10,10 +10,11 @@ moment.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -108,25 +109,22 @@ class WeightCache:
         if is_whole and forward.plan is not None:
             _learn(forward.plan, forward)
 
-    def apart(self, function: Callable) -> Callable:
-        """`function` with copies of its own, each weight cast at its use, by itself.
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Copies of its own for what runs inside, each weight cast at its use, by itself.
 
         For what an activation checkpoint runs twice: both times it makes the same calls, and
         a weight used twice sums its gradients in the same dtype as without the checkpoint.
         """
-
-        def with_own_copies(*args: object, **kwargs: object) -> object:
-            thread = self._thread
-            found = thread.forward
-            own = None if is_recording() else _Forward(with_own_copies, None, found)
-            thread.forward = own
-            try:
-                return function(*args, **kwargs)
-            finally:
-                if thread.forward is own:
-                    thread.forward = found
-
-        return with_own_copies
+        thread = self._thread
+        found = thread.forward
+        own = None if is_recording() else _Forward(object(), None, found)
+        thread.forward = own
+        try:
+            yield
+        finally:
+            if thread.forward is own:
+                thread.forward = found
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""

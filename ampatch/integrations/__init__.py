@@ -8,4 +8,6 @@ Above the public API: these modules use `ampatch` as a script does, and the decl
 * accelerate: `accelerate.py`
 * timm's train.py: `timm.py`
 * ignite's engines: `ignite.py`
+* what is replaced in a framework's classes, and comes back: `replaced.py`
+* gloo's threads, for scripts that end no process group: `process_end.py`
 """

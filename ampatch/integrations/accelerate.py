@@ -38,8 +38,9 @@ from ..config.opt_levels import ARGUMENTS, properties_for
 from ..config.overrides import parse
 from ..errors import did_you_mean
 from ..log import logger
-from ..session.facade import note_reduction, open_sessions, session_of
+from ..session.facade import expect_optimizers, note_reduction, open_sessions, session_of
 from ..torch_private.modules import compiled_from
+from .process_end import end_gloo_at_exit
 
 _SCALE_FILE = "ampatch.pt"
 _OWN = {"models", "optimizers", "opt_level", "dtype", "unknown"}
@@ -95,6 +96,7 @@ class AmpatchAccelerator(Accelerator):
             "dtype": dtype,
         }
         self._is_off = False  # by `enabled` or by the environment
+        end_gloo_at_exit()
         self.register_save_state_pre_hook(self._save_scales)
         self.register_load_state_pre_hook(self._load_scales)
 
@@ -131,7 +133,9 @@ class AmpatchAccelerator(Accelerator):
         member = self._member()
         if member is None:
             ampatch.initialize(new, **self._settings)
-            self._is_off = not open_sessions()[-1].properties.enabled
+            session = open_sessions()[-1]
+            expect_optimizers(session)
+            self._is_off = not session.properties.enabled
         else:
             ampatch.add_models(new, to=member)
 

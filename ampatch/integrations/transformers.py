@@ -29,17 +29,14 @@ out.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -50,8 +47,10 @@ import ampatch
 from ..config.opt_levels import ARGUMENTS, Properties, properties_for
 from ..errors import AmpatchError
 from ..log import logger
-from ..session.facade import PatchSet, Session, open_sessions, session_of
+from ..session.facade import Session, open_sessions, session_of, when_closed
 from .accelerate import SkippingOptimizer, bare
+from .process_end import end_gloo_at_exit
+from .replaced import Replaced
 
 SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
@@ -138,12 +137,12 @@ class AmpatchTrainerMixin:
     def _ampatch_begin(self) -> None:
         optimizer = bare(self.optimizer)
         ampatch.initialize(self.model, optimizer, **self._ampatch_settings)
-        self._ampatch_session = session_of(optimizer)
+        self._ampatch_session = session = session_of(optimizer)
         if self.optimizer is optimizer:
             self.optimizer = SkippingOptimizer(optimizer)
-        _name_saved_dtypes()
-        if dist.is_available() and dist.is_initialized():
-            _end_group_at_exit()
+        if session is not None:
+            when_closed(session, _names_saved_dtypes.use())
+        end_gloo_at_exit()
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.args.should_save:
@@ -183,41 +182,23 @@ def _for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _end_group_at_exit() -> None:
-    """Have gloo's threads end before the interpreter does, as `trainer.end()` would.
+def _naming_the_saved_dtype(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def save_pretrained(self: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        dtype = _saved_dtype(self)
+        if dtype is not None:
+            self.dtype = str(dtype).removeprefix("torch.")
+        return original(self, *args, **kwargs)
 
-    A thread that asks for the interpreter's lock while it ends aborts the process ("terminate
-    called without an active exception"): in about one run in 50, with the plain Trainer too.
-    torchrun then reports a ChildFailedError, after all results have been written.
-    """
-    atexit.register(_end_group)
-
-
-def _end_group() -> None:
-    failed = hasattr(sys, "last_type")  # other ranks may be waited for, and would be in vain
-    if dist.is_initialized() and dist.get_backend() == "gloo" and not failed:
-        dist.destroy_process_group()
+    return save_pretrained
 
 
-@functools.cache
-def _name_saved_dtypes() -> None:
-    """From now on `config.json` names the dtype of the weights that are saved beside it.
+_names_saved_dtypes = Replaced([(PretrainedConfig, "save_pretrained", _naming_the_saved_dtype)])
+"""`config.json` names the dtype of the weights that are saved beside it.
 
-    transformers writes that of the parameters, half at O2, and `from_pretrained` of transformers 5
-    would round the FP32 weights to it.
-    """
-
-    def make(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def save_pretrained(self: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
-            dtype = _saved_dtype(self)
-            if dtype is not None:
-                self.dtype = str(dtype).removeprefix("torch.")
-            return original(self, *args, **kwargs)
-
-        return save_pretrained
-
-    PatchSet().replace(PretrainedConfig, "save_pretrained", make)
+transformers writes that of the parameters, half at O2, and `from_pretrained` of transformers 5
+would round the FP32 weights to it.
+"""
 
 
 def _saved_dtype(config: PretrainedConfig) -> torch.dtype | None:

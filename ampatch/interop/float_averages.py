@@ -10,6 +10,9 @@ A hook that the script has registered itself stays, and decides: `allreduce_hook
 
 from __future__ import annotations
 
+import atexit
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -55,7 +58,7 @@ class FloatAverages:
         share = 1.0 / self._ranks(buffer)
         keepers = self._keepers_of(bucket, buffer)
         if not any(keepers):
-            return self._sum(buffer.mul_(share)).then(_value)
+            return self._sum(buffer.mul_(share), lambda total: total)
         wide = buffer.float()
         start = 0
         for half, keeping in zip(bucket.parameters(), keepers, strict=True):
@@ -66,7 +69,8 @@ class FloatAverages:
                 if earlier is not None:
                     place.add_(earlier)
                 keeper.note_average(half, place)
-        return self._sum(wide.mul_(share)).then(lambda done: buffer.copy_(_value(done)))
+        _in_flight[id(wide)] = wide
+        return self._sum(wide.mul_(share), buffer.copy_)
 
     def _keepers_of(self, bucket: Any, buffer: Tensor) -> Sequence[Sequence[KeepsGradients]]:
         if buffer.is_sparse or buffer.dtype not in HALF_TYPES:
@@ -80,9 +84,29 @@ class FloatAverages:
         torch.distributed.all_reduce(live, group=self._group)
         return float(live.item())
 
-    def _sum(self, tensor: Tensor) -> Any:
+    def _sum(self, tensor: Tensor, finish: Callable[[Tensor], Tensor]) -> Any:
+        def when_done(done: Any) -> Tensor:
+            return finish(_value(done))
+
+        _in_flight[id(when_done)] = when_done
         work = torch.distributed.all_reduce(tensor, group=self._group, async_op=True)
-        return work.get_future()
+        return work.get_future().then(when_done)
+
+
+_in_flight: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""What a thread of the process group still has: it needs the interpreter to let go of it.
+
+That can be after the backward pass.  If the interpreter ends first, it aborts the process
+("terminate called without an active exception").
+"""
+PATIENCE = 2.0  # seconds; after an error on another rank a thread may wait in vain
+
+
+@atexit.register
+def _let_threads_finish() -> None:
+    last = time.monotonic() + PATIENCE
+    while len(_in_flight) and time.monotonic() < last:
+        time.sleep(0.001)
 
 
 def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:

@@ -64,8 +64,7 @@ class MasterWeights:
         self._dtypes: dict[int, torch.dtype] = {}
         self._writers = Writers()
         self._comparison: Comparison | None = None
-        self._equal_on_ranks: set[int] = set()  # ids of half weights whose masters are
-        self._is_synced = True
+        self.of_one_rank: set[int] = set()  # ids of half weights whose masters ranks may not share
 
     def __len__(self) -> int:
         return len(self.by_half)
@@ -103,6 +102,7 @@ class MasterWeights:
         """
         held = None
         if master is None:
+            self.of_one_rank.add(id(half))
             values = held = self._held_copy(half)
             if values is None:
                 values = half.detach().float() if original is None else original
@@ -114,7 +114,6 @@ class MasterWeights:
         self.listed = self._comparison = None
         self._writers.halves.note([half])
         self._writers.masters.note([master])
-        self._is_synced = False
         set_raw_grad(half, None)
         if grad is not None and master.grad is None:
             master.grad = grad.float()
@@ -126,6 +125,7 @@ class MasterWeights:
     def remove(self, half: Tensor) -> None:
         """Forget a pair; the half weight has its gradient itself again, if no other keeps it."""
         pair = self.by_half.pop(id(half))
+        self.of_one_rank.discard(id(half))
         del self.by_master[id(pair.master)], self._dtypes[id(half)]
         self.listed = self._comparison = None
         self._writers.forget(pair)
@@ -180,7 +180,7 @@ class MasterWeights:
             master.copy_(values)
         self._writers.masters.note([master])
         self._writers.handed_out.expect(half, master.detach().to(half.dtype))
-        self._equal_on_ranks.add(id(half))
+        self.of_one_rank.discard(id(half))
 
     def broadcast(self, half: Tensor, send: Callable[[Tensor], None]) -> None:
         """Ranks have made `half` equal; `send` makes its master equal too, one rank's for all."""
@@ -188,11 +188,11 @@ class MasterWeights:
         sync_master_from_half(pair)
         send(pair.master.detach())
         self._writers.note(pair)
-        self._equal_on_ranks.add(id(half))
+        self.of_one_rank.discard(id(half))
 
     def are_equal_on_ranks(self, halves: set[int]) -> None:
         """The values that masters of these half weights (ids) were made of are on all ranks."""
-        self._equal_on_ranks |= halves & self.by_half.keys()
+        self.of_one_rank -= halves
 
     def touched(self, tensor: Tensor, data: Tensor | None) -> None:
         """`.data` of a half weight or a master was read, or (None) replaced."""
@@ -225,18 +225,11 @@ class MasterWeights:
 
         All values are compared; elements of a half weight that still equal their master's
         rounding keep the master's precision.  On an accelerator nothing waits, unless a master
-        is known to have been written into.  With several ranks the first comparison takes
-        all values from the half weights, which a library may have made equal, except those
-        that `broadcast` made equal and those whose masters were written into, or handed out for
-        it.
+        is known to have been written into.
         """
         if not self.by_half:
             return
         halves, masters = self.lists()
-        if not self._is_synced and world_size() > 1:
-            self._copy_from_halves()
-        self._is_synced = True
-        self._equal_on_ranks.clear()
         writers = self._writers
         if (
             writers.handed_out.copies
@@ -249,6 +242,29 @@ class MasterWeights:
                 self._comparison = Comparison(list(self.by_half.values()))
         for pair in list(self._comparison.differing()):
             self._sync(pair)
+
+    def agree_on_ranks(self) -> None:
+        """The first step of new masters begins: with several ranks all must have the same values.
+
+        They take them from the half weights, which a library may have made equal, except those
+        that `broadcast` made equal and those whose masters were written into, or handed out for
+        it.
+        """
+        new, self.of_one_rank = self.of_one_rank, set()
+        if world_size() <= 1:
+            return
+        changed = [
+            pair
+            for pair in self
+            if id(pair.half) in new
+            and not is_dtensor(pair.half)  # each rank has a part of its own
+            and not self._writers.masters.is_new(pair.master)
+        ]
+        if changed:
+            masters = [pair.master.detach() for pair in changed]
+            foreach.copy_(masters, [pair.half.detach() for pair in changed])
+        for pair in changed:
+            self._writers.note(pair)
 
     def follow_halves(self) -> None:
         """Have masters take what was written into half weights, as far as versions tell."""
@@ -280,27 +296,13 @@ class MasterWeights:
                 if writers.is_suspect(pair) and writers.of(pair)[1]:
                     self._sync(pair)
 
-    def _copy_from_halves(self) -> None:
-        changed = [
-            pair
-            for pair in self
-            if not is_dtensor(pair.half)  # each rank has a part of its own
-            and id(pair.half) not in self._equal_on_ranks
-            and not self._writers.masters.is_new(pair.master)
-        ]
-        if changed:
-            masters = [pair.master.detach() for pair in changed]
-            foreach.copy_(masters, [pair.half.detach() for pair in changed])
-        for pair in changed:
-            self._writers.note(pair)
-
     def _sync(self, pair: Pair) -> None:
         """Give one of the two what was written into the other.  Of both the master wins."""
         if pair.half.is_meta:
             return
         by_half, by_master = self._writers.of(pair)
         if by_master and not self._writers.halves.may_be_new(pair.half):
-            self._equal_on_ranks.add(id(pair.half))
+            self.of_one_rank.discard(id(pair.half))
         if not by_master and not is_read_by_host(pair.half):
             sync_master_from_half(pair)
         elif not agrees(pair):

@@ -208,6 +208,8 @@ class ManagedOptimizer:
             state.had_block = True  # the error about that block is enough
             self.gradients.others.report()
         self.add_new_params()
+        if self.masters.of_one_rank:
+            self.masters.agree_on_ranks()
         if state.now is State.PENDING or self.masters.by_half:
             self.bring_up_to_date()
         if not evaluates:

@@ -9,7 +9,8 @@ public API: a script that imports this module has no promise that they stay.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +25,6 @@ from ..config.opt_levels import Properties
 from ..scaling.master_weights import Pair, have_any_of
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.closures import torch_optimizers
-from ..scaling.scaler_entries import checked_entry
 from ..torch_private import foreach
 from ..torch_private.devices import have_fused_optimizers
 from ..torch_private.probes import current_backward_pass
@@ -42,26 +42,27 @@ __all__ = [
     "drop_cached_weights",
     "edit_tables",
     "evaluates_closure_once",
+    "expect_optimizers",
     "foreach",
     "half_of",
     "have_fused_optimizers",
     "in_step",
     "listed_function",
-    "load_loss_scales",
-    "loss_scales",
     "manage_optimizer",
     "managed_optimizer",
     "master_pairs",
+    "members_of",
     "note_reduction",
     "open_automatic_session",
     "open_sessions",
     "optimizers_of",
+    "release_model",
     "replacement_of",
     "session_of",
-    "share_loss_scales",
     "stop_watching_casts",
     "sync_masters",
     "watch_casts",
+    "when_closed",
     "with_apex_tables",
 ]
 
@@ -97,31 +98,35 @@ def with_apex_tables() -> Iterator[None]:
         registry.opens_as_apex = False
 
 
-def loss_scales(session: Session) -> dict[str, Any]:
-    """As `ampatch.state_dict()`, of one session."""
-    return {f"loss_scaler{n}": scaler.state_dict() for n, scaler in enumerate(session.scalers)}
+def when_closed(session: Session, action: Callable[[], None]) -> None:
+    """Call `action` once: when a session closes, or is dropped with all that it managed.
 
-
-def load_loss_scales(session: Session, state: dict[str, Any]) -> None:
-    """As `ampatch.load_state_dict(state)`, into one session.
-
-    Raises `ValueError` for entries that are wrong or missing.
+    `action` must not refer to the session.
     """
-    expected = list(loss_scales(session))
-    if sorted(state) != expected:
-        raise ValueError(f"loss scales of a checkpoint: got {sorted(state)}, expected {expected}.")
-    for number, scaler in enumerate(session.scalers):
-        entry = state[f"loss_scaler{number}"]
-        checked_entry(f"loss_scaler{number}", entry, scaler.settings)
-        scaler.load_state_dict(entry)
+    ending = weakref.finalize(session, action)
+    ending.atexit = False
+    session.at_close.append(ending)
 
 
-def share_loss_scales(session: Session, other: Session) -> None:
-    """Have `session`, which has just opened, scale losses as `other` does, from now on."""
-    session.scalers = other.scalers
+def members_of(session: Session) -> list[Any]:
+    """The models and optimizers that a session manages."""
+    return [*(managed.model for managed in session.models.alive()), *optimizers_of(session)]
+
+
+def release_model(model: nn.Module) -> None:
+    """Take a model out of its session, if it is in one, as `initialize` does for a new one."""
+    session = registry.models.session_of(model)
+    if session is not None:
+        session.release_model(model)
+        registry.close_empty()
 
 
 # Optimizers and master weights
+
+
+def expect_optimizers(session: Session) -> None:
+    """FP32 values of half models wait for optimizers past forwards, as of an early evaluation."""
+    session.waiting.outlast_forwards = True
 
 
 def optimizers_of(session: Session) -> list[Any]:

@@ -110,10 +110,9 @@ class ModelWeights:
         }
 
     def keep_originals(self) -> list[Tensor]:
-        """Have models in training mode keep their FP32 values; returns their half parameters."""
+        """Have models keep their FP32 values for masters; returns their half parameters."""
         halves = self.halves()
-        waiting = [managed for managed in self._models.alive() if managed.model.training]
-        return [half for managed in waiting for half in managed.keep_originals(halves)]
+        return [half for managed in self._models.alive() for half in managed.keep_originals(halves)]
 
     def converted(self) -> set[int]:
         """Ids of the parameters and buffers that models at O2 and O3 have in another dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -79,6 +79,7 @@ class Session:
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
         self.process_group = process_group
+        self.at_close: list[Callable[[], None]] = []
         self._was_given = False
 
     # Put in, take out
@@ -137,6 +138,8 @@ class Session:
         self.waiting.halves = []
         self.is_open = False
         undo.do(registry.remove, self)
+        while self.at_close:
+            undo.do(self.at_close.pop())
         undo.end()
 
     def is_alive(self) -> bool:
@@ -340,7 +343,7 @@ class Session:
     def before_forward(self, model: nn.Module) -> None:
         """A forward begins of a model whose weights may have masters."""
         if self.waiting.halves:
-            self.waiting.let_go()
+            self.waiting.before_forward(model)
         if self.optimizers.references:
             unscaled = all(scaler.is_one for scaler in self.scalers)
             reduces = registry.wrapped.reduces(model)

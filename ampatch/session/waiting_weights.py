@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..log import logger
 from ..models.float_values import FloatValues
@@ -15,14 +15,15 @@ from .masters import Masters, ModelWeights
 class WaitingWeights:
     """Keeps the values that half weights were rounded from, for master weights that are to come.
 
-    Only models in training mode wait, and until the first forward: from then on the values would
-    cost memory that a model without an optimizer does not need.
+    Those of a model wait until its first forward: from then on they would cost memory that a model
+    without an optimizer does not need.  If `outlast_forwards`, they wait until optimizers come.
     """
 
     def __init__(self, weights: ModelWeights, masters: Masters, values: FloatValues) -> None:
         self._weights = weights
         self._masters = masters
         self._values = values
+        self.outlast_forwards = False
         self.halves: list[Tensor] = []
         self._equal_on_ranks: set[int] = set()  # ids of those whose values `broadcast` has sent
 
@@ -52,12 +53,16 @@ class WaitingWeights:
         """These half weights (ids) are parameters of a model no longer."""
         self.halves = [half for half in self.halves if id(half) not in gone]
 
-    def let_go(self) -> None:
-        """A model runs without an optimizer."""
+    def before_forward(self, model: nn.Module) -> None:
+        """A model runs, perhaps without an optimizer."""
+        if self.outlast_forwards:
+            return
+        own = set(map(id, model.parameters()))
         for half in self.halves:
-            self._values.widened.forget_original(half)
-        self.halves = []
-        self._equal_on_ranks.clear()
+            if id(half) in own:
+                self._values.widened.forget_original(half)
+        self.halves = [half for half in self.halves if id(half) not in own]
+        self._equal_on_ranks -= own
 
     def give_to(self, optimizers: list[ManagedOptimizer]) -> None:
         """Optimizers have come: their masters hold these values now.
@@ -69,8 +74,7 @@ class WaitingWeights:
             if not rounded.isdisjoint(managed.masters.by_half):
                 logger.info(
                     "ampatch.add_optimizers(%s): master weights start from the half weights. Their "
-                    "FP32 values are kept only until the model's first forward, and only if it was "
-                    "in training mode at initialize.",
+                    "FP32 values are kept only until the model's first forward.",
                     type(managed.optimizer).__name__,
                 )
             managed.masters.are_equal_on_ranks(self._equal_on_ranks)

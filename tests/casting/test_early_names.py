@@ -221,7 +221,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
     }
     parts = {
         ("torch.backends.mha", "get_fastpath_enabled"),
-        ("torch.utils.checkpoint", "checkpoint"),
+        ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"),
         ("torch.jit", "script"),
         *(("torch", name) for name in AUTOCAST_S),
         *((where, name) for where in MODES_IN for name in ("_push_mode", "_pop_mode")),

@@ -264,7 +264,9 @@ def test_doctor_measures_and_reports(monkeypatch, capsys):
     monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
     assert main.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    facts = dict(line.split(maxsplit=1) for line in lines if line.startswith(("torch", "AMPATCH")))
+    facts = dict(
+        line.split(maxsplit=1) for line in lines if line.startswith(("torch  ", "AMPATCH"))
+    )
     assert facts["torch"].startswith(torch.__version__.partition("+")[0])
     assert facts["AMPATCH_DTYPE"] == "bfloat16"
     assert facts["AMPATCH_OPT_LEVEL"] == "not set"

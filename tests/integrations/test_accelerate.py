@@ -112,6 +112,22 @@ def test_the_order_of_prepare_does_not_matter(order, opt_level):
     assert train(accelerator, model, optimizer) == expected
 
 
+@pytest.mark.parametrize("when", ["together", "later, after an evaluation"])
+def test_masters_have_the_fp32_weights_of_a_model_in_evaluation_mode(when):
+    """As `from_pretrained` gives it; scripts prepare it first and call `model.train()` then."""
+    model, optimizer = parts()
+    before = [parameter.detach().clone() for parameter in model.eval().parameters()]
+    accelerator = make(dtype="bfloat16")
+    if when == "together":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model = accelerator.prepare(model)
+        with torch.no_grad():
+            model(torch.randn(8, 8))
+        optimizer = accelerator.prepare(optimizer)
+    assert all(map(torch.equal, ampatch.master_params(optimizer), before))
+
+
 class ByHand:
     """A training loop's `scale_loss`, in the place of `accelerator.backward`."""
 
@@ -174,6 +190,15 @@ def test_switched_off_it_is_accelerates_own(monkeypatch):
     model, optimizer = accelerator.prepare(*parts())
     assert train(accelerator, model, optimizer, poison={9}) == expected
     assert not accelerator.optimizer_step_was_skipped
+
+
+def test_gloos_group_ends_with_the_process(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "ampatch.integrations.accelerate.end_gloo_at_exit", lambda: asked.append(None)
+    )
+    make()
+    assert asked
 
 
 # The training loop

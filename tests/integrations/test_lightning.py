@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import pickle
 import warnings
 from typing import Any
 
@@ -379,3 +381,75 @@ def test_modules_of_one_fabric_share_a_loss_scale():
     wanted = torch.autograd.grad(expected, (*body.parameters(), *head.parameters()))
     for found, right in zip(grads, wanted, strict=True):
         torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("when", ["together", "later, after an evaluation"])
+def test_masters_have_the_fp32_weights_of_a_module_in_evaluation_mode(when):
+    """As `from_pretrained` gives it; scripts set it up first and call `train()` then."""
+    fabric = Fabric(
+        accelerator="cpu", devices=1, plugins=[AmpatchFabricPrecision("O2", "bfloat16")]
+    )
+    net = network().eval()
+    optimizer, before = optimizer_of(net), [p.detach().clone() for p in net.parameters()]
+    if when == "together":
+        net, optimizer = fabric.setup(net, optimizer)
+    else:
+        net = fabric.setup(net)
+        with torch.no_grad():
+            net(next(iter(loader()))[0])
+        optimizer = fabric.setup_optimizers(optimizer)
+    assert all(map(torch.equal, ampatch.master_params(optimizer), before))
+
+
+def test_modules_of_an_earlier_plugin_join_the_later_one():
+    """As when a notebook's cell runs again; every cell's plugin begins its loss scale anew."""
+    nets = [network(), network()]
+    for scale in (1024.0, 512.0):
+        plugin = AmpatchFabricPrecision("O2", init_scale=scale, verbosity=0)
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        models = [fabric.setup(net, optimizer_of(net))[0] for net in nets]
+    assert plugin.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+    assert ampatch.state_dict(of=nets[0]) == ampatch.state_dict(of=nets[1]) == plugin.state_dict()
+    inputs, _ = next(iter(loader()))
+    assert {model(inputs).dtype for model in models} == {torch.float32}
+    assert {net[0].weight.dtype for net in nets} == {torch.float16}
+
+
+def test_fabric_is_as_it_was_when_no_plugin_is_left():
+    """Until then it tells them of optimizers, after `deactivate` too, and copies of them."""
+    gc.collect()  # plugins of other tests
+    before = Fabric.setup, Fabric.setup_optimizers
+    plugin = AmpatchFabricPrecision("O2", init_scale=1024.0, verbosity=0)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    for _ in range(2):
+        net = network()
+        optimizer = fabric.setup(net, optimizer_of(net))[1]
+        assert next(ampatch.master_params(optimizer)).dtype is torch.float32
+        assert net[0].weight.dtype is torch.float16
+        ampatch.deactivate()
+    sent = pickle.dumps(AmpatchFabricPrecision("O1"))
+    del plugin, fabric, optimizer
+    gc.collect()
+    assert (Fabric.setup, Fabric.setup_optimizers) == before
+    arrived = pickle.loads(sent)  # in a process that Fabric has started
+    assert before[0] is not Fabric.setup
+    del arrived
+    gc.collect()
+    assert (Fabric.setup, Fabric.setup_optimizers) == before
+    assert before[0].__module__ == "lightning.fabric.fabric" and not hasattr(
+        before[0], "__wrapped__"
+    )
+
+
+def test_a_disabled_plugin_is_the_plain_framework():
+    for kind in (Training, TwoOptimizers):
+        assert fit(amp(enabled=False), kind).losses == fit(None, kind).losses
+    plugin = AmpatchFabricPrecision("O2", enabled=False)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    for net in (network(), network()):
+        model, optimizer = fabric.setup(net, optimizer_of(net))
+        inputs, targets = next(iter(loader()))
+        fabric.backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        assert net[0].weight.dtype is torch.float32
+    assert plugin.state_dict() == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -12,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    PretrainedConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -247,6 +248,24 @@ def test_saved_models_are_float32_wherever_they_are_loaded(make, level, tmp_path
             assert torch.equal(loaded.state_dict()[key], value), key
 
 
+def test_transformers_is_as_it_was_when_the_last_session_ends(tmp_path):
+    """However it ends: closed, or dropped with its trainer."""
+    plain = PretrainedConfig.save_pretrained
+    one = trained(tmp_path, "O2", max_steps=1)
+    assert PretrainedConfig.save_pretrained is not plain
+    two = trained(tmp_path, "O2", max_steps=1)
+    two.train()
+    ampatch.deactivate()
+    assert PretrainedConfig.save_pretrained is plain
+    one.train()
+    assert PretrainedConfig.save_pretrained is not plain
+    del one
+    gc.collect()
+    two.train()  # a session that opens lets go of those whose models are gone
+    ampatch.deactivate()
+    assert PretrainedConfig.save_pretrained is plain
+
+
 def test_evaluation_is_cast_and_leaves_the_weights_to_the_training_after_it(tmp_path):
     """At O2 half weights would lose their FP32 values: nothing trains them yet."""
     expected = logged(trained(tmp_path, "O2"))
@@ -349,25 +368,13 @@ def test_wrong_settings_are_refused_at_once(tmp_path):
         type("Wrong", (Trainer, AmpatchTrainerMixin), {})
 
 
-def test_gloos_threads_end_before_the_interpreter(tmp_path, monkeypatch):
-    """Not after an error: other ranks may be in the middle of a collective."""
-    ends: list[Any] = []
-    monkeypatch.setattr("atexit.register", ends.append)
-    monkeypatch.delattr(sys, "last_type", raising=False)
-    place = f"file://{tmp_path}/place"
-    dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
-    try:
-        trained(tmp_path, "O1", max_steps=1)
-        (end,) = ends
-        monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
-        end()
-        assert dist.is_initialized()
-        monkeypatch.delattr(sys, "last_type")
-        end()
-        assert not dist.is_initialized()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def test_gloos_group_ends_with_the_process(tmp_path, monkeypatch):
+    asked: list[None] = []
+    monkeypatch.setattr(
+        "ampatch.integrations.transformers.end_gloo_at_exit", lambda: asked.append(None)
+    )
+    trained(tmp_path, "O1", max_steps=1)
+    assert asked
 
 
 SCRIPT = """

@@ -59,7 +59,13 @@ def interrupted(rank: int, level: str, dtype: str) -> list[dict]:
     return [at_once, go_on(rank, 2, level, dtype, part, STEPS), part]
 
 
-@pytest.mark.parametrize("level, dtype", LEVELS)
+@pytest.mark.parametrize(
+    "level, dtype",
+    [
+        case if case == ("O2", "float16") else pytest.param(*case, marks=pytest.mark.slow)
+        for case in LEVELS
+    ],
+)
 def test_a_restart_on_two_ranks_changes_no_bit(ranks, level, dtype):
     for at_once, restarted, part in ranks(interrupted, level, dtype):
         assert same(at_once, restarted)
@@ -115,7 +121,7 @@ def _stored(state: dict) -> io.BytesIO:
     return file
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_with_torch_distributed_checkpoint(ranks, tmp_path, level):
     for at_once, restarted in ranks(sharded_checkpoint, str(tmp_path / "kept"), level):
         assert same(at_once["model"], restarted["model"])

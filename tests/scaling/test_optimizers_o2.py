@@ -131,27 +131,6 @@ def test_what_cannot_be_exchanged_is_refused_by_name(kind, name):
     ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)  # weights stay FP32
 
 
-def zero_redundancy(rank: int) -> str:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = seeded()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    try:
-        ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    except ampatch.AmpatchError as error:
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-        ampatch.initialize(model, optimizer, opt_level="O1", dtype=BF16, verbosity=0)
-        train(model, optimizer, 2)
-        return str(error)
-    return ""
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_zero_redundancy_optimizer_is_refused(ranks):
-    for said in ranks(zero_redundancy):
-        assert "ZeroRedundancyOptimizer" in said and 'opt_level="O1"' in said
-
-
 @pytest.mark.parametrize("bad", [True, False], ids=["moves nothing", "moves"])
 def test_a_first_step_that_changes_no_master_is_said_once(bad, caplog):
     model = seeded()

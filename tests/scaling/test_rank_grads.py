@@ -54,11 +54,17 @@ def accumulating(rank: int, how: str, dtype: torch.dtype, scaled: bool) -> tuple
     return grad, next(ampatch.master_params(optimizer)).detach().clone()
 
 
-WAYS = [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, False)]
+WAYS = [
+    (torch.float16, True),
+    pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
+    (torch.bfloat16, False),
+]
 
 
 @pytest.mark.parametrize(("dtype", "scaled"), WAYS, ids=["fp16", "bf16", "bf16 without a block"])
-@pytest.mark.parametrize("how", ["each pass", "no_sync", "by hand"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("each pass", marks=pytest.mark.slow), "no_sync", "by hand"]
+)
 def test_accumulation_over_ranks_is_in_float32(ranks, how, dtype, scaled):
     (one, first), (two, second) = ranks(accumulating, how, dtype, scaled)
     assert one.dtype is torch.float32 and torch.equal(one, two) and torch.equal(first, second)
@@ -98,7 +104,9 @@ def with_another_forward(rank: int, level: str | None, which: str, dtype: torch.
     return [value.detach().clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize(
     "which", ["its own", "that of a model without DDP", "that of another model"]
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_training import backward, data, seeded
+from torch.nn.parallel import DistributedDataParallel
 
 import ampatch
 
@@ -50,3 +51,41 @@ def test_a_broadcast_counts(ranks, which, later):
             assert torch.equal(mine, value) and torch.equal(other, value)
         else:
             assert torch.equal(other.bfloat16(), value) and torch.equal(mine.bfloat16(), value)
+
+
+def wrapping_after_the_optimizers_state(rank: int) -> list:
+    """A checkpoint of the optimizer is loaded before DDP sends the weights."""
+    model = seeded(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    model = DistributedDataParallel(model)
+    backward(model, optimizer, data(rank))
+    optimizer.zero_grad()
+    optimizer.step()
+    return [p.detach().clone() for p in ampatch.master_params(optimizer)]
+
+
+def test_an_optimizers_state_loaded_before_ddp_rounds_no_master(ranks):
+    for masters in ranks(wrapping_after_the_optimizers_state):
+        assert all(map(torch.equal, masters, seeded(0).parameters()))
+
+
+def adding_weights_later(rank: int) -> tuple[list, list]:
+    """Masters before and after a step that changes none; others have joined between."""
+    model, late = seeded(0), seeded(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize([model, late], optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    backward(model, optimizer, data())
+    optimizer.step()
+    before = [p.detach().clone() for p in ampatch.master_params(optimizer)]
+    optimizer.add_param_group({"params": list(late.parameters())})
+    optimizer.zero_grad()
+    optimizer.step()
+    return before, [p.detach().clone() for p in ampatch.master_params(optimizer)]
+
+
+def test_weights_that_join_later_round_no_other_master(ranks):
+    for before, after in ranks(adding_weights_later):
+        assert all(map(torch.equal, before, after))  # as far as `before` goes
+        assert not all(torch.equal(p, p.bfloat16().float()) for p in before)

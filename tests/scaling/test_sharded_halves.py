@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict
 from torch import nn
 
 import ampatch as amp
@@ -306,6 +307,37 @@ def test_tied_frozen_and_checkpointed(ranks, order, compiled):
     assert together == pytest.approx(reference["losses"], rel=0.02)
     for ours, plain in zip(one["weights"], reference["weights"], strict=True):
         torch.testing.assert_close(ours, plain, atol=5e-3, rtol=0.05)
+
+
+def from_meta(rank: int, order: str) -> dict:
+    """A model that is made without memory, sharded, and filled then; its buffer is FP32."""
+    with torch.device("meta"):
+        model = training.Net(norm=True)
+        model.register_buffer("place", torch.zeros(4))
+    settings = {"opt_level": "O2", "dtype": torch.bfloat16, "verbosity": 0}
+    if order == ORDERS[1]:
+        amp.initialize(model, **settings)
+    training.shard(model)
+    if order == ORDERS[0]:
+        amp.initialize(model, **settings)
+    model.to_empty(device="cpu")
+    values = training.Net(norm=True).state_dict() | {"place": torch.zeros(4)}
+    options = torch.distributed.checkpoint.state_dict.StateDictOptions(full_state_dict=True)
+    torch.distributed.checkpoint.state_dict.set_model_state_dict(model, values, options=options)
+    optimizer = amp.add_optimizers(training.MAKE["AdamW"](model.parameters()))
+    losses = training.steps(
+        model, optimizer, training.on_rank(rank), lambda loss: amp.scale_loss(loss, optimizer)
+    )
+    return {"losses": losses, "weights": training.whole(model)}
+
+
+@pytest.mark.parametrize("order", [ORDERS[0], pytest.param(ORDERS[1], marks=pytest.mark.slow)])
+def test_models_that_are_made_on_the_meta_device(ranks, order):
+    """To the bit as a model that was made in memory."""
+    made = ranks(by_ampatch, order, "AdamW", {}, {"opt_level": "O2", "dtype": HALVES[0]}, True)
+    for ours, theirs in zip(ranks(from_meta, order), made, strict=True):
+        assert ours["losses"] == theirs["losses"]
+        assert all(map(torch.equal, ours["weights"], theirs["weights"]))
 
 
 @on_ranks

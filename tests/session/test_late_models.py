@@ -53,10 +53,11 @@ def test_their_fp32_values_wait_and_masters_that_are_there_stay():
     first, optimizer = build()
     ampatch.initialize(first, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
     train([first], [optimizer])
-    masters = [master.clone() for master in ampatch.master_params(optimizer)]
     second, late = build()
     before = second[0].weight.detach().clone()
     ampatch.add_models([second])
+    train([first], [optimizer])
+    masters = [master.clone() for master in ampatch.master_params(optimizer)]
     ampatch.add_optimizers(late)
     assert torch.equal(next(ampatch.master_params(late)), before)
     assert all(map(torch.equal, ampatch.master_params(optimizer), masters))

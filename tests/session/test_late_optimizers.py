@@ -55,9 +55,10 @@ def test_the_same_as_with_the_optimizer_at_once(level, dtype):
     assert all(torch.equal(now[key], value) for key, value in values.items())
 
 
-def test_fp32_values_wait_for_the_optimizer():
+@pytest.mark.parametrize("mode", ["training", "evaluation, as from_pretrained leaves it"])
+def test_fp32_values_wait_for_the_optimizer(mode):
     """What conversion rounds is in the checkpoint, in the masters, and back after the end."""
-    model, before = build(), build().state_dict()
+    model, before = build().train(mode == "training"), build().state_dict()
     ampatch.initialize(model, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     optimizer = ampatch.add_optimizers(adam(model))
@@ -89,12 +90,9 @@ def test_the_model_changes_before_its_optimizer_comes():
     assert torch.equal(last, torch.full((4,), 0.3).bfloat16().float())
 
 
-@pytest.mark.parametrize("why", ["it has run", "in eval mode"])
-def test_values_are_not_kept_for_models_that_do_not_train(why, caplog):
-    model = build().train(why == "it has run")
-    model = ampatch.initialize(model, opt_level="O2", dtype=torch.bfloat16, verbosity=1)
-    if why == "it has run":
-        model(torch.randn(4, 8))
+def test_values_are_not_kept_for_a_model_that_runs_without_an_optimizer(caplog):
+    model = ampatch.initialize(build(), opt_level="O2", dtype=torch.bfloat16, verbosity=1)
+    model(torch.randn(4, 8))
     with caplog.at_level(logging.INFO, "ampatch"):
         optimizer = ampatch.add_optimizers(adam(model))
     assert "master weights start from the half weights" in caplog.text

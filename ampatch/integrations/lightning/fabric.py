@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import ampatch
 
-from ...session.facade import PatchSet
+from ..replaced import Replaced
 from .packages import PACKAGES
 from .session import PluginSession, Settings
 
@@ -38,7 +38,12 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
         self._settings = Settings(type(self).__name__, given)
         self._run = PluginSession(self._settings)
-        _have_fabric_tell()
+        _tells.use_while_alive(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, in a process that Fabric has started, is told too."""
+        self.__dict__.update(state)
+        _tells.use_while_alive(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings})"
@@ -80,17 +85,6 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
                 self._run.hold(one)
 
 
-_patches = PatchSet()
-
-
-def _have_fabric_tell() -> None:
-    """Fabric tells its precision plugin of modules only; optimizers it wraps without a word."""
-    if not len(_patches):
-        for package in PACKAGES:
-            for name in ("setup", "setup_optimizers"):
-                _patches.replace(package.fabric, name, _telling)
-
-
 def _telling(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_up(fabric: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,3 +95,13 @@ def _telling(original: Callable) -> Callable:
         return results
 
     return set_up
+
+
+_tells = Replaced(
+    [
+        (package.fabric, name, _telling)
+        for package in PACKAGES
+        for name in ("setup", "setup_optimizers")
+    ]
+)
+"""Fabric tells its precision plugin of modules only; optimizers it wraps without a word."""

@@ -45,28 +45,30 @@ class Settings:
 
 
 class PluginSession:
-    """What a plugin manages: modules, the optimizers that came later, and their loss scales.
-
-    One session of ampatch for each module, all with the same loss scales.
-    """
+    """What a plugin manages: modules, the optimizers that came later, and their loss scales."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._sessions: list[facade.Session] = []
+        self._last: facade.Session | None = None
         self._scales: dict[str, Any] = {}  # when nothing is open
         self._values: list[tuple[nn.Parameter, Tensor]] = []  # before they were rounded
 
     def open(self, module: nn.Module) -> None:
-        """Manage a module; the loss scales go on where the plugin's last session ended."""
+        """Manage a module, beside those that are open or as the first.
+
+        The loss scales of the first are those that were loaded, or of the plugin's last session.
+        """
+        session = self._session()
+        if session is not None and facade.session_of(module) is not session:
+            facade.release_model(module)  # an earlier plugin had it
         values = [(parameter, parameter.data) for parameter in module.parameters()]
-        ampatch.initialize(module, **self._settings.given)
-        session = facade.open_sessions()[-1]
-        before = self._open()
-        if before:
-            facade.share_loss_scales(session, before[0])
-        elif self._scales:
-            facade.load_loss_scales(session, self._scales)
-        self._sessions = [*before, session]
+        if session is None:
+            ampatch.initialize(module, **self._settings.given)
+            self._last = facade.open_sessions()[-1]
+            facade.expect_optimizers(self._last)
+            self.scales = self._scales
+        elif session.properties.enabled:
+            ampatch.add_models(module, to=self._member())
         self._values += [(known, value) for known, value in values if known.dtype != value.dtype]
 
     def add(self, optimizers: Iterable[Any]) -> None:
@@ -79,47 +81,55 @@ class PluginSession:
 
     def hold(self, scheduler: Any) -> None:
         """Have a scheduler wait while steps are skipped, if steps can be."""
-        if any(scaler.is_dynamic for session in self._open() for scaler in session.scalers):
+        session = self._session()
+        if session is not None and any(scaler.is_dynamic for scaler in session.scalers):
             ampatch.hold_scheduler(scheduler)
 
     def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """`ampatch.scale_loss` for all optimizers: an overflow concerns those it is in."""
-        optimizers = [one for session in self._open() for one in facade.optimizers_of(session)]
+        session = self._session()
+        optimizers = facade.optimizers_of(session) if session is not None else []
         return ampatch.scale_loss(loss, optimizers) if optimizers else nullcontext(loss)
 
     def as_weights(self, value: Tensor) -> Tensor:
         """A floating tensor in the dtype of the models' weights, where these are in half."""
-        for session in self._open():
-            half = session.properties.cast_model_type
-            if half in HALF_TYPES and value.is_floating_point():
-                return value.to(half)
-        return value
+        session = self._session()
+        half = session.properties.cast_model_type if session is not None else None
+        return value.to(half) if half in HALF_TYPES and value.is_floating_point() else value
 
     @property
     def scales(self) -> dict[str, Any]:
-        """The loss scales, also when closed."""
-        known = self._open()
-        return facade.loss_scales(known[0]) if known else self._scales
+        """The loss scales, also when closed; none where ampatch is disabled."""
+        member = self._member()
+        return self._scales if member is None else ampatch.state_dict(of=member)
 
     @scales.setter
     def scales(self, scales: dict[str, Any]) -> None:
         self._scales = scales
-        for session in self._open()[:1]:
-            facade.load_loss_scales(session, scales)
+        member = self._member()
+        if scales and member is not None:
+            ampatch.load_state_dict(scales, of=member)
 
     def close(self) -> None:
         """Modules and optimizers are plain again.  Harmless when closed."""
         self._scales = self.scales
-        known, self._sessions = self._open(), []
+        last, self._last = self._last, None
         values, self._values = self._values, []
         rounded = [(parameter, parameter.detach().clone(), value) for parameter, value in values]
         undo = UndoAll("ampatch.integrations.lightning: the plugin's teardown")
-        for session in known:
-            undo.do(session.close)
+        if last is not None and last.is_open:
+            undo.do(last.close)
         for parameter, half, value in rounded:
             if torch.equal(half, value.to(half)):  # nobody has written into it
                 parameter.data.copy_(value)
         undo.end()
 
-    def _open(self) -> list[facade.Session]:
-        return [session for session in self._sessions if session.is_open]
+    def _session(self) -> facade.Session | None:
+        """The open session; None where its modules and optimizers are closed or gone."""
+        last = self._last
+        return last if last is not None and last.is_open and last.is_alive() else None
+
+    def _member(self) -> Any:
+        """A module or optimizer by which ampatch knows the session; None: it manages nothing."""
+        session = self._session()
+        return None if session is None else next(iter(facade.members_of(session)), None)

@@ -62,6 +62,7 @@ class HalfGradients:
         if ends_block and self.reduces is not None:
             self.is_unreduced = not self.reduces
         self._put = []
+        self.averages.settle()
         masters, grads = take_up(*self._masters.lists())
         if self.averages.are_there():
             halves = [self._masters.by_master[id(master)].half for master in masters]
@@ -78,9 +79,8 @@ class HalfGradients:
         """Move gradients of (these) masters, by their ids, to where DDP averages them."""
         for half, master in self._masters:
             if master.grad is not None and (masters is None or id(master) in masters):
-                if self.in_float:  # a weight that the pass does not use has to have one, too
-                    self.averages.waiting[id(half)] = master.grad
-                    set_raw_grad(half, torch.zeros_like(half.detach()))
+                if self.in_float:
+                    self.averages.wait(half, master.grad)
                 else:
                     grad = master.grad.to(half.dtype)
                     set_raw_grad(half, grad)
@@ -172,6 +172,7 @@ class HalfGradients:
     def grad_of_half(self, half: Tensor) -> Tensor | None:
         """The master's gradient, what a plain backward pass has left added."""
         master = self._masters.by_half[id(half)].master
+        self.averages.settle()
         grad = raw_grad(half)
         if grad is not None:
             with torch.inference_mode(False):

@@ -1,0 +1,75 @@
+"""Activation checkpoints by callers that held torch's function before a session opened."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampatch
+
+
+class Part(nn.Module):
+    """An FP32 buffer meets half tensors, and one weight is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("place", torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.gelu(self.layer(x + self.place))
+        return inner + self.layer(inner)
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.part = nn.Linear(8, 8), Part()
+        self._held = functools.partial(checkpoint, use_reentrant=reentrant)
+        self._is_checkpointed = reentrant is not None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self._held(self.part, x) if self._is_checkpointed else self.part(x)
+
+
+def grads(reentrant: bool | None, level: str) -> list[torch.Tensor]:
+    model = Net(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    loss = model(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean()
+    errors = []
+
+    def backward() -> None:
+        try:
+            with ampatch.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=backward)  # as autograd has one for each GPU
+    thread.start()
+    thread.join()
+    assert not errors, errors
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    ampatch.deactivate()
+    return found
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
+def test_the_recompute_casts_as_the_forward(reentrant, level):
+    assert all(map(torch.equal, grads(reentrant, level), grads(None, level)))
+
+
+def test_a_held_checkpoint_stays_in_one_graph():
+    model = Net(False)
+    ampatch.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(4, 8)).dtype is torch.bfloat16
