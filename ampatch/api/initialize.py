@@ -74,8 +74,8 @@ def initialize(
             O3, and no cast at O1.
         num_losses: number of independent loss scalers (`loss_id` of `scale_loss`).
         verbosity: 0 silences the logger "ampatch".
-        min_loss_scale, max_loss_scale: limits of a dynamic loss scale.  None as the lower
-            limit means 2**-24; it is never 0.
+        min_loss_scale: lower limit of a dynamic loss scale.  None means 2**-24; it is never 0.
+        max_loss_scale: upper limit of a dynamic loss scale.
         dtype: the half type, `torch.float16` or `torch.bfloat16`, on every device.
         overrides: precision by module path (globs), module class or function, such as
             `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`, at O1, O2
@@ -111,8 +111,9 @@ def initialize(
             sharded by other code than `fully_shard` and tensor parallel and the opt level is not
             O1; a policy that `fully_shard` was given contradicts the opt level; or the parts of
             DTensors under DistributedDataParallel come without `process_group`.
-        After any exception nothing has been changed.  Objects that an earlier call manages
-        stay managed by it.
+
+    After any exception nothing has been changed.  Objects that an earlier call manages stay
+    managed by it.
 
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
     and `AMPATCH_ENABLED` (`0`) replace the arguments of the same names.
@@ -174,7 +175,8 @@ def add_models(models: Any, to: Any = None) -> Any:
         TypeError: `models` holds something else.
         AmpatchError: no session is open, `to` is in none, a model is in another session, or
             `initialize` would refuse it.
-        After any of these nothing has been changed.
+
+    After any of these nothing has been changed.
     """
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
@@ -214,7 +216,8 @@ def add_optimizers(optimizers: Any) -> Any:
         ValueError: an optimizer has no parameter of the session's models, or is one that cannot
             train them.
         AmpatchError: no session is open, or they belong to several sessions.
-        After any of these nothing has been changed.
+
+    After any of these nothing has been changed.
     """
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)

@@ -242,7 +242,8 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
     Raises:
         TypeError, ValueError: a setting is unknown or wrong.
         AmpatchError: the loss scale is static.
-        After any of these nothing has been changed.
+
+    After any of these nothing has been changed.
     """
     session = registry.latest("ampatch.set_loss_scale_settings(...)")
     what = "ampatch.set_loss_scale_settings(...)"

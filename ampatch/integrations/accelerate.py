@@ -53,7 +53,8 @@ class AmpatchAccelerator(Accelerator):
     """accelerate's `Accelerator` with ampatch in the place of `mixed_precision`.
 
     Args:
-        opt_level, dtype: as for `ampatch.initialize`.
+        opt_level: as for `ampatch.initialize`.
+        dtype: as there.
         arguments: settings of `ampatch.initialize`, such as `loss_scale` or `overrides`, and the
             arguments of `Accelerator`, by their names.  Outputs of models are FP32 at every opt
             level, as accelerate's own are, unless `cast_model_outputs` says otherwise.

@@ -74,9 +74,10 @@ class AmpatchTrainerMixin:
         MyTrainer(model, arguments, train_dataset=rows, opt_level="O2", dtype="bfloat16")
 
     Args:
-        *args, **kwargs: what the Trainer takes, and the settings of `ampatch.initialize`:
-            `opt_level` ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  Two begin
-            otherwise: `patch_scope` is `"model"`, and `cast_model_outputs` FP32 at O1 too.
+        args: what the Trainer takes.
+        kwargs: what the Trainer takes, and the settings of `ampatch.initialize`: `opt_level`
+            ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  Two begin otherwise:
+            `patch_scope` is `"model"`, and `cast_model_outputs` FP32 at O1 too.
 
     Raises:
         TypeError: an argument is unknown, or the mixin stands behind the Trainer.

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from repository import EXAMPLES
+from repository import DOCS, EXAMPLES
 
 from ampatch.sweep import DTYPES, Sweep, sweep
 
@@ -119,3 +119,47 @@ def test_an_example_on_cuda(example, tmp_path):
     assert {row.memory_kind for row in rows} == {"device"}
     assert all(0 < row.memory_bytes < torch.cuda.mem_get_info()[1] for row in rows)
     assert all(row.last_loss < row.first_loss and row.step_ms > 0 for row in rows)
+
+
+OTHERS = ("vit", "speech", "finetune", "ddp")
+OF_FRAMEWORKS = ("lightning_digits", "transformers_text")
+OPTIONS = ["--device", "cpu", "--batch-size", "16", "--seed", "0"]
+
+
+@pytest.mark.parametrize(
+    "example",
+    ["gan", *(pytest.param(name, marks=pytest.mark.slow) for name in (*OTHERS, *OF_FRAMEWORKS))],
+)
+def test_a_short_example_trains_everywhere(example, tmp_path):
+    pytest.importorskip("sklearn")
+    rows = sweep(
+        str(EXAMPLES / f"{example}.py"),
+        OPTIONS,
+        dtypes=DTYPES,
+        autocast=False,
+        rounds=1,
+        steps=16,
+        out=tmp_path,
+        timeout=120,
+    )
+    assert [row.status for row in rows] == ["ok"] * 7
+    reference, *halves = [row.last_loss for row in rows]
+    assert halves[:4] == pytest.approx([reference] * 4, rel=0.15)
+    assert halves[4:] == pytest.approx([reference] * 2, rel=0.4)  # O3
+    assert not any(loss == reference for loss in halves)  # that would be FP32
+
+
+@pytest.mark.parametrize("example", [*OTHERS, *OF_FRAMEWORKS])
+def test_an_example_trains(example, tmp_path):
+    script = str(EXAMPLES / f"{example}.py")
+    [row] = sweep(
+        script, OPTIONS, levels=["O2"], dtypes=["bfloat16"], autocast=False, steps=16, out=tmp_path
+    )
+    assert (row.status, row.steps) == ("ok", 16)
+    assert row.last_loss < row.first_loss
+
+
+def test_the_site_names_every_example():
+    page = (DOCS / "examples.md").read_text(encoding="utf-8")
+    names = {path.name for path in EXAMPLES.glob("*.py")} - {"common.py"}
+    assert {name for name in names if f"/{name})" not in page} == set()

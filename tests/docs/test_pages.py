@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 REPOSITORY = "https://github.com/ampatch/ampatch"
 IN_REPOSITORY = re.compile(rf"{REPOSITORY}/(?:blob|raw|tree)/main/(.+)")

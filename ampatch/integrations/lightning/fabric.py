@@ -24,7 +24,8 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
     the checkpoint.
 
     Args:
-        opt_level, dtype: as in `ampatch.initialize`.
+        opt_level: as in `ampatch.initialize`.
+        dtype: as there.
         settings: its other arguments, by keyword, but for `num_losses`.
 
     Raises:

@@ -21,7 +21,8 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     """Trains a LightningModule with ampatch: `Trainer(plugins=[AmpatchPrecision(opt_level="O2")])`.
 
     Args:
-        opt_level, dtype: as in `ampatch.initialize`.
+        opt_level: as in `ampatch.initialize`.
+        dtype: as there.
         settings: its other arguments, by keyword, but for `num_losses`.
 
     Raises:

@@ -68,8 +68,9 @@ class Sweep:
     """A script and the trials to run it in; `runs` grows while `run` goes on.
 
     Args:
-        script, arguments: the script's file and its own arguments, in which `{seed}`,
-            `{steps}` and `{trial_dir}` (an empty directory for each trial) are replaced.
+        script: the script's file.
+        arguments: the script's own, in which `{seed}`, `{steps}` and `{trial_dir}` (an empty
+            directory for each trial) are replaced.
         levels: some of "O0" to "O3"; by default all.
         dtypes: half dtypes, of "float16" and "bfloat16"; by default those that
             `ampatch doctor` calls fast on this machine, and bfloat16 if it calls none so.
@@ -93,7 +94,8 @@ class Sweep:
         devices: such as "cuda:0,cuda:1"; a trial each, for accuracy, and the first for timing.
         jobs: run so many trials at a time, for accuracy; timed ones run alone.
         address: of a Ray cluster; "auto" finds a running one, and without it Ray is started.
-        gpus_per_trial, cpus_per_trial: what a trial asks of a cluster.
+        gpus_per_trial: how many GPUs a trial asks of a cluster.
+        cpus_per_trial: how many cores.
         slurm: parameters for submitit, such as {"partition": "gpu", "timeout_min": 120}.
         nproc_per_node: processes of a trial, started by torchrun; rank 0 reports.
         resume: go on with the sweep in the directory; it must have the same settings.

@@ -1,0 +1,45 @@
+"""What the site has beyond the pages as they are: help of commands, links into the repository.
+
+MkDocs calls `on_page_markdown` with each page's text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import posixpath
+import re
+from typing import Any
+
+from ampatch.cli.main import NAMES, build_parser
+
+COMMANDS = "<!-- commands -->"
+REPOSITORY = "https://github.com/ampatch/ampatch/blob/main"
+LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """The page's text, completed."""
+    folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
+    text = LINK.sub(lambda found: f"]({_outside(found[1], folder)}", markdown)
+    return text.replace(COMMANDS, commands()) if COMMANDS in text else text
+
+
+def commands() -> str:
+    """A section for each command of `ampatch`, from the parsers."""
+    os.environ["COLUMNS"] = "92"
+    [choices] = [
+        action.choices
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    return "\n\n".join(
+        f"## ampatch {name}\n\n```text\n{choices[name].format_help().strip()}\n```"
+        for name in NAMES
+    )
+
+
+def _outside(link: str, folder: str) -> str:
+    """A link that leaves `docs/` leads to the repository; others stay."""
+    path = posixpath.normpath(posixpath.join(folder, link))
+    return link if path.startswith("docs/") else f"{REPOSITORY}/{path}"
