@@ -61,8 +61,12 @@ def beginning() -> dict[str, Any]:
     }
 
 
+# Dynamo's own, where it cannot trace; what other tests have compiled before decides where that is.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_snippets_of_a_page_run(page, folder):
+    torch.compiler.reset()
     names = beginning()
     for number, (language, title, text) in enumerate(blocks(page)):
         if language == "bash":
