@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import io
@@ -78,6 +79,8 @@ def _become(request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
         stream = _text_stream(number)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
 
 
 def _text_stream(number: int) -> io.TextIOWrapper:

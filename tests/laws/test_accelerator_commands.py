@@ -51,7 +51,8 @@ def test_a_sweep(tmp_path):
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    logs = [path.read_text() for path in sorted(tmp_path.glob("found/runs/*.log"))]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
     summary = json.loads((tmp_path / "found" / "summary.json").read_text())
     assert summary["provenance"]["device"] == NAME
     exact, half = summary["rows"]

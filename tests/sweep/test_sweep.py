@@ -215,6 +215,25 @@ def test_a_script_that_does_not_train(directory, body, expected):
     assert (row.step_ms, row.speed, row.first_loss, row.steps) == (None, None, None, 0)
 
 
+def test_a_run_that_is_killed_after_its_last_step_is_told_from_one_that_exits(directory):
+    script = write_script(
+        directory,
+        "late",
+        TRAINING,
+        INITIALIZE,
+        """
+        import atexit
+        atexit.register(os.abort)
+        step(); step()
+    """,
+    )
+    out = directory / "late"
+    [row] = sweep(script, levels=["O0"], out=out)
+    assert (row.status, row.steps) == ("killed: by SIGABRT after its record was written", 2)
+    log = (out / "runs/O0.seed0.repeat0.log").read_text()
+    assert "Fatal Python error: Aborted" in log  # where it was, for what ends without a traceback
+
+
 def test_a_skipped_overflow_is_counted_and_is_no_trouble(directory):
     script = write_script(
         directory,

@@ -214,7 +214,8 @@ often as in others: the same step then takes 10 to 20 % longer, whatever its opt
 
 def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
     """This process's environment, with the variables of ampatch replaced by the trial's."""
-    environment = {**KEEP_MEMORY, **os.environ, "AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1"}
+    fixed = {"AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    environment = {**KEEP_MEMORY, **os.environ, **fixed}
     for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
     environment[SEED_VARIABLE] = str(trial.seed)

@@ -125,6 +125,8 @@ def status(run: Run) -> str:
         return _without_record(run.exit_code)
     if measured.error:
         return f"crashed: {measured.error}"
+    if run.exit_code < 0:
+        return f"{_killed(run.exit_code)} after its record was written"
     if run.exit_code:
         return f"exited: code {run.exit_code}"
     if measured.opt_level is None:
@@ -167,5 +169,9 @@ def _trailing(losses: Series) -> list[tuple[int, float]]:
 def _without_record(exit_code: int) -> str:
     if exit_code >= 0:
         return f"no record: ended with code {exit_code} before anything was recorded"
+    return _killed(exit_code)
+
+
+def _killed(exit_code: int) -> str:
     name = signal.Signals(-exit_code).name
     return f"killed: by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
