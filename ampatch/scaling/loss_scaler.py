@@ -17,10 +17,27 @@ from torch import Tensor
 from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
 from ..log import logger
 from ..torch_private import foreach
+from ..torch_private.devices import is_owned_by_host
 from .scale_value import Flag, alike, either, numbers_on
 from .scaler_entries import checked_entry
+from .tensor_lists import any_half
 
 _REMEMBERED = 128  # blocks whose scale `history` can show
+
+
+def _multiply(grads: list[Tensor], scale: Any) -> None:
+    """Multiply gradients, in place.
+
+    On the CPU torch rounds a number to the dtype of the list: 65536 would be inf for float16.  A
+    tensor keeps its own.
+    """
+    for device, group in alike(grads):
+        if isinstance(scale, Tensor):
+            foreach.mul_(group, scale.to(device))
+        elif is_owned_by_host(device) and any_half(group):
+            foreach.mul_(group, torch.tensor(scale, dtype=torch.float64, device=device))
+        else:
+            foreach.mul_(group, scale)
 
 
 class Scaler(Protocol):
@@ -48,10 +65,10 @@ class Scaler(Protocol):
         """The present scale, for `scale_grads_` and `unscale_`."""
 
     def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:
-        """Multiply FP32 gradients by `scale`, in place."""
+        """Multiply gradients by `scale`, in place."""
 
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag | None:
-        """Divide FP32 gradients by `scale`, in place; the flag of an overflow; None: unchecked."""
+        """Divide gradients by `scale`, in place; the flag of an overflow; None: unchecked."""
 
     def defer(self, found_infs: list[Flag]) -> None:
         """Keep these flags for the next `update`."""
@@ -102,13 +119,12 @@ class StaticScaler:
         return self._value
 
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
-        """Multiply FP32 gradients by `scale`, in place."""
+        """Multiply gradients by `scale`, in place."""
         if scale != 1.0:
-            for _, group in alike(grads):
-                foreach.mul_(group, scale)
+            _multiply(grads, scale)
 
     def unscale_(self, grads: list[Tensor], scale: float) -> Tensor | None:
-        """Divide FP32 gradients by `scale`, in place.  None: nothing was checked."""
+        """Divide gradients by `scale`, in place.  None: nothing was checked."""
         self.scale_grads_(grads, 1.0 / scale)
         return None
 
@@ -226,12 +242,11 @@ class DynamicScaler:
         return factor
 
     def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:
-        """Multiply FP32 gradients by `scale`, in place."""
-        for device, group in alike(grads):
-            foreach.mul_(group, scale.to(device) if isinstance(scale, Tensor) else scale)
+        """Multiply gradients by `scale`, in place."""
+        _multiply(grads, scale)
 
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
-        """Divide FP32 gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
+        """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
         return self._numbers.unscale_(grads, scale)
 
     def defer(self, found_infs: list[Flag]) -> None:

@@ -87,7 +87,9 @@ def main(folder: str, level: str, dtype: str, steps: str, *death: str) -> None:
     place, step = os.path.join(folder, "checkpoint.pt"), 0
     if os.path.exists(place):
         step = load(torch.load(place), model, optimizer)
-    parallel = DistributedDataParallel(model)
+    # Otherwise DDP's first pass has other buckets than the rest, so that more than two ranks
+    # add up in another order; without ampatch as well.
+    parallel = DistributedDataParallel(model, find_unused_parameters=ranks > 2)
     while step < int(steps):
         one_step(parallel, optimizer, step, rank, ranks)
         step += 1

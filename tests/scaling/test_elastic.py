@@ -149,8 +149,7 @@ def torchrun(folder: Path, count: int, *arguments: object) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit", "exception"])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count, how", [(2, "exit"), (4, "exception")])
 @pytest.mark.parametrize("level, dtype", [("O1", "float16"), ("O2", "float16"), ("O3", "bfloat16")])
 def test_torchrun_restarts_dead_workers(tmp_path, level, dtype, count, how):
     for name in ("undisturbed", "restarted", "others"):

@@ -134,6 +134,37 @@ def test_a_half_loss_is_scaled_in_float32():
     assert StaticScaler().scale(loss)[0].dtype is torch.float32
 
 
+@pytest.mark.parametrize("make", [StaticScaler, lambda scale: DynamicScaler(init_scale=scale)])
+def test_half_gradients_meet_the_scale_itself(make):
+    """2**16 is inf in float16, and one part in 2**26 is 0; so no kernel may round it."""
+    for dtype, scale in [(torch.float16, 2.0**16), (torch.bfloat16, 1000.0)]:
+        grads = [torch.tensor([0.5, 0.0], dtype=dtype), torch.tensor([0.25, 3e-5], dtype=dtype)]
+        expected = [(grad.float() * scale).to(dtype) for grad in grads]
+        scaler = make(scale)
+        scaler.scale_grads_(grads, scaler.snapshot())
+        assert all(map(torch.equal, grads, expected))
+    large = [torch.tensor([2.0**15], dtype=torch.float16)]
+    make(2.0**16).unscale_(large, 2.0**26)
+    assert large[0].item() == 2.0**-11
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**16, "dynamic"])
+def test_half_gradients_that_wait_are_scaled_up_again(loss_scale):
+    """`delay_unscale` after a block, at O3: what the block has left is no overflow."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampatch.initialize(
+        model, optimizer, opt_level="O3", dtype=torch.float16, loss_scale=loss_scale, verbosity=0
+    )
+    for delays in (False, True):
+        loss = model(torch.tensor([[0.5, 0.0]])).float().sum() / 4
+        with ampatch.scale_loss(loss, optimizer, delay_unscale=delays) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert not ampatch.step_was_skipped(optimizer) and ampatch.loss_scale() == 2.0**16
+    assert model.weight.grad.tolist() == [[0.25, 0.0]]
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_no_scale_that_is_not_positive_and_finite(value):
     with pytest.raises(ValueError, match="positive finite"):

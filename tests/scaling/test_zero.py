@@ -269,6 +269,48 @@ def test_a_resumed_run_is_the_same_bit_for_bit(ranks, level, dtype, order, views
         assert all(map(torch.equal, at_once, resumed))
 
 
+def go_on(rank: int, level: str, dtype, views: bool, kept: bytes | None, steps: range) -> tuple:
+    """Go on from a checkpoint: what it is when saved again at once, and after these steps."""
+    model, optimizer = managed(level, dtype, "Adam", "before", 2, views)
+    again = None
+    if kept is not None:
+        parts = torch.load(io.BytesIO(kept))
+        model.module.load_state_dict(parts["model"])
+        optimizer.load_state_dict(parts["optimizer"])
+        amp.load_state_dict(parts["amp"])
+        again = saved(optimizer, model, rank)
+    for step in steps:
+        one_step(model, optimizer, 0, step, clip=0.1, bad=step == 1)  # all have the same rows
+    end = saved(optimizer, model, rank)
+    amp.deactivate()
+    return again, end
+
+
+def tensors_in(checkpoint: bytes) -> list[torch.Tensor]:
+    """Weights, the optimizer's state in the order of parameters, and the loss scale."""
+    parts = torch.load(io.BytesIO(checkpoint))
+    state = parts["optimizer"]["state"]
+    moments = [state[index][name] for index in sorted(state) for name in ADAM]
+    scale = parts["amp"]["loss_scaler0"].values()
+    return [*parts["model"].values(), *moments, torch.tensor(list(scale))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "level, dtype, views", [("O1", FP16, False), ("O2", FP16, False), ("O2", BF16, True)]
+)
+@pytest.mark.parametrize("first, second", [("ranks", "four_ranks"), ("four_ranks", "ranks")])
+def test_another_number_of_ranks_goes_on(request, first, second, level, dtype, views):
+    first, second = request.getfixturevalue(first), request.getfixturevalue(second)
+    _, part = first(go_on, level, dtype, views, None, range(3))[0]
+    again, other = second(go_on, level, dtype, views, part, range(3, STEPS))[0]
+    _, same = first(go_on, level, dtype, views, part, range(3, STEPS))[0]
+    assert len(tensors_in(part)) == 7 + 6 * len(ADAM)
+    assert all(map(torch.equal, tensors_in(part), tensors_in(again)))
+    for ours, theirs in zip(tensors_in(other), tensors_in(same), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
+
+
 def closures(rank: int, level: str) -> dict:
     model, optimizer = managed(level, FP16, "SGD", "before", 1, False)
     skipped = []
