@@ -241,8 +241,8 @@ def planned(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
         yield name, system, dtypes[-1]
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is planned, one by one."""
+def measure(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    """Add what is planned to `results`, one by one; what is said to be done is there."""
     call = timed_alone if options.rounds else counted_here
     for name, system, dtype in planned(options):
         begun = time.perf_counter()
@@ -251,9 +251,9 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         except Exception as error:  # of torch, the driver or a compiler: the others go on
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             found = {"model": name, "system": system, "dtype": dtype, "failed": reason}
+        results.append(found)
         taken = f"{time.perf_counter() - begun:.0f} s"
         print(f"{name}, {dtype}, {system}: {found.get('failed', taken)}", file=sys.stderr)
-        yield found
 
 
 def main() -> None:
@@ -274,8 +274,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated before the end"))
     results: list[dict[str, Any]] = []
     try:
-        for found in measure(options):
-            results.append(found)
+        measure(options, results)
     finally:
         fused = "fused" if options.fused else "not fused"
         print(f"{machine()}, AdamW, {fused}.\n\n{table(results)}", flush=True)
