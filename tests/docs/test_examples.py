@@ -62,7 +62,7 @@ def test_char_lm_learns_wherever_it_can(tmp_path):
 
 
 def test_digits_reaches_its_accuracy(tmp_path):
-    """The whole run, at O0: what the table in docs/usage.md is compared with."""
+    """The whole run, at O0: what the rows of a sweep are compared with."""
     script = str(EXAMPLES / "digits.py")
     [row] = sweep(script, ["--device", "cpu"], levels=["O0"], out=tmp_path)
     assert row.metrics["test_accuracy"] >= 0.97
