@@ -38,6 +38,10 @@ skipped.
 
 {summary}
 
+<!-- figure accuracy -->
+
+<!-- end of figure -->
+
 {tables}
 
 ## Why O3 in float16 diverges with Adam
