@@ -71,12 +71,13 @@ class Drawing:
 
     def values(self) -> str:
         """Every value that is drawn, a line each."""
-        return "\n".join(
-            " | ".join(filter(None, [panel.title.partition("\n")[0], row, series, str(value)]))
-            for panel in self.panels
-            for row, values in panel.rows.items()
-            for series, value in values.items()
-        )
+        lines = []
+        for panel in self.panels:
+            for row, values in panel.rows.items():
+                band = {"reference again": panel.bands[row]} if row in panel.bands else {}
+                for series, value in {**values, **panel.notes.get(row, {}), **band}.items():
+                    lines.append(" | ".join([panel.title, row, series, str(value)]))
+        return "\n".join(lines)
 
     def svg(self, title: str) -> str:
         """The picture; it holds its values too, as its description."""
