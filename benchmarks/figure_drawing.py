@@ -76,7 +76,8 @@ class Drawing:
             for row, values in panel.rows.items():
                 band = {"reference again": panel.bands[row]} if row in panel.bands else {}
                 for series, value in {**values, **panel.notes.get(row, {}), **band}.items():
-                    lines.append(" | ".join([panel.title, row, series, str(value)]))
+                    words = " | ".join(filter(None, [panel.title, row, series, str(value)]))
+                    lines.append(" ".join(words.split()))
         return "\n".join(lines)
 
     def svg(self, title: str) -> str:
