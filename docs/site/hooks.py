@@ -1,6 +1,7 @@
-"""What the site has beyond the pages as they are: help of commands, links into the repository.
+"""What the site has beyond the pages as they are: help of commands, links into the repository,
+tables of advice for a phone.
 
-MkDocs calls the functions `on_...` for each page, with its text, its HTML or its whole document.
+MkDocs calls the functions `on_...` for each page, with its text, its HTML and its whole document.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ from ampatch.cli.main import NAMES, build_parser
 
 COMMANDS = "<!-- commands -->"
 REPOSITORY = "https://github.com/ampatch/ampatch/blob/main"
+ADVICE = re.compile(r"<table>\s*<thead>(?:(?!</thead>).)*<th>what to do</th>.*?</table>", re.DOTALL)
+"""A table of sentences, which site.css shows one below the other on a phone."""
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
-STACKED = (
-    "explanation/why_fp32_here.md",
-    "explanation/why_slower.md",
-    "from_apex.md",
-    "how_to/nan.md",
-    "limits.md",
-    "tutorials/from_torch_amp.md",
-)
-"""Pages with tables of sentences, which site.css lays out as paragraphs on a phone."""
-RANKS = {"design.md": 0.2, "performance.md": 0.5, "clients.md": 0.5, "examples.md": 0.5}
-"""Pages that the search shows after others: a reader with a question seldom means them."""
 ASKS_GITHUB = ' data-md-component="source"'
 """With this mark on the link to the repository, Material fetches its stars when a page is viewed."""
+RANKS = {
+    "clients.md": 0.5,
+    "design.md": 0.2,
+    "examples.md": 0.5,
+    "performance.md": 0.5,
+    "reference/api.md": 0.5,
+    "reference/frameworks.md": 0.3,
+}
+"""Pages that the search shows after others: a reader with a question seldom means them."""
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """The page's text, completed."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # the tabs have it
     if page.file.src_uri in RANKS:
         page.meta["search"] = {"boost": RANKS[page.file.src_uri]}
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
@@ -42,9 +45,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return text.replace(COMMANDS, commands()) if COMMANDS in text else text
 
 
-def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    """The page's HTML, marked for site.css."""
-    return f'<div class="stacked">{html}</div>' if page.file.src_uri in STACKED else html
+def on_page_content(html: str, **_: Any) -> str:
+    """The page's HTML, with what site.css looks for."""
+    return ADVICE.sub(lambda table: f'<div class="advice">{table[0]}</div>', html)
 
 
 def on_post_page(output: str, **_: Any) -> str:
