@@ -1,4 +1,4 @@
-"""Defaults that a signature takes from `ScaleSettings`, as numbers: mkdocstrings reads source alone."""
+"""Defaults that signatures name, as the numbers they are: mkdocstrings reads source alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import griffe
 
 from ampatch.config.scale_settings import ScaleSettings
+from ampatch.sweep.plan import ROUNDS
 
-OWNER = "ScaleSettings."
+NUMBERS = {f"ScaleSettings.{name}": value for name, value in vars(ScaleSettings()).items()}
+NUMBERS["ROUNDS"] = ROUNDS
 
 
 class Defaults(griffe.Extension):
@@ -17,5 +19,5 @@ class Defaults(griffe.Extension):
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         for parameter in func.parameters:
             default = str(parameter.default)
-            if default.startswith(OWNER):
-                parameter.default = repr(getattr(ScaleSettings, default.removeprefix(OWNER)))
+            if default in NUMBERS:
+                parameter.default = repr(NUMBERS[default])

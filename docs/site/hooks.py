@@ -27,11 +27,12 @@ RANKS = {
     "clients.md": 0.5,
     "design.md": 0.2,
     "examples.md": 0.5,
+    "explanation/loss_scaling.md": 4,
     "performance.md": 0.5,
     "reference/api.md": 0.5,
     "reference/frameworks.md": 0.3,
 }
-"""Pages that the search shows after others: a reader with a question seldom means them."""
+"""Pages that the search shows before others (above 1) or after them: what a reader seldom means."""
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
