@@ -73,6 +73,20 @@ def test_values_are_those_of_the_file():
     assert list(cancer.rows["O3"]) == ["bfloat16"]
 
 
+def test_the_means_that_the_page_repeats_are_those_of_the_files():
+    """docs/performance.md has speed-ups; one file has times relative to autocast's."""
+    times = result_tables.Results.newest("native").tables().values()
+    last = [{name: f"{1 / float(cell):.3f}" for name, cell in rows[-1].items() if name}
+            for rows in times]  # fmt: skip
+    last += [rows[-1] for rows in result_tables.Results.newest("compute-bound").tables().values()]
+    page = result_tables.Results(DOCS / "performance.md").tables()["How long a step takes"]
+    repeated = [row for row in page if "autocast again" in row]
+    assert len(repeated) == 9
+    for row in repeated:
+        means = {name: cell for name, cell in row.items() if name and cell}
+        assert any(means.items() <= found.items() for found in last), row
+
+
 def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no file .*DATE-native\.md: a benchmark writes"):
