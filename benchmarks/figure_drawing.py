@@ -16,6 +16,7 @@ from result_tables import Value
 WIDTH = 4.7  # inches: text is legible on a phone, where the figure is as wide as the screen
 LEFT, RIGHT, GAP = 1.3, 0.12, 0.34  # inches: names of rows, right margin, between columns
 TITLE, AXIS, KEY, LINE = 0.08, 0.3, 0.2, 0.165  # inches: above and below a panel; lines of text
+LEGEND = 3  # names in a line
 INK, FAINT, PAPER = "#24292f", "#8c959f", "#ffffff"
 DARK = {INK: "#e6e9ee", FAINT: "#7d8590", PAPER: "#1e2129"}
 """What each colour becomes where the reader's colour scheme is dark; others suit both."""
@@ -34,6 +35,9 @@ STYLE = {
     "figure.facecolor": PAPER,
     "svg.hashsalt": "ampatch",
 }
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, width and height."""
 
 
 @dataclass(frozen=True)
@@ -101,32 +105,40 @@ class Drawing:
     def _figure(self) -> Any:
         from matplotlib.figure import Figure  # not pyplot, which has global state
 
-        lines = math.ceil(len(self.series) / 3)
-        grid = [self.panels[i : i + self.columns] for i in range(0, len(self.panels), self.columns)]
-        heights = [max(len(panel.rows) for panel in panels) * self._row() for panels in grid]
-        above = max(TITLE + LINE * _lines([panel.title]) for panel in self.panels)
-        below = max(AXIS + LINE * _lines([panel.label]) for panel in self.panels)
-        total = KEY * lines + sum(heights) + (above + below) * len(grid)
-        width = (WIDTH - LEFT - RIGHT - GAP * (self.columns - 1)) / self.columns
+        total, boxes = self._layout()
         figure = Figure(figsize=(WIDTH, total))
-        floor = total - KEY * lines
-        for panels, height in zip(grid, heights):
-            floor -= above + height
-            for place, panel in enumerate(panels):
-                left = LEFT + place * (width + GAP)
-                box = (left / WIDTH, floor / total, width / WIDTH, height / total)
-                self._draw(figure.add_axes(box), panel, is_first=place == 0)
-            floor -= below
+        for number, (panel, box) in enumerate(zip(self.panels, boxes)):
+            axes = figure.add_axes(box)
+            self._draw_rows(axes, panel)
+            self._finish(axes, panel, is_first=number % self.columns == 0)
         if self.bars:
             longest = max(axes.get_xlim()[1] for axes in figure.axes)
             for axes in figure.axes:
                 axes.set_xlim(0, longest)
-        drawn = figure.axes[0].get_legend_handles_labels()
         figure.legend(
-            *drawn, loc="upper center", ncols=3, frameon=False, borderaxespad=0.2,
-            borderpad=0, columnspacing=1.2, handletextpad=0.4, labelspacing=0.3,
+            *figure.axes[0].get_legend_handles_labels(), loc="upper center", ncols=LEGEND,
+            frameon=False, borderaxespad=0.2, borderpad=0, columnspacing=1.2,
+            handletextpad=0.4, labelspacing=0.3,
         )  # fmt: skip
         return figure
+
+    def _layout(self) -> tuple[float, list[Box]]:
+        """The figure's height in inches, and each panel's place as parts of the figure."""
+        heights = [self._row() * len(panel.rows) for panel in self.panels]
+        above = max(TITLE + LINE * _lines([panel.title]) for panel in self.panels)
+        below = max(AXIS + LINE * _lines([panel.label]) for panel in self.panels)
+        legend = KEY * math.ceil(len(self.series) / LEGEND)
+        total = legend + sum(above + below + one for one in heights[:: self.columns])
+        width = (WIDTH - LEFT - RIGHT - GAP * (self.columns - 1)) / self.columns
+        top, boxes = total - legend, []
+        for number, height in enumerate(heights):
+            column = number % self.columns
+            left = LEFT + column * (width + GAP)
+            bottom = top - above - height
+            boxes.append((left / WIDTH, bottom / total, width / WIDTH, height / total))
+            if column == self.columns - 1:
+                top = bottom - below
+        return total, boxes
 
     def _step(self) -> float:
         """From one series to the next in a row, in inches."""
@@ -136,31 +148,34 @@ class Drawing:
         text = LINE * max(_lines(panel.rows) for panel in self.panels)
         return max(self._step() * (len(self.series) - 1) + 0.24, text + 0.06)
 
-    def _draw(self, axes: Any, panel: Panel, is_first: bool) -> None:
-        step, row = self._step(), self._row()
-        names = list(panel.rows)
-        centers = [(place + 0.5) * row for place in range(len(names))]
-        axes.set_ylim(len(names) * row, 0)
-        for name, center in zip(names, centers):
+    def _draw_rows(self, axes: Any, panel: Panel) -> None:
+        for (name, values), center in zip(panel.rows.items(), self._centers(panel)):
             if band := panel.bands.get(name):
                 width = band.high - band.low
-                axes.barh(center, width, 0.9 * row, band.low, color=FAINT, alpha=0.25, lw=0)
+                axes.barh(center, width, 0.9 * self._row(), band.low, color=FAINT, alpha=0.25, lw=0)
             for number, series in enumerate(self.series):
-                place = center + step * (number - (len(self.series) - 1) / 2)
-                if value := panel.rows[name].get(series.name):
+                place = center + self._step() * (number - (len(self.series) - 1) / 2)
+                if value := values.get(series.name):
                     self._mark(axes, place, value, series)
                 if note := panel.notes.get(name, {}).get(series.name):
                     self._write(axes, place, note, series)
         for series in self.series:
             self._in_legend(axes, series)
+
+    def _centers(self, panel: Panel) -> list[float]:
+        return [(place + 0.5) * self._row() for place in range(len(panel.rows))]
+
+    def _finish(self, axes: Any, panel: Panel, is_first: bool) -> None:
+        centers = self._centers(panel)
+        axes.set_ylim(len(centers) * self._row(), 0)
         if panel.reference is not None:
             axes.axvline(panel.reference, color=INK, lw=0.8, zorder=0.5)
         if panel.is_symmetric:
             reach = 1.05 * max(map(abs, axes.get_xlim()))
             axes.set_xlim(-reach, reach)
-        for border in centers[:-1]:
-            axes.axhline(border + row / 2, color=FAINT, lw=0.5, alpha=0.5, zorder=0.4)
-        axes.set_yticks(centers, names if is_first else [""] * len(names))
+        for center in centers[:-1]:
+            axes.axhline(center + self._row() / 2, color=FAINT, lw=0.5, alpha=0.5, zorder=0.4)
+        axes.set_yticks(centers, panel.rows if is_first else [""] * len(centers))
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)

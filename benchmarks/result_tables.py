@@ -29,8 +29,9 @@ class Value:
 
     def inverse(self) -> Value:
         """The speed-up of a time relative to a reference's."""
-        ends = [self.middle, self.high, self.low]
-        return Value(*(None if end is None else 1 / end for end in ends))
+        if self.low is None or self.high is None:
+            return Value(1 / self.middle)
+        return Value(1 / self.middle, 1 / self.high, 1 / self.low)
 
     def __str__(self) -> str:
         ends = "" if self.low is None else f" ({self.low:g} to {self.high:g})"
@@ -67,7 +68,7 @@ class Results:
     def tables(self) -> dict[str, list[dict[str, str]]]:
         """The rows of each table by the heading above it; a row is its cells by column."""
         found: dict[str, list[dict[str, str]]] = {}
-        heading, columns = "", []
+        heading, columns = "", list[str]()
         for line in self.text.splitlines():
             if title := HEADING.match(line):
                 heading = title[1]
