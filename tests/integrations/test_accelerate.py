@@ -320,7 +320,7 @@ def test_the_example_of_the_docs(tmp_path, monkeypatch):
     model, optimizer = parts()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    given |= {"loader": DataLoader(dataset(), batch_size=32), "loss_of": F.cross_entropy}
+    given |= {"loader": DataLoader(dataset(), batch_size=32), "criterion": F.cross_entropy}
     exec(page.read_text().split("```python\n")[1].split("```")[0], given)
     assert given["scheduler"].get_last_lr() == [0.1 * 0.5**2]  # 4 batches, 2 steps
     assert (tmp_path / "checkpoint" / "ampatch.pt").exists()
