@@ -14,7 +14,7 @@ NUMBERS["ROUNDS"] = ROUNDS
 
 
 class Defaults(griffe.Extension):
-    """Writes `init_scale: float = 65536.0` in place of `init_scale: float = ScaleSettings.init_scale`."""
+    """Writes `init_scale: float = 65536.0` for `init_scale: float = ScaleSettings.init_scale`."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         for parameter in func.parameters:

@@ -22,7 +22,7 @@ ADVICE = re.compile(r"<table>\s*<thead>(?:(?!</thead>).)*<th>what to do</th>.*?<
 """A table of sentences, which site.css shows one below the other on a phone."""
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 ASKS_GITHUB = ' data-md-component="source"'
-"""With this mark on the link to the repository, Material fetches its stars when a page is viewed."""
+"""With this mark on the link to the repository, a page asks GitHub for its stars."""
 RANKS = {
     "clients.md": 0.5,
     "design.md": 0.2,

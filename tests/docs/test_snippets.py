@@ -76,9 +76,7 @@ def python_of(page: Path) -> list[Snippet]:
     """The program of a page."""
     on_ranks = page.parent.name == ON_RANKS  # there torchrun starts files
     return [
-        one
-        for one in snippets(page)
-        if one.language == "python" and not (on_ranks and one.title)
+        one for one in snippets(page) if one.language == "python" and not (on_ranks and one.title)
     ]
 
 
