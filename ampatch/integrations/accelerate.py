@@ -2,9 +2,7 @@
 
     from ampatch.integrations.accelerate import AmpatchAccelerator
 
-    accelerator = AmpatchAccelerator(
-        opt_level="O2", dtype="bfloat16", gradient_accumulation_steps=2
-    )
+    accelerator = AmpatchAccelerator("O2", dtype="bfloat16", gradient_accumulation_steps=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
