@@ -52,7 +52,8 @@ def replacements(
                 pairs = [(half, half.data_ptr(), master) for half, master in masters_of(self)]
             running = True
             try:
-                with as_plain({id(half) for half, _, _ in pairs}), _same_parameters(self, fn, model):
+                plain = as_plain({id(half) for half, _, _ in pairs})
+                with plain, _same_parameters(self, fn, model):
                     result = original(self, fn, *args, **kwargs)
             finally:
                 running = False
@@ -88,6 +89,8 @@ def _same_parameters(module: nn.Module, fn: Apply, model: nn.Module | None) -> I
     try:
         yield
     except RuntimeError as error:
+        if error.__cause__ is None:  # the move itself failed: memory is short, say
+            raise
         raise AmpatchError(
             f"{type(module).__name__} is to go to another device, and torch could not move all of "
             f"its parameters, which {type(model).__name__}'s optimizers are to keep: {error} "
