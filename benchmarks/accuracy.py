@@ -114,10 +114,12 @@ def summary(lines: list[Line]) -> str:
     comparisons = [line.against_o0 for line in lines if line.against_o0]
     differing = [one for one in comparisons if not one.within_noise]
     surviving = [one for one in differing if one.p < 0.05 / len(comparisons)]
+    diverged = [line.row.title for line in lines if not line.metrics]
     return (
         f"Comparisons with O0: {len(comparisons)}. Different at the 5 % level: {len(differing)} "
         f"({len(comparisons) / 20:.1f} would be by chance alone). Different after Bonferroni's "
-        f"correction: {len(surviving)}."
+        f"correction: {len(surviving)}. Rows without a result, because all runs diverged: "
+        f"{len(diverged)} ({', '.join(sorted(set(diverged))) or 'none'})."
     )
 
 

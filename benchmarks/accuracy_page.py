@@ -13,17 +13,30 @@ import ampatch
 PAGE = """\
 # Accuracy
 
-Does training come to the same result in half precision?
+Does training come to the same result in half precision? Every opt level and torch.autocast were
+held against O0, which is FP32, on the tasks below:
+
+{summary}
+
+<!-- figure accuracy -->
+
+<!-- end of figure -->
+
+[Why O3 in float16 diverges](#why-o3-in-float16-diverges-with-adam),
+[why there is loss scaling](#why-there-is-loss-scaling) and
+[why there are master weights](#why-there-are-master-weights) stand at the end of this page. To
+compare the levels on a script of your own, use the
+[sweep](commands/sweep.md).
+
+## How it was measured
 
 ```bash
 OMP_NUM_THREADS=1 {command}
 ```
 
-This page is what that command wrote on one thread of a CPU with {capability}:
+The tables are what that command wrote on one thread of a CPU with {capability}:
 {machine},
 ampatch {ampatch}, scikit-learn {sklearn}, numpy {numpy}.
-
-## Tasks on real data
 
 Runs per row: {seeds}, with seeds from 0 up. A seed decides the initial weights and the order of the
 batches. The held-out examples are the same for all seeds. Rows of a task differ only in what their
@@ -36,7 +49,7 @@ how large a difference the test could have missed. Runs that diverged (a loss th
 are left out of mean and test; the verdict counts them. "Skipped" counts the steps that an overflow
 skipped.
 
-{summary}
+## Tasks on real data
 
 {tables}
 

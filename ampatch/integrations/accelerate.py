@@ -2,11 +2,11 @@
 
     from ampatch.integrations.accelerate import AmpatchAccelerator
 
-    accelerator = AmpatchAccelerator(opt_level="O2", dtype="bfloat16")
+    accelerator = AmpatchAccelerator("O2", dtype="bfloat16", gradient_accumulation_steps=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
-            loss = loss_of(model(inputs), targets)
+            loss = criterion(model(inputs), targets)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)

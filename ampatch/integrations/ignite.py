@@ -1,12 +1,15 @@
 """ignite: the update functions of supervised engines, and the loss scale for checkpoints.
 
-from ampatch.integrations.ignite import LossScale, supervised_training_step
+    from ampatch.integrations.ignite import LossScale, supervised_training_step
 
-model, optimizer = ampatch.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
-model = idist.auto_model(model)  # DistributedDataParallel comes after initialize
-trainer = Engine(supervised_training_step(model, optimizer, loss_fn, device))
-saved = {"model": model, "optimizer": optimizer, "trainer": trainer, "scale": LossScale()}
-checkpoint = Checkpoint(saved, DiskSaver("checkpoints"))
+    model, optimizer = ampatch.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
+    model = idist.auto_model(model)
+    trainer = Engine(supervised_training_step(model, optimizer, criterion, idist.device()))
+    kept = {"model": model, "optimizer": optimizer, "trainer": trainer, "scale": LossScale()}
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint(kept, DiskSaver("checkpoints")))
+    trainer.run(loader, max_epochs=2)
+
+`initialize` comes before `idist.auto_model`, which wraps the model in DistributedDataParallel.
 """
 
 from __future__ import annotations

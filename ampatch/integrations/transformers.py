@@ -6,7 +6,9 @@
     class MyTrainer(AmpatchTrainerMixin, Trainer):
         pass
 
-    trainer = MyTrainer(model, TrainingArguments("out"), train_dataset=rows, opt_level="O2")
+    trainer = MyTrainer(
+        model, TrainingArguments("out"), train_dataset=rows, opt_level="O2", dtype="bfloat16"
+    )
     trainer.train()
 
 The mixin stands before `Trainer`, `Seq2SeqTrainer` or a Trainer of your own.  The settings of

@@ -33,7 +33,7 @@ def _refuse_half_dtensors(module: nn.Module) -> None:
                 f"DTensor in {parameter.dtype}. DDP would replace it in each forward, so that its "
                 "FP32 values and the model's state_dict() would be lost. Nothing was changed. "
                 'Expected FP32 weights: opt_level="O1". Tensor and data parallel at O2 and O3: '
-                "DTensors on a mesh of two dimensions, as in docs/distributed.md."
+                "DTensors on a mesh of two dimensions, as in docs/distributed/tensor_parallel.md."
             )
 
 

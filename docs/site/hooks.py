@@ -1,6 +1,7 @@
-"""What the site has beyond the pages as they are: help of commands, links into the repository.
+"""What the site has beyond the pages as they are: help of commands, links into the repository,
+tables of advice for a phone.
 
-MkDocs calls `on_page_markdown` with each page's text.
+MkDocs calls the functions `on_...` for each page, with its text, its HTML and its whole document.
 """
 
 from __future__ import annotations
@@ -11,18 +12,50 @@ import posixpath
 import re
 from typing import Any
 
+from mkdocs.exceptions import PluginError
+
 from ampatch.cli.main import NAMES, build_parser
 
 COMMANDS = "<!-- commands -->"
 REPOSITORY = "https://github.com/ampatch/ampatch/blob/main"
+ADVICE = re.compile(r"<table>\s*<thead>(?:(?!</thead>).)*<th>what to do</th>.*?</table>", re.DOTALL)
+"""A table of sentences, which site.css shows one below the other on a phone."""
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
+ASKS_GITHUB = ' data-md-component="source"'
+"""With this mark on the link to the repository, a page asks GitHub for its stars."""
+RANKS = {
+    "clients.md": 0.5,
+    "design.md": 0.2,
+    "examples.md": 0.5,
+    "explanation/loss_scaling.md": 4,
+    "performance.md": 0.5,
+    "reference/api.md": 0.5,
+    "reference/frameworks.md": 0.3,
+}
+"""Pages that the search shows before others (above 1) or after them: what a reader seldom means."""
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """The page's text, completed."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # the tabs have it
+    if page.file.src_uri in RANKS:
+        page.meta["search"] = {"boost": RANKS[page.file.src_uri]}
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
     text = LINK.sub(lambda found: f"]({_outside(found[1], folder)}", markdown)
     return text.replace(COMMANDS, commands()) if COMMANDS in text else text
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The page's HTML, with what site.css looks for."""
+    return ADVICE.sub(lambda table: f'<div class="advice">{table[0]}</div>', html)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """The whole document, which asks no other host for anything."""
+    if ASKS_GITHUB not in output:
+        raise PluginError(f"Material's pages have no{ASKS_GITHUB}: what fetches from GitHub now?")
+    return output.replace(ASKS_GITHUB, "")
 
 
 def commands() -> str:

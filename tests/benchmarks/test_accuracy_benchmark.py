@@ -119,6 +119,8 @@ def test_a_run_from_the_command_line(tmp_path, monkeypatch, capsys):
         assert f"\n| {title} | " in page
     assert "| O3 float16 |  |  | 0 |  |  | diverged in 1 of 1 runs, at step 2 | 0 of 2 |" in page
     assert "| one seed: no test | 0 of 2 |" in page
+    told = " ".join(page.split())
+    assert "Rows without a result, because all runs diverged: 1 (O3 float16)." in told
 
 
 @pytest.mark.parametrize(

@@ -1,68 +1,155 @@
-"""The examples train, at every opt level and in both half types."""
+"""The examples train, at every opt level and in both half types.
 
+They run in this process, one after the other, under an observer: starting one takes longer than its
+training here.  A sweep starts them as a user does, in the tests of their seeds and of the README.
+"""
+
+from __future__ import annotations
+
+import importlib.util
 import math
-import subprocess
+import os
+import runpy
 import sys
+import warnings
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
-from repository import DOCS, EXAMPLES
+from repository import EXAMPLES, ROOT
 
+import ampatch
 from ampatch.sweep import DTYPES, Sweep, sweep
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
+FULL = ("digits", "char_lm")
+SHORT = {
+    "gan": ("O1", "float16"),
+    "vit": ("O1", "bfloat16"),
+    "speech": ("O2", "float16"),
+    "finetune": ("O2", "bfloat16"),
+    "ddp": ("O3", "float16"),
+    "lightning_digits": ("O3", "bfloat16"),
+    "transformers_text": ("O2", "bfloat16"),
+}
+"""What each of them runs with in the default tests; the other levels and types are slow tests."""
 
-def run_everywhere(example, arguments, out):
+PACKAGES = {"lightning_digits": "lightning", "transformers_text": "transformers"}
+CASES = [("O0", "bfloat16"), *product(("O1", "O2", "O3"), DTYPES)]
+SMALL = {
+    "digits": ["--epochs", "4", "--width", "128", "--batch-size", "64"],
+    "char_lm": ["--steps", "60", "--epochs", "1", "--batch-size", "8", "--length", "32"],
+}
+
+
+class Watcher:
+    """The losses and metrics of a training."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.metrics: dict[str, float] = {}
+
+    def on_loss(self, loss, loss_id) -> None:
+        self.losses.append(loss.item())
+
+    def on_metrics(self, values) -> None:
+        self.metrics.update(values)
+
+
+@pytest.fixture(scope="module")
+def frameworks():
+    """Before torch is looked at: Lightning changes `torch.compile`, transformers `nn.Module`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say at import is not about the examples
+        if importlib.util.find_spec("lightning"):
+            importlib.import_module("ampatch.integrations.lightning")
+        if importlib.util.find_spec("transformers"):
+            from transformers import GPT2Config, GPT2LMHeadModel
+
+            GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+
+
+@pytest.fixture
+def train(frameworks, tmp_path, monkeypatch):
+    """`train(example, level, dtype, *arguments)`: what a `Watcher` sees of the run."""
     pytest.importorskip("sklearn")
-    return sweep(
-        str(EXAMPLES / example),
-        arguments,
-        dtypes=DTYPES,
-        autocast=False,
-        rounds=1,
-        out=out,
-        timeout=120,
-    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def run(example: str, level: str, dtype: str, *arguments: str) -> Watcher:
+        if example in PACKAGES:
+            pytest.importorskip(PACKAGES[example])
+            warnings.simplefilter("ignore")  # theirs, about few batches; pytest restores the filter
+        given = ["--opt-level", level, "--dtype", dtype, "--device", "cpu", "--seed", "0"]
+        monkeypatch.setattr(sys, "argv", [example, *given, *arguments])
+        watcher = Watcher()
+        end = ampatch.observe(watcher)
+        try:
+            with mock.patch.dict(os.environ):
+                runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
+        finally:
+            end()
+            ampatch.deactivate()
+        return watcher
+
+    yield run
+    sys.modules.pop("common", None)
 
 
-def test_digits_learns_everywhere(tmp_path):
-    arguments = ["--epochs", "4", "--device", "cpu", "--width", "128", "--batch-size", "64"]
-    rows = run_everywhere("digits.py", arguments, tmp_path)
-    assert [row.status for row in rows] == ["ok"] * 7
-    assert [row.steps for row in rows] == [92] * 7
-    assert all(row.last_loss < 0.5 < 2 < row.first_loss for row in rows)
-    assert all(row.metrics["test_accuracy"] > 0.85 for row in rows)
+@pytest.mark.parametrize("level, dtype", CASES)
+def test_digits_learns_everywhere(train, level, dtype):
+    found = train("digits", level, dtype, *SMALL["digits"])
+    assert len(found.losses) == 92
+    assert found.losses[-1] < 0.5 < 2 < found.losses[0]
+    assert found.metrics["test_accuracy"] > 0.85
 
 
-def test_char_lm_learns_wherever_it_can(tmp_path):
+@pytest.mark.parametrize(
+    "level, dtype",
+    [pytest.param(*case, marks=pytest.mark.slow if case[1] == "float16" else ()) for case in CASES],
+)
+def test_char_lm_learns_wherever_it_can(train, level, dtype):
     """Well below 3.2 nats, the held-out loss of always giving the characters' frequencies.
 
     Not at O3 in float16: Adam's eps of 1e-8 is zero there, and 0 / 0 follows.
     """
-    arguments = [
-        "--steps",
-        "60",
-        "--epochs",
-        "1",
-        "--device",
-        "cpu",
-        "--batch-size",
-        "8",
-        "--length",
-        "32",
-    ]
-    *rows, bfloat16 = run_everywhere("char_lm.py", arguments, tmp_path)
-    float16 = rows.pop()
-    assert (float16.opt_level, float16.status) == ("O3", "diverged at step 2: loss nan")
-    for row in [*rows, bfloat16]:
-        assert (row.status, row.steps) == ("ok", 60)
-        assert row.metrics["heldout_loss"] < 3.0
-        assert row.first_loss == pytest.approx(math.log(128), rel=0.25)
+    found = train("char_lm", level, dtype, *SMALL["char_lm"])
+    assert len(found.losses) == 60
+    assert found.losses[0] == pytest.approx(math.log(128), rel=0.25)
+    if (level, dtype) == ("O3", "float16"):
+        assert math.isnan(found.losses[2])
+    else:
+        assert found.metrics["heldout_loss"] < 3.0
 
 
+@pytest.mark.parametrize(
+    "example, level, dtype",
+    [
+        pytest.param(example, *case, marks=() if case == quick else pytest.mark.slow)
+        for example, quick in SHORT.items()
+        for case in CASES[1:]
+    ],
+)
+def test_a_short_example_trains_everywhere(train, example, level, dtype):
+    """One epoch, beside the same in FP32."""
+    in_float32 = train(example, "O0", dtype, "--epochs", "1")
+    found = train(example, level, dtype, "--epochs", "1")
+    assert len(found.losses) == len(in_float32.losses) > 10
+    assert found.losses != in_float32.losses
+    last, reference = (sum(run.losses[-6:]) for run in (found, in_float32))
+    if level == "O3":  # may well be lower
+        assert 0 < last < 1.4 * reference
+    else:
+        assert last == pytest.approx(reference, rel=0.15)
+    assert all(map(math.isfinite, found.metrics.values()))
+
+
+@pytest.mark.slow
 def test_digits_reaches_its_accuracy(tmp_path):
-    """The whole run, at O0: what the table in docs/usage.md is compared with."""
+    """The whole run, at O0: what the rows of a sweep are compared with."""
+    pytest.importorskip("sklearn")
     script = str(EXAMPLES / "digits.py")
     [row] = sweep(script, ["--device", "cpu"], levels=["O0"], out=tmp_path)
     assert row.metrics["test_accuracy"] >= 0.97
@@ -89,16 +176,12 @@ def test_the_seeds_of_a_sweep_reach_an_example(example, arguments, tmp_path):
     assert [run.measured.seed_calls for run in ran.runs] == [[], []]
 
 
-@pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])
-def test_an_example_explains_itself(example):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / example), "--help"],
-        env={"PYTHONPATH": str(EXAMPLES.parent)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "--opt-level" in done.stdout and "--loss-scale" in done.stdout
+@pytest.mark.parametrize("example", [*FULL, *SHORT])
+def test_an_example_explains_itself(train, example, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        train(example, "O1", "bfloat16", "--help")
+    told = capsys.readouterr().out
+    assert "--opt-level" in told and "--loss-scale" in told
 
 
 @pytest.mark.gpu
@@ -121,44 +204,9 @@ def test_an_example_on_cuda(example, tmp_path):
     assert all(row.last_loss < row.first_loss and row.step_ms > 0 for row in rows)
 
 
-OTHERS = ("vit", "speech", "finetune", "ddp")
-OF_FRAMEWORKS = ("lightning_digits", "transformers_text")
-OPTIONS = ["--device", "cpu", "--batch-size", "16", "--seed", "0"]
-
-
-@pytest.mark.parametrize(
-    "example",
-    ["gan", *(pytest.param(name, marks=pytest.mark.slow) for name in (*OTHERS, *OF_FRAMEWORKS))],
-)
-def test_a_short_example_trains_everywhere(example, tmp_path):
-    pytest.importorskip("sklearn")
-    rows = sweep(
-        str(EXAMPLES / f"{example}.py"),
-        OPTIONS,
-        dtypes=DTYPES,
-        autocast=False,
-        rounds=1,
-        steps=16,
-        out=tmp_path,
-        timeout=120,
-    )
-    assert [row.status for row in rows] == ["ok"] * 7
-    reference, *halves = [row.last_loss for row in rows]
-    assert halves[:4] == pytest.approx([reference] * 4, rel=0.15)
-    assert halves[4:] == pytest.approx([reference] * 2, rel=0.4)  # O3
-    assert not any(loss == reference for loss in halves)  # that would be FP32
-
-
-@pytest.mark.parametrize("example", [*OTHERS, *OF_FRAMEWORKS])
-def test_an_example_runs(example, tmp_path):
-    """Too few steps to learn much; the status would say that the loss diverges."""
-    options = {"dtypes": ["bfloat16"], "autocast": False, "steps": 16}
-    [row] = sweep(str(EXAMPLES / f"{example}.py"), OPTIONS, levels=["O2"], out=tmp_path, **options)
-    assert (row.status, row.steps) == ("ok", 16)
-    assert 0 < row.last_loss < 1.5 * row.first_loss
-
-
-def test_the_site_names_every_example():
-    page = (DOCS / "examples.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/examples.md"])
+def test_a_page_links_every_example(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
     names = {path.name for path in EXAMPLES.glob("*.py")} - {"common.py"}
-    assert {name for name in names if f"/{name})" not in page} == set()
+    assert names == {f"{name}.py" for name in (*FULL, *SHORT)}
+    assert {name for name in names if f"examples/{name})" not in text} == set()

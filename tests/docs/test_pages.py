@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import FENCE, PAGES
 from repository import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 REPOSITORY = "https://github.com/ampatch/ampatch"
 IN_REPOSITORY = re.compile(rf"{REPOSITORY}/(?:blob|raw|tree)/main/(.+)")
-LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")  # to a file, and to a place in it
 NAMED = re.compile(r"`([\w./-]*\w/[\w./-]*)`")  # a code span with a path in it
 ENGINE = ("api", "config", "session", "interop", "models", "casting", "scaling", "native")
 OF_THE_REPOSITORY = ("ampatch/", "tests/", "docs/", "benchmarks/", "clients/", "examples/", ".ci/")
@@ -27,12 +26,35 @@ def named(text: str) -> set[str]:
     return rooms | {path for path in paths if path.startswith(OF_THE_REPOSITORY)}
 
 
+def places(page: Path) -> set[str]:
+    """What links may name behind `#`: headings as GitHub has them, and names of the reference."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+def in_repository(page: Path) -> list[tuple[Path, str]]:
+    """The file and the place of each link, relative or absolute, that stays in the repository."""
+    found = []
+    for link, place in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if absolute := IN_REPOSITORY.fullmatch(link):
+            found.append((ROOT / absolute[1], place))
+        elif "://" not in link:
+            found.append((page.parent / link if link else page, place))
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-    links = LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
-    absolute = [ROOT / found[1] for found in map(IN_REPOSITORY.fullmatch, links) if found]
-    relative = [page.parent / link for link in links if "://" not in link]
-    assert [path for path in absolute + relative if not path.exists()] == []
+def test_links_lead_to_files_and_headings(page):
+    links = in_repository(page)
+    assert [path for path, _ in links if not path.exists()] == []
+    assert [(path, place) for path, place in links if place and place not in places(path)] == []
+
+
+def test_the_check_knows_headings():
+    assert {"speed", "accuracy"} <= places(ROOT / "docs" / "explanation" / "sweep_figures.md")
+    assert "ampatch.initialize" in places(ROOT / "docs" / "reference" / "api.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import configparser
-import itertools
 import re
-import shlex
 
+import pages
 import pytest
+from pages import FENCE
 from repository import ROOT
-from test_pages import FENCE, IN_REPOSITORY, LINK, REPOSITORY
+from test_pages import IN_REPOSITORY, LINK, REPOSITORY
 
 import ampatch
 from ampatch.cli.main import build_parser
@@ -17,22 +17,17 @@ from ampatch.cli.main import build_parser
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
-COMMANDS = [
-    words
-    for block in re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    for command in re.split(r"&&|\n", block)
-    if (words := shlex.split(command))
-]
+SNIPPETS = [one for one in pages.snippets(ROOT / "README.md") if one.language == "bash"]
+COMMANDS = [command.split() for one in SNIPPETS for command in pages.commands(one)]
 
 
 def commands(program: str) -> list[list[str]]:
-    """The arguments of each call of a program, behind variables that are set for it."""
-    calls = [list(itertools.dropwhile(lambda word: "=" in word, words)) for words in COMMANDS]
-    return [rest for name, *rest in calls if name.removeprefix(".venv/bin/") == program]
+    """The arguments of each call of a program."""
+    return [rest for name, *rest in COMMANDS if name == program]
 
 
 def test_every_link_is_absolute_for_a_package_page_has_no_files():
-    links = LINK.findall(FENCE.sub("", TEXT))
+    links = [link for link, _ in LINK.findall(FENCE.sub("", TEXT))]
     assert [link for link in links if "://" not in link] == []
     assert any(IN_REPOSITORY.fullmatch(link) for link in links)
 
@@ -55,7 +50,7 @@ def test_pip_installs_extras_that_exist():
     asked = [rest for rest in commands("pip") if rest[0] == "install"]
     assert ["install", "ampatch"] in asked
     named = {name for rest in asked for name in re.findall(r"\.\[(\w+)\]", " ".join(rest))}
-    assert named == {"sweep", "test"}
+    assert named == {"docs", "sweep", "test"}
     assert named < set(SETUP["options.extras_require"])
 
 

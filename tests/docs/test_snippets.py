@@ -1,94 +1,237 @@
-"""Every snippet of the site's pages runs, in the order of its page.
+"""Every snippet of the documentation runs, in the order of its page.
 
 The Python of a page is one program: its blocks share their names, and what a reader has already
-(a model, an optimizer, a loader).  A block with `title="train.py"` is a file.  In blocks of the
-shell each `ampatch` command runs, in the folder with these files.
+(a model, an optimizer, a loader).  A block with a title is a file.  Commands run in the folder of
+these files.  The pages in `distributed/` have programs for two ranks.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from repository import DOCS
-from torch import nn
+from page_readers import of_any_page, of_docstrings, run_on_rank
+from pages import FENCE, PAGES, SHELL, Snippet, commands, examples_in_docstrings, snippets
+from repository import DOCS, EXAMPLES, ROOT, TESTS
+from sweep_made import made_sweep
 from warm_python import environment, python
 
 import ampatch
-from ampatch.cli.main import main
+from ampatch.cli.main import build_parser, main
 
-FOLDERS = ("tutorials", "how_to", "explanation")
-PAGES = [DOCS / "index.md", *(page for folder in FOLDERS for page in (DOCS / folder).glob("*.md"))]
-BLOCK = re.compile(r"^```(python|bash)(?: title=\"(.+?)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NOT_RUN = ("pip",)  # programs of shell blocks
+RUN_ELSEWHERE = {
+    "diagnose.md": "docs/test_docs_diagnose.py",
+    "frameworks": "integrations/test_law_of_frameworks.py",
+    "from_apex.md": "docs/test_docs_from_apex.py",
+}
+"""Pages and folders whose snippets have tests of their own."""
+
+ON_RANKS = "distributed"
+"""A folder of pages."""
+
+NOT_RUN = {
+    "ampatch build": "tests/native/test_build_command.py builds",
+    "ampatch doctor": "it times products for seconds; tests/cli/ runs it with quicker ones",
+    "ampatch sweep examples/digits.py --seeds 3 --overwrite": "the README's, a second time",
+    "benchmarks/on_gpu.sh": "tests/benchmarks/test_on_gpu.py runs it, small",
+    "chromium": "a program of the reader's; the script takes a picture of a report",
+    "export": "it sets a variable of the reader's shell",
+    "mkdocs serve": "it runs until it is stopped; .ci/run builds the site",
+    "mypy": ".ci/run runs it",
+    "pip install": "it needs the package index; .ci/run installs",
+    "python -c": "it reduces the picture that chromium takes",
+    "python -m pytest": "it is what runs these tests",
+    "python benchmarks/accuracy.py": "hours; tests/benchmarks/ starts the script",
+    "python clients/run.py": "it needs the package index; tests/docs/test_clients.py",
+    "python3 -m venv": ".ci/run makes an environment",
+    "python3.11 -m venv": ".ci/run makes an environment",
+    "ruff": ".ci/run runs it",
+}
+"""Beginnings of commands that no test runs as they are, and why."""
+
+SHORTER = {"ampatch sweep": ("--levels", "O0,O2", "--seeds", "1", "--steps", "4")}
+"""More arguments for commands in the default tests; the slow ones run them as they are."""
 
 
-def blocks(page: Path) -> list[tuple[str, str, str]]:
-    """Language, title and text of each block of a page."""
-    return BLOCK.findall(page.read_text(encoding="utf-8"))
+def is_slow(command: str) -> bool:
+    """Whether a command trains for long, or starts processes that import torch."""
+    return "examples/" in command or command.startswith("torchrun")
 
 
-def files() -> Iterator[tuple[str, str]]:
-    """The files that pages show, for the commands of other pages too."""
-    for page in PAGES:
-        yield from ((title, text) for _, title, text in blocks(page) if title)
+def is_run(command: str) -> bool:
+    """Whether a command runs at all."""
+    return not command.startswith(tuple(NOT_RUN))
+
+
+def commands_of(page: Path) -> list[str]:
+    """Those that run, each once."""
+    found = [one for each in snippets(page) if each.language in SHELL for one in commands(each)]
+    return [command for command in dict.fromkeys(found) if is_run(command)]
+
+
+def python_of(page: Path) -> list[Snippet]:
+    """The program of a page."""
+    on_ranks = page.parent.name == ON_RANKS  # there torchrun starts files
+    return [
+        one for one in snippets(page) if one.language == "python" and not (on_ranks and one.title)
+    ]
+
+
+OWN = [page for page in PAGES if not {page.name, page.parent.name} & RUN_ELSEWHERE.keys()]
+PROGRAMS = [pytest.param(page, parts, id=page.stem) for page in OWN if (parts := python_of(page))]
+QUICK = [(page, one) for page in OWN for one in commands_of(page) if not is_slow(one)]
+SLOW = dict.fromkeys(
+    one
+    for page in OWN
+    for one in commands_of(page)
+    if is_slow(one) or one.startswith(tuple(SHORTER))
+)
+
+
+EVERY = [part for page in PAGES for part in snippets(page)]
+INTEGRATIONS = ("accelerate", "ignite", "lightning/__init__", "timm", "transformers")
+OF_FUNCTIONS = [
+    pytest.param(text, id=name)
+    for module in ("initialize", "training")
+    for name, text in examples_in_docstrings(ROOT / "ampatch" / "api" / f"{module}.py")
+    if name != "observe"  # its list of methods looks like one
+]
+OPTION = re.compile(r"--[\w-]+")
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, warm_trials):
+    """The current one, with the files that the pages show and what else their commands name."""
     monkeypatch.chdir(tmp_path)
-    for title, text in files():
-        (tmp_path / title).write_text(text)
+    for page in PAGES:
+        for file in snippets(page):
+            if file.title:
+                (tmp_path / file.title).parent.mkdir(exist_ok=True)
+                (tmp_path / file.title).write_text(file.text)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
     return tmp_path
 
 
-def beginning() -> dict[str, Any]:
-    """What a reader of a how-to page has already."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    return {
-        "torch": torch,
-        "nn": nn,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "criterion": nn.functional.cross_entropy,
-        "loader": [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(4)],
-    }
+def run_python(parts: list[Snippet], names: dict[str, Any]) -> None:
+    """A file runs by itself; the other snippets go on with the names."""
+    for part in parts:
+        scope = {"__name__": "__main__"} if part.title else names
+        exec(compile(part.text, str(part), "exec"), scope)
 
 
 # Dynamo's own, where it cannot trace; what other tests have compiled before decides where that is.
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_snippets_of_a_page_run(page, folder):
-    torch.compiler.reset()
-    names = beginning()
-    for number, (language, title, text) in enumerate(blocks(page)):
-        if language == "bash":
-            run_commands(text, folder)
-        elif title:
-            run_command(title, folder=folder)
-        else:
-            exec(compile(text, f"{page.name}, block {number}", "exec"), names)
+@pytest.mark.parametrize("page, parts", PROGRAMS)
+def test_the_python_of_a_page_runs(page, parts, folder, request):
+    if page.parent.name == ON_RANKS:
+        texts = [part.text for part in parts]
+        ranks = request.getfixturevalue("ranks")
+        one, other = ranks(run_on_rank, texts, str(folder))
+        assert one == other
+        assert all(losses[-1] < losses[0] for losses, _ in one)
+    else:
+        torch.compiler.reset()
+        run_python(parts, of_any_page())
     ampatch.deactivate()
 
 
-def run_commands(text: str, folder: Path) -> None:
-    for line in text.replace("\\\n", " ").splitlines():
-        program, *arguments = shlex.split(line)
-        if program not in NOT_RUN:
-            assert program == "ampatch", line
-            if arguments[0] == "sweep":  # here, so that its trials are forked
-                assert main(arguments) == 0
-            else:
-                run_command("-m", "ampatch", *arguments, folder=folder)
+def run_command(command: str, folder: Path, more: tuple[str, ...] = ()) -> str:
+    """What it prints; it may end with 1 where that is an answer."""
+    program, *arguments = command.split()
+    arguments += more
+    if arguments[0] == "sweep":  # here, so that its trials are forked
+        assert main(arguments) == 0
+        return ""
+    if program != "python":
+        arguments = ["-m", {"torchrun": "torch.distributed.run"}.get(program, program), *arguments]
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = python(*arguments, cwd=folder, env=environment(**variables), timeout=300)
+    assert done.returncode == int("--check" in arguments), done.stdout + done.stderr
+    return done.stdout
 
 
-def run_command(*arguments: str, folder: Path) -> None:
-    done = python(*arguments, cwd=folder, env=environment(OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("page, command", QUICK, ids=[command for _, command in QUICK])
+def test_a_command_runs(page, command, folder, capsys):
+    if command.startswith("ampatch compare"):
+        for place in command.split()[2:]:
+            made_sweep(folder / place, script="train.py")
+    [more] = [more for name, more in SHORTER.items() if command.startswith(name)] or [()]
+    printed = run_command(command, folder, more)
+    for part in snippets(page):
+        if part.language == "console" and command in commands(part):
+            assert printed.split() == part.text.partition("\n")[2].split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SLOW)
+def test_a_command_runs_as_it_is(command, folder):
+    run_command(command, folder)
+
+
+@pytest.mark.parametrize("text", OF_FUNCTIONS)
+def test_the_example_in_a_docstring_runs(text):
+    names = of_docstrings()
+    if "initialize(" not in text:
+        ampatch.initialize(names["model"], names["optimizer"])
+        names["loss"] = names["model"](torch.ones(2, 8)).sum()
+    exec(compile(text, "docstring", "exec"), names)
+
+
+@pytest.mark.parametrize("module", INTEGRATIONS)
+def test_the_example_of_an_integration_is_that_of_its_page(module):
+    name = module.partition("/")[0]
+    page = (DOCS / "frameworks" / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    path = ROOT / "ampatch" / "integrations" / f"{module}.py"
+    examples = [text for name, text in examples_in_docstrings(path) if not name]
+    assert examples
+    for text in examples:
+        assert [line for line in text.splitlines() if line not in page] == []
+
+
+def test_each_snippet_of_python_is_in_a_program():
+    """But for a file that a command starts."""
+    for page in OWN:
+        run = python_of(page)
+        for part in snippets(page):
+            if part.language == "python" and part not in run:
+                assert any(part.title in command.split() for command in commands_of(page)), part
+
+
+def test_each_command_of_a_snippet_is_run_or_listed():
+    for part in EVERY:
+        if part.language in SHELL:
+            assert commands(part), part
+        for command in commands(part) if part.language in SHELL else ():
+            starts_known = command.startswith(("ampatch ", "python examples/", "torchrun "))
+            assert starts_known or not is_run(command), f"{part}: list {command} in NOT_RUN"
+
+
+def test_other_snippets_are_no_code():
+    for part in EVERY:
+        if part.language not in ("python", *SHELL):
+            assert part.language in ("", "text"), part
+            assert not re.search(r"^(\$|ampatch|python|pip|import|from) ", part.text, re.M), part
+
+
+def test_the_lists_of_exceptions_are_short():
+    """What they name is there."""
+    every = [one for part in EVERY if part.language in SHELL for one in commands(part)]
+    for first in NOT_RUN:
+        assert any(one.startswith(first) for one in every), first
+    for page, test in RUN_ELSEWHERE.items():
+        assert page in (TESTS / test).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_in_sentences_have_options_that_there_are(page):
+    """`ampatch sweep train.py --seeds 3` in a line of text; those after the script are its own."""
+    [parsers] = [one.choices for one in build_parser()._actions if hasattr(one.choices, "keys")]
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for name, rest in re.findall(r"`ampatch (\w+)([^`]*)`", text):
+        if name != "COMMAND":
+            own = re.split(r" -- |\w\.py " if name == "run" else " -- ", rest)[0]
+            assert set(OPTION.findall(own)) <= parsers[name]._option_string_actions.keys()

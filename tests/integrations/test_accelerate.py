@@ -316,13 +316,12 @@ def test_a_run_is_without_warnings_and_goes_on_where_it_stopped(precision, tmp_p
 
 def test_the_example_of_the_docs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = Path(__file__).parents[2] / "docs" / "frameworks.md"
-    section = page.read_text().split("## accelerate")[1].split("\n## ")[0]
+    page = Path(__file__).parents[2] / "docs" / "frameworks" / "accelerate.md"
     model, optimizer = parts()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    given |= {"loader": DataLoader(dataset(), batch_size=32), "loss_of": F.cross_entropy}
-    exec(section.split("```python\n")[1].split("```")[0], given)
+    given |= {"loader": DataLoader(dataset(), batch_size=32), "criterion": F.cross_entropy}
+    exec(page.read_text().split("```python\n")[1].split("```")[0], given)
     assert given["scheduler"].get_last_lr() == [0.1 * 0.5**2]  # 4 batches, 2 steps
     assert (tmp_path / "checkpoint" / "ampatch.pt").exists()
 

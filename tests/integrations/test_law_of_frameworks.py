@@ -10,6 +10,7 @@ weights are in half too, so rounding adds up from step to step.  At O0 every bit
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import warnings
@@ -20,7 +21,13 @@ from typing import Any
 import pytest
 import torch
 from framework_runs import BATCHES, Plan
+from page_readers import beginning
+from pages import Snippet, snippets
+from repository import DOCS
+from torch import nn
 from watched_runs import Watched, watched, watched_on_rank
+
+import ampatch
 
 FRAMEWORKS = {
     "accelerate": "accelerate",
@@ -214,3 +221,31 @@ def test_the_runs_tell_their_kinds_apart(runs):
     plain, clipped, accumulated = (runs("float32", **KINDS[kind]).run.losses for kind in KINDS)
     for other in (clipped, accumulated):
         assert max(abs(a - b) for a, b in zip(plain, other, strict=True)) > 0.3
+
+
+@pytest.fixture
+def snippet(framework, tmp_path, monkeypatch) -> Snippet:
+    """What the framework's page in docs/frameworks/ shows."""
+    monkeypatch.chdir(tmp_path)  # there they write their checkpoints
+    page = "lightning" if framework == "fabric" else framework
+    return snippets(DOCS / "frameworks" / f"{page}.md")[framework == "fabric"]
+
+
+def test_the_snippet_of_the_page_trains(framework, snippet):
+    names = beginning(framework)
+    modules = [value for value in names.values() if isinstance(value, nn.Module)]
+    before = [copy.deepcopy(module.state_dict()) for module in modules]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, about few batches and small models
+        exec(compile(snippet.text, str(snippet), "exec"), names)
+        if framework == "timm":  # train.py has the rest
+            inputs, targets = names["loader"][0]
+            loss = names["criterion"](names["model"](inputs), targets)
+            names["loss_scaler"](loss, names["optimizer"])
+    ampatch.deactivate()
+    changed = [
+        not torch.equal(values[name], value)
+        for module, values in zip(modules, before, strict=True)
+        for name, value in module.state_dict().items()
+    ]
+    assert any(changed)

@@ -2,7 +2,7 @@
 
     from ampatch.integrations.lightning import AmpatchPrecision
 
-    trainer = Trainer(plugins=[AmpatchPrecision(opt_level="O2", dtype="bfloat16")])
+    trainer = Trainer(max_epochs=2, plugins=[AmpatchPrecision(opt_level="O2", dtype="bfloat16")])
 
     from ampatch.integrations.lightning import AmpatchFabricPrecision
 

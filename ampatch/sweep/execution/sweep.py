@@ -76,9 +76,9 @@ class Sweep:
             `ampatch doctor` calls fast on this machine, and bfloat16 if it calls none so.
         seeds: the number of seeds (0, 1, 2, ...); accuracy is tested with two or more.
         override_seeds: where the script seeds torch, numpy or `random` itself, its seeds become
-            those of the trial (see `seeding.py`).
+            those of the trial.
         repeats: how often each seed runs.
-        rounds: how often speed is measured, at least: `plan.py` says how.
+        rounds: how often speed is measured, at least: whole runs count, short runs follow.
         steps: end each run after so many optimizer steps.  With `{steps}` in the arguments
             the script gets the number instead, and ends by itself.
         overrides: additional rows, such as "O2 keep_batchnorm_fp32=False".

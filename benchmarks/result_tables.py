@@ -1,0 +1,86 @@
+"""Reads committed results: the tables of a Markdown file, and what it says of itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results")
+HEADING = re.compile(r"^#+ (.+)$")
+NUMBER = r"([+-]?[\d.]+)"
+INTERVAL = re.compile(rf"{NUMBER} \({NUMBER} to {NUMBER}\)")
+WHERE = r"^(\d{4}-\d\d-\d\d, \w+, Python \S+, torch \S+?)[.,]?$"  # of workers.machine
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of a cell, with the ends of its interval where it has one."""
+
+    middle: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, cell: str) -> Value:
+        """`1.09 (1.08 to 1.10)`, or a number alone."""
+        found = INTERVAL.fullmatch(cell)
+        return cls(*map(float, found.groups())) if found else cls(float(cell))
+
+    def inverse(self) -> Value:
+        """The speed-up of a time relative to a reference's."""
+        if self.low is None or self.high is None:
+            return Value(1 / self.middle)
+        return Value(1 / self.middle, 1 / self.high, 1 / self.low)
+
+    def __str__(self) -> str:
+        ends = "" if self.low is None else f" ({self.low:g} to {self.high:g})"
+        return f"{self.middle:g}{ends}"
+
+
+class Results:
+    """A file of results."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = path.read_text(encoding="utf-8")
+
+    @classmethod
+    def newest(cls, name: str) -> Results:
+        """The last of the dated files `results/DATE-name.md`."""
+        found = sorted(RESULTS.glob(f"????-??-??-{name}.md"))
+        if not found:
+            raise FileNotFoundError(f"no file {RESULTS}/DATE-{name}.md: a benchmark writes it")
+        return cls(found[-1])
+
+    def says(self, pattern: str) -> str:
+        """The first group of a pattern in the text."""
+        found = re.search(pattern, self.text, re.MULTILINE)
+        if found is None:
+            raise ValueError(f"{self.path} has nothing like {pattern!r}")
+        return found[1]
+
+    @property
+    def where(self) -> str:
+        """The date, the kind of machine and the versions."""
+        return self.says(WHERE)
+
+    def tables(self) -> dict[str, list[dict[str, str]]]:
+        """The rows of each table by the heading above it; a row is its cells by column."""
+        found: dict[str, list[dict[str, str]]] = {}
+        heading, columns = "", list[str]()
+        for line in self.text.splitlines():
+            if title := HEADING.match(line):
+                heading = title[1]
+            if not line.startswith("|"):
+                columns = []
+            elif not columns:
+                columns = cells(line)
+            elif not line.startswith("|---"):
+                found.setdefault(heading, []).append(dict(zip(columns, cells(line))))
+        return found
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a table's line, without stars."""
+    return [cell.strip().strip("*") for cell in line.strip().strip("|").split("|")]

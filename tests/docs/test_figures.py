@@ -1,0 +1,96 @@
+"""The figures of docs/ are what benchmarks/figures.py draws from the committed results."""
+
+from __future__ import annotations
+
+import re
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from repository import BENCHMARKS, DOCS, ROOT
+
+sys.path.append(str(BENCHMARKS))
+
+import figures
+import result_tables
+from figures import FIGURES, IMAGES, PLACE, completed
+
+AGAIN = "python benchmarks/figures.py draws it again"
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+NAME = re.compile(r"\b[a-z][0-9a-f]{10}\b")  # of a shape, from the last bits of its numbers
+
+
+def committed(name: str) -> str:
+    return (IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def about(svg: str, word: str) -> str:
+    """What a picture says of itself."""
+    [found] = ElementTree.fromstring(svg).iter(f"{{http://purl.org/dc/elements/1.1/}}{word}")
+    return "".join(found.itertext()).strip()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_shows_the_committed_results(name):
+    assert about(committed(name), "description") == FIGURES[name]().drawing.values(), AGAIN
+
+
+def test_a_figure_is_drawn_as_the_script_draws_it():
+    """All of it, where matplotlib is the version that drew it; others draw a bit differently."""
+    matplotlib = pytest.importorskip("matplotlib")
+    for name, make in FIGURES.items():
+        before, now = (NAME.sub("", svg) for svg in (committed(name), make().svg()))
+        if about(before, "creator") != f"matplotlib {matplotlib.__version__}":
+            pytest.skip(f"{name} was drawn by {about(before, 'creator')}")
+        assert NUMBER.sub("", now) == NUMBER.sub("", before), AGAIN
+        drawn, kept = ([float(one) for one in NUMBER.findall(text)] for text in (now, before))
+        assert drawn == pytest.approx(kept, abs=0.01), AGAIN
+
+
+def test_pages_have_each_figure_once_with_its_caption():
+    shown = []
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert completed(page) == text, f"{page}: {AGAIN}"
+        shown += [name for _, name, _ in PLACE.findall(text)]
+    assert sorted(shown) == sorted(FIGURES) == sorted(path.stem for path in IMAGES.glob("*.svg"))
+
+
+def test_values_are_those_of_the_file():
+    """One cell of each kind of file, read without the reader of tables."""
+    speeds = figures.small_steps().drawing.panels[0].rows["GAN"]
+    text = (ROOT / figures.small_steps().source).read_text(encoding="utf-8")
+    cell = re.search(r"^\| GAN (?:\|[^|]*){4}\| ([^|]*) \|", text, re.MULTILINE)[1]
+    time, low, high = map(float, NUMBER.findall(cell))
+    assert (speeds["O1"].middle, speeds["O1"].low, speeds["O1"].high) == pytest.approx(
+        (1 / time, 1 / high, 1 / low)
+    )
+    digits, cancer, *_ = figures.accuracy().drawing.panels
+    page = (DOCS / "accuracy.md").read_text(encoding="utf-8")
+    assert f"| {digits.rows['O2']['float16'].middle:+.2f} (" in page
+    assert digits.notes["O3, eps=0.001"] == {"float16": "not run"}
+    assert cancer.notes["O3"] == {"float16": "diverged"}
+    assert list(cancer.rows["O3"]) == ["bfloat16"]
+
+
+def test_the_means_that_the_page_repeats_are_those_of_the_files():
+    """docs/performance.md has speed-ups; one file has times relative to autocast's."""
+    times = result_tables.Results.newest("native").tables().values()
+    last = [{name: f"{1 / float(cell):.3f}" for name, cell in rows[-1].items() if name}
+            for rows in times]  # fmt: skip
+    last += [rows[-1] for rows in result_tables.Results.newest("compute-bound").tables().values()]
+    page = result_tables.Results(DOCS / "performance.md").tables()["How long a step takes"]
+    repeated = [row for row in page if "autocast again" in row]
+    assert len(repeated) == 9
+    for row in repeated:
+        means = {name: cell for name, cell in row.items() if name and cell}
+        assert any(means.items() <= found.items() for found in last), row
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no file .*DATE-native\.md: a benchmark writes"):
+        figures.small_steps()
+    (tmp_path / "2026-01-01-native.md").write_text("### Title\n\n| | O1 |\n|---|---|\n| a | 1 |\n")
+    with pytest.raises(ValueError, match="has nothing like"):
+        _ = result_tables.Results.newest("native").where

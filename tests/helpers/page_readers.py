@@ -1,0 +1,172 @@
+"""What the readers of a page have already: the names that its snippets begin with.
+
+`READERS` has them by framework.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+import ampatch
+
+
+class Model(nn.Module):
+    """It has blocks, and a pair of layers to split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(self.up(x).relu())
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.head(x)
+
+
+def of_any_page() -> dict[str, Any]:
+    """A model, an optimizer, a loss and four batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    return {
+        "torch": torch,
+        "nn": nn,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": functional.cross_entropy,
+        "loader": [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(4)],
+    }
+
+
+def of_docstrings() -> dict[str, Any]:
+    """For the functions of `ampatch`."""
+    names = of_any_page()
+    one, other = nn.Linear(8, 8), nn.Linear(8, 3)
+    names |= {"generator": one, "discriminator": other, "StepLR": StepLR, "ampatch": ampatch}
+    return names | {"first": torch.optim.SGD(one.parameters(), lr=0.1)}
+
+
+def of_several_devices() -> dict[str, Any]:
+    """Alike on each rank."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"torch": torch, "nn": nn, "Model": Model, "model": model, "optimizer": optimizer}
+
+
+def loader() -> DataLoader:
+    """Sixteen rows."""
+    return DataLoader([(torch.randn(8), number % 3) for number in range(16)], 4)
+
+
+def of_fabric() -> dict[str, Any]:
+    """A loader of torch."""
+    return of_any_page() | {"loader": loader()}
+
+
+def of_lightning() -> dict[str, Any]:
+    """A LightningModule."""
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 3)
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return {"module": Module(), "loader": loader()}
+
+
+def of_transformers() -> dict[str, Any]:
+    """A model that computes its loss, and rows for it."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 3)
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.net(inputs)
+            return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+    rows = [{"inputs": torch.randn(8), "labels": number % 3} for number in range(16)]
+    return {"model": Classifier(), "rows": rows}
+
+
+def of_accelerate() -> dict[str, Any]:
+    """Besides a scheduler."""
+    names = of_any_page()
+    return names | {"loader": loader(), "scheduler": StepLR(names["optimizer"], 30)}
+
+
+READERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "accelerate": of_accelerate,
+    "fabric": of_fabric,
+    "lightning": of_lightning,
+    "transformers": of_transformers,
+}
+
+
+def beginning(framework: str) -> dict[str, Any]:
+    """The names that a program with that framework begins with."""
+    return READERS.get(framework, of_any_page)()
+
+
+def run_on_rank(rank: int, texts: list[str], folder: str) -> list[tuple]:
+    """Run the snippets of a page and train what they have made.
+
+    One with `initialize` begins anew, with the imports of those before it.  Returned are the losses
+    of each beginning, and the sums of its weights.
+    """
+    before = Path.cwd()
+    os.chdir(folder)
+    reader = sys.modules["reader"] = types.ModuleType("reader")  # a module, as a script is
+    names, found = vars(reader), []
+    try:
+        for text, following in zip(texts, [*texts[1:], "initialize("], strict=True):
+            if "initialize(" in text:
+                ampatch.deactivate()
+                names |= of_several_devices()
+            exec(compile(text, "a page on several devices", "exec"), names)
+            if "initialize(" in following:
+                found.append(_trained(names["model"], names["optimizer"]))
+        return found
+    finally:
+        os.chdir(before)
+        del sys.modules["reader"]
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list, list]:
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(16, 8), torch.randint(3, (16,))
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(inputs).float(), targets)
+        with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [_whole(weight).double().sum().item() for weight in model.parameters()]
+
+
+def _whole(weight: Any) -> Tensor:
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight

@@ -1,0 +1,74 @@
+"""The pages of the documentation: their snippets, and the commands in these.
+
+`README.md`, `CONTRIBUTING.md` and what is in `docs/`.  A snippet is a block between fences.  One of
+Python with `title="train.py"` is a file, for the commands of the page.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from repository import DOCS, ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)(?: title=\"(.+?)\")?\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(r"(?:\A|\n\n)((?:    .*\n)(?:\n?    .*\n)*)")  # in a docstring
+SHELL = ("bash", "console")  # in "console" the lines of commands begin with "$ "
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A block between fences."""
+
+    page: Path
+    heading: str  # of the second level
+    language: str
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}, {self.heading}: {self.text.splitlines()[0]}"
+
+
+def snippets(page: Path) -> list[Snippet]:
+    """The snippets of a page, in its order."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for block in FENCE.finditer(text):
+        heading = re.findall(r"^## (.+)$", FENCE.sub("", text[: block.start()]), re.MULTILINE)
+        found.append(Snippet(page, heading[-1] if heading else "", *block.group(2, 3, 4)))
+    return found
+
+
+def commands(snippet: Snippet) -> list[str]:
+    """The commands of a snippet of the shell, as words between single spaces.
+
+    Without variables that are set for them, and without the folder of an environment.
+    """
+    text = re.sub(r"(^|\s)#.*", "", snippet.text, flags=re.MULTILINE).replace("\\\n", " ")
+    if snippet.language == "console":
+        text = "\n".join(re.findall(r"^\$ (.+)$", text, re.MULTILINE))
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="&;\n")
+    lexer.whitespace = " \t"
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    found: list[list[str]] = [[]]
+    for word in lexer:
+        if set(word) <= set("&;\n"):
+            found.append([])
+        elif found[-1] or not re.match(r"\w+=", word):
+            found[-1].append(word)
+    return [" ".join(words).removeprefix(".venv/bin/") for words in found if words]
+
+
+def examples_in_docstrings(module: Path) -> Iterator[tuple[str, str]]:
+    """The name of each function or class, "" for the module, and the example in its docstring."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            for found in EXAMPLE.findall(f"{ast.get_docstring(node) or ''}\n"):
+                yield getattr(node, "name", ""), re.sub(r"^    ", "", found, flags=re.MULTILINE)
