@@ -1,14 +1,15 @@
 """`model.float()`, `.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
 Calls that change no dtype (`.to(device)`, `.cuda()`, a memory format) work, and move the
-masters too.
+masters too.  The parameters stay the same objects on every kind of device, so the optimizer has
+them still.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..casting.patches import Replacement
 from ..errors import AmpatchError
 from ..torch_private.modules import APPLY
+from ..torch_private.tensors import can_take_data
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -50,7 +52,8 @@ def replacements(
                 pairs = [(half, half.data_ptr(), master) for half, master in masters_of(self)]
             running = True
             try:
-                with as_plain({id(half) for half, _, _ in pairs}):
+                plain = as_plain({id(half) for half, _, _ in pairs})
+                with plain, _same_parameters(self, fn, model):
                     result = original(self, fn, *args, **kwargs)
             finally:
                 running = False
@@ -66,9 +69,44 @@ def replacements(
 
 def _move(master: Tensor, fn: Apply) -> None:
     grad, master.grad = master.grad, None
-    master.data = fn(master.data)
+    moved = fn(master.data)
+    if can_take_data(master, moved):
+        master.data = moved
+    else:
+        torch.utils.swap_tensors(master, nn.Parameter(moved, master.requires_grad))
     if grad is not None:
         master.grad = fn(grad)
+
+
+@contextmanager
+def _same_parameters(module: nn.Module, fn: Apply, model: nn.Module | None) -> Iterator[None]:
+    """Inside, torch moves the parameters of a managed model and makes no new ones for it."""
+    if model is None or all(_takes_in_place(fn, each) for each in module.parameters()):
+        yield
+        return
+    known = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None:  # the move itself failed: memory is short, say
+            raise
+        raise AmpatchError(
+            f"{type(module).__name__} is to go to another device, and torch could not move all of "
+            f"its parameters, which {type(model).__name__}'s optimizers are to keep: {error} "
+            f"({error.__cause__}). Delete the model's outputs and losses and weak references to "
+            "its parameters, and move it again; or move it before ampatch.initialize."
+        ) from error
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(known)
+
+
+def _takes_in_place(fn: Apply, parameter: Tensor) -> bool:
+    if is_lazy(parameter) or parameter.is_meta:  # neither has values that an optimizer could lose
+        return True
+    data = parameter.detach()
+    with torch.no_grad():
+        return can_take_data(data, fn(data.new_empty(0)))
 
 
 def _refuse_new_dtypes(module: nn.Module, fn: Apply, model: nn.Module) -> None:

@@ -32,3 +32,12 @@ if TENSOR_HOOKS_CAN_BE_SEEN:
 def memory_of(storage: torch.UntypedStorage) -> int:
     """Equal for storages that are the same memory, as long as one of them lives."""
     return getattr(storage, "_cdata", None) or storage.data_ptr()
+
+
+def can_take_data(tensor: Tensor, data: Tensor) -> bool:
+    """Whether `tensor.data = data` works: not between the host and some kinds of accelerators.
+
+    `Module.to` makes new parameters then.
+    """
+    compatible = getattr(torch, "_has_compatible_shallow_copy_type", None)
+    return compatible is None or compatible(tensor, data)
