@@ -27,7 +27,7 @@ device = torch.accelerator.current_accelerator()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
 model.to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001, fused=True)
 ampatch.initialize(model, optimizer)
 x = torch.randn(64, 4, device=device)
 for _ in range(12):
@@ -46,7 +46,11 @@ def test_a_sweep(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ampatch", "sweep", "train.py", "--out", "found", *options],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(installed(tmp_path))},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(installed(tmp_path)),
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -56,6 +60,7 @@ def test_a_sweep(tmp_path):
     summary = json.loads((tmp_path / "found" / "summary.json").read_text())
     assert summary["provenance"]["device"] == NAME
     exact, half = summary["rows"]
+    assert exact["status"] == half["status"] == "ok"
     assert exact["memory_kind"] == half["memory_kind"] == "device"
     least = 4 * (4 * 512 + 512 + 512 + 1) + 64 * 512 * 4  # weights; what the hidden layer gives
     assert least < exact["memory_bytes"] < 5 * least
