@@ -29,11 +29,16 @@ def end_quietly(command: Callable[[], int], name: str) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"{name}: {error.filename}: {error.strerror}.", file=sys.stderr)
+        print(f"{name}: {cause(error)}", file=sys.stderr)
         return 1
     if code == INTERRUPTED:
         _end_at_the_next_interrupt()
     return code
+
+
+def cause(error: OSError) -> str:
+    """The file and what the system says of it; where there is no file, the error's own text."""
+    return str(error) if error.filename is None else f"{error.filename}: {error.strerror}."
 
 
 def _write_nowhere() -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ampatch.cli.ending import cause
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 
@@ -42,6 +43,6 @@ def run(options: argparse.Namespace) -> int:
     try:
         write_shown(directory, trackers)
     except OSError as error:
-        print(f"ampatch report: {error.filename}: {error.strerror}.", file=sys.stderr)
+        print(f"ampatch report: {cause(error)}", file=sys.stderr)
         return 1
     return 0

@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ampatch.cli.ending import cause
 from ampatch.cli.option_types import (
     name_and_value,
     name_list,
@@ -260,7 +261,7 @@ def _sweep(options: argparse.Namespace) -> Sweep:
             overwrite=options.overwrite,
         )
     except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        parser.error(cause(error))
     except ValueError as error:
         parser.error(str(error))
 

@@ -12,8 +12,9 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Sweep
-from ampatch.sweep.report.scalars import figures, scalars, settings
+from ampatch.sweep.report.scalars import TrackerError, figures, scalars, settings
 from ampatch.sweep.report.tensorboard_events import write_events
+from ampatch.sweep.report.trackers import TRACKERS, Tracker
 from ampatch.sweep.trial import Trial
 
 
@@ -92,6 +93,28 @@ def test_without_its_library_no_report_is_begun(name, module, tmp_path, monkeypa
     assert f"--{name}: " in (error := capsys.readouterr().err)
     assert f"pip install ampatch[{name}]" in error
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TrackerError("wandb: no such key."), "wandb: no such key."),
+        (
+            OSError(28, "No space left on device", "DIR/wandb"),
+            "DIR/wandb: No space left on device.",
+        ),
+    ],
+)
+def test_what_stops_a_tracker_is_said_after_the_report(
+    error, said, sweep_of_two, monkeypatch, capsys
+):
+    def write(directory):
+        raise error
+
+    monkeypatch.setitem(TRACKERS, "wandb", Tracker(lambda: None, write))
+    assert main(["report", str(sweep_of_two[0]), "--wandb"]) == 1
+    assert capsys.readouterr().err.endswith(f"ampatch report: {said}\n")
+    assert (sweep_of_two[0] / "report.html").exists()
 
 
 def test_trackers_get_series_settings_and_figures():
