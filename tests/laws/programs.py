@@ -8,6 +8,7 @@ action draws its choices from.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class Run:
         self.model, self.optimizer = amp.start(net, make(trained, **options))
         self.waiting: list[Tensor] = []
         self.handles: list[Any] = []
+        self.accumulated: list[list[Tensor]] = [[] for _ in range(8)]  # in no order among weights
         self.kept = self.state()
         self.mean = self.state()
         self.joined = False
@@ -407,10 +409,14 @@ def hook_a_weight(run: Run, number: int) -> None:
 
 @action
 def hook_an_accumulator(run: Run, number: int) -> None:
+    seen = run.accumulated[number % 8]
+
+    def note(p: Tensor) -> None:
+        seen.append(torch.zeros(()) if p.grad is None else p.grad.double() / 1024)
+
     p = run.weight(number)
     if p.requires_grad and run.amp.level == "O1":
-        handle = p.register_post_accumulate_grad_hook(lambda p: run.amp.record(p.grad / 1024))
-        run.handles.append(handle)
+        run.handles.append(p.register_post_accumulate_grad_hook(note))
 
 
 @action
@@ -567,7 +573,7 @@ def results(driver: Driver, actions: Program) -> list[Tensor]:
     run = Run(driver, adam=actions[0][0] == "adam" and driver.level != "O3")
     for name, number in actions[1:]:
         ACTIONS[name](run, number)
-    return driver.seen + driver.weights()
+    return [*driver.seen, *itertools.chain(*run.accumulated), *driver.weights()]
 
 
 def fault(level: str, half: str, actions: Program) -> str:
