@@ -296,7 +296,7 @@ def step_with_closure(run: Run, number: int) -> None:
 
 @action
 def sam(run: Run, number: int) -> None:
-    run.moves_weights()
+    run.moves_weights("master")
     run.optimizer.zero_grad()
     run.amp.backward(run.loss(number), run.optimizer)
     params = [p for p in run.params() if p.grad is not None]
