@@ -7,6 +7,7 @@ placement group that takes all cores of one node, so that nothing else runs ther
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -249,7 +250,8 @@ def _run(
     wrong = _mistake(runner.script, expected)
     if wrong:
         return EngineError(f"--engine ray: {wrong}"), b""
-    ray.get(board.put.remote(Started(trial)))
+    with contextlib.suppress(exceptions.RayActorError):  # as in `_news`; the outcome tells it too
+        ray.get(board.put.remote(Started(trial)))
     watch = Watch(lambda steps, loss: board.put.remote(Reached(trial, steps, loss)))
     with tempfile.TemporaryDirectory(prefix="ampatch-trial-") as folder:
         runner = dataclasses.replace(runner, directory=Path(folder))
