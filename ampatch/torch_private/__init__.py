@@ -15,7 +15,7 @@ Where to look first:
 * compilers: `dynamo` (torch.compile), `scripting` (torch.jit), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;
 * FSDP2's policies and groups of parameters: `sharding`;
-* activation checkpoints: `checkpoints`;
+* activation checkpoints: `checkpoints`; the threads of backward passes: `backward_threads`;
 * the DataLoader: `data_loading`; torch's own modules that ask about autocast:
   `autocast_callers`;
 * what linear layers and convolutions do, without a look-up of each weight: `layer_forwards`.

@@ -277,18 +277,40 @@ def peak_memory() -> int | None:
 
     None where it has used none, and where torch keeps no such figure.
     """
+    peaks = _peaks()
+    return None if peaks is None else sum(peaks.values())
+
+
+def used() -> list[torch.device]:
+    """The accelerators that this process has had tensors on.
+
+    Where torch keeps no figures of their memory, the current one.
+    """
     kind = accelerator()
-    module = None if kind is None else _module(kind)
-    if kind is None or not getattr(module, "is_initialized", lambda: True)():
+    if kind is None or not _is_begun(kind):
+        return []
+    peaks = _peaks()
+    return [torch.device(kind)] if peaks is None else [one for one, peak in peaks.items() if peak]
+
+
+def _peaks() -> dict[torch.device, int] | None:
+    """The most bytes that this process held, by accelerator."""
+    kind = accelerator()
+    if kind is None or not _is_begun(kind):
         return None
-    asked = getattr(module, "max_memory_allocated", None)
+    asked = getattr(_module(kind), "max_memory_allocated", None)
     asked = asked or getattr(_accelerator, "max_memory_allocated", None)  # since torch 2.9
     if asked is None:
         return None
     try:
-        return sum(asked(index) for index in range(count(kind)))
+        return {torch.device(kind, index): asked(index) for index in range(count(kind))}
     except _NOT_THERE:
         return None
+
+
+def _is_begun(kind: str) -> bool:
+    """Whether this process has begun to use the accelerators; to look begins nothing."""
+    return getattr(_module(kind), "is_initialized", lambda: True)()
 
 
 # Machines

@@ -38,29 +38,31 @@ for _ in range(12):
 """
 
 
+def python(folder, *arguments):
+    """Python in `folder`, where the device is one that a package brings."""
+    path = os.pathsep.join(installed(folder))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 def test_a_sweep(tmp_path):
     """The trials' processes find the device as they find one that a package brings."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     options = ["--levels", "O0,O2", "--dtypes", "float16", "--no-autocast", "--rounds", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ampatch", "sweep", "train.py", "--out", "found", *options],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(installed(tmp_path)),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python(tmp_path, "-m", "ampatch", "sweep", "train.py", "--out", "found", *options)
     logs = [path.read_text() for path in sorted(tmp_path.glob("found/runs/*.log"))]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
     summary = json.loads((tmp_path / "found" / "summary.json").read_text())
     assert summary["provenance"]["device"] == NAME
     exact, half = summary["rows"]
-    assert exact["status"] == half["status"] == "ok"
+    assert exact["status"] == half["status"] == "ok", "\n".join(logs)
     assert exact["memory_kind"] == half["memory_kind"] == "device"
     least = 4 * (4 * 512 + 512 + 512 + 1) + 64 * 512 * 4  # weights; what the hidden layer gives
     assert least < exact["memory_bytes"] < 5 * least
@@ -68,6 +70,47 @@ def test_a_sweep(tmp_path):
         assert row["cpu_ms"] is None and row["step_ms"] == int(row["step_ms"]) > 10
     assert half["step_ms"] > exact["step_ms"]
     assert {"forward", "backward", "optimizer"} <= exact["parts"].keys()
+
+
+LATE = """
+import os
+import threading
+import weakref
+
+import torch
+
+def be_late(gradient):
+    # The thread of the device then has its core only while the main thread waits.
+    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    held.append(weakref.ref(torch._C._get_obj_in_tls("context")))
+
+held = []
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+weight = torch.ones(3, device=torch.accelerator.current_accelerator(), requires_grad=True)
+weight.register_hook(be_late)
+for _ in range(20):
+    weight.sum().backward()
+late = held[-1]() is not None
+"""
+
+TRIAL = """
+import sys
+from ampatch.sweep.execution import child
+from ampatch.sweep.execution.child_options import ChildOptions
+
+assert child.main(["record.json", ChildOptions().to_text(), "late.py"]) == 0
+script = sys.modules["__main__"]
+assert script.late
+assert script.held[-1]() is None
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="threads have no priorities here")
+def test_a_trial_does_not_end_while_a_thread_drops_what_it_held_for_a_backward_pass(tmp_path):
+    """Such a thread asks for the interpreter's lock; a process that ends meanwhile is aborted."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = python(tmp_path, "-c", TRIAL)
+    assert done.returncode == 0, done.stderr
 
 
 def test_doctor_names_and_times_the_device(monkeypatch):

@@ -31,6 +31,7 @@ from ampatch.sweep.execution.untouched import stop_untouched
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
+from ampatch.torch_private import backward_threads
 
 _GUARD = """
 import os, signal
@@ -73,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
         measured.error = ending.error or measured.error
         measured.seed_calls, measured.seed_read = own_seeds.calls, own_seeds.seed_read
         write_json(path, measured)
+    backward_threads.wait_until_idle()  # or the end of this process may be an abort
     return ending.exit_code
 
 
