@@ -64,15 +64,9 @@ class OtherGradients:
         if kind is None:
             fresh = [t.grad for t, _ in self._aside.values() if t.grad is not None]
             with torch.no_grad():
-                self._scaler.unscale_([_real_values(grad) for grad in fresh], self._scale)
+                self._scaler.unscale_(fresh, self._scale)
         for tensor, earlier in self._aside.values():
             if kind is not None or tensor.grad is None:
                 tensor.grad = earlier
             elif earlier is not None:
                 tensor.grad = earlier.add_(tensor.grad)
-
-
-def _real_values(grad: Tensor) -> Tensor:
-    """The tensor of real numbers in a gradient that may be sparse or complex."""
-    values = grad._values() if grad.is_sparse else grad
-    return torch.view_as_real(values) if values.is_complex() else values

@@ -760,6 +760,7 @@ PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < items.size(); ++i) {
     const Tensor& grad = items.tensor(i);
     if (!grad.is_cpu() || !is_ordinary(grad) || grad.requires_grad()) Py_RETURN_NONE;
+    if (grad.is_complex()) Py_RETURN_NONE;
     grads.push_back(grad);
   }
   if (grads.empty()) Py_RETURN_FALSE;

@@ -26,6 +26,7 @@ Flag = Tensor | bool
 
 _is_cpu = operator.attrgetter("is_cpu")
 _is_sparse = operator.attrgetter("is_sparse")
+_dtype = operator.attrgetter("dtype")
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
@@ -206,18 +207,29 @@ Numbers = HostNumbers | DeviceNumbers
 
 def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
     """The tensors that hold their numbers, in lists that one kernel takes together."""
-    if len(grads) == 1 and type(grads[0]) is Tensor and not grads[0].is_sparse:
+    if len(grads) == 1 and type(grads[0]) is Tensor and _are_dense_and_real(grads):
         return [(grads[0].device, grads)]
-    is_dense_cpu = grads and all(map(_is_cpu, grads)) and not any(map(_is_sparse, grads))
-    if is_dense_cpu and set(map(type, grads)) == {Tensor}:  # the usual case, without a look at each
-        return [(grads[0].device, grads)]
+    if grads and all(map(_is_cpu, grads)) and _are_dense_and_real(grads):
+        if set(map(type, grads)) == {Tensor}:  # the usual case, without a look at each
+            return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}
     for grad in map(values, grads):
         groups.setdefault((grad.device, type(grad)), []).append(grad)
     return [(device, group) for (device, _), group in groups.items()]
 
 
+def _are_dense_and_real(grads: list[Tensor]) -> bool:
+    dtypes = set(map(_dtype, grads))
+    return not any(map(_is_sparse, grads)) and not any(dtype.is_complex for dtype in dtypes)
+
+
 def values(grad: Tensor) -> Tensor:
-    """The tensor that holds the numbers: a sparse gradient's values, this rank's of a DTensor."""
+    """The tensor of real numbers that a gradient consists of.
+
+    A sparse one's values, this rank's of a DTensor, real and imaginary parts as they are in memory.
+    """
     grad = local_of(grad)
-    return grad._values() if grad.is_sparse else grad
+    grad = grad._values() if grad.is_sparse else grad
+    if not grad.is_complex():
+        return grad
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)

@@ -142,7 +142,7 @@ def add_to(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         found = tensor.grad
         if found is None:
             tensor.grad = grad
-        elif are_laid_out_alike(found, grad):
+        elif _takes_in_place(found, grad):
             held.append(local_of(found))
             more.append(local_of(grad))
         else:
@@ -159,7 +159,7 @@ def put_back(aside: Sequence[tuple[Tensor, Tensor]]) -> None:
         new = tensor.grad
         if new is None:
             tensor.grad = grad
-        elif are_laid_out_alike(grad, new):
+        elif _takes_in_place(grad, new):
             held.append(local_of(grad))
             more.append(local_of(new))
             tensor.grad = grad
@@ -167,6 +167,11 @@ def put_back(aside: Sequence[tuple[Tensor, Tensor]]) -> None:
             tensor.grad = grad + new
     if held:
         foreach.add_(held, more)
+
+
+def _takes_in_place(grad: Tensor, more: Tensor) -> bool:
+    """Whether torch's lists can add `more` to a gradient: not to one that is conjugated lazily."""
+    return are_laid_out_alike(grad, more) and not grad.is_conj()
 
 
 def round_down(halves: list[Tensor], masters: list[Tensor]) -> None:

@@ -232,7 +232,8 @@ def test_gradients_are_unscaled_alike(
 def test_unusual_gradients_are_unscaled_in_python() -> None:
     sparse = torch.eye(3).to_sparse()
     in_graph = torch.ones(3, requires_grad=True) * 2
-    for unusual in (sparse, in_graph, torch.ones(3, device="meta")):
+    is_complex = torch.ones(3, dtype=torch.complex64)
+    for unusual in (sparse, in_graph, is_complex, torch.ones(3, device="meta")):
         usual = torch.ones(2)
         assert unscaled([usual, unusual]) is None
         assert usual.tolist() == [1, 1]

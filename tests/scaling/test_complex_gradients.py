@@ -1,0 +1,106 @@
+"""Complex weights, as of spectral layers, under a loss scale: torch's kernel takes real numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampatch
+
+pytestmark = pytest.mark.usefixtures("scale_lives_on")
+
+
+class Spectral(nn.Module):
+    """A layer of real weights, and a product with complex ones in the frequency domain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias = nn.Parameter(torch.randn(6))
+        self.modes = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.lazy = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float() + self.bias
+        x = torch.fft.irfft(torch.fft.rfft(x) * self.modes, n=6)
+        return (x * self.lazy.conj()).abs()  # the gradient of `lazy` is conjugated lazily
+
+
+KINDS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "SGD foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.01, foreach=True),
+}
+
+
+def trained(level: str | None, kind: str, factors: list[float], passes: int = 1, **settings):
+    """The weights after a step for each factor of the loss, and which steps were skipped."""
+    model = Spectral()
+    optimizer = KINDS[kind](model.parameters())
+    if level is not None:
+        ampatch.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+    x, skipped = torch.randn(5, 6), []
+    for factor in factors:
+        optimizer.zero_grad()
+        for _ in range(passes):
+            loss = model(x).mean() * factor
+            if level is None:
+                loss.backward()
+                continue
+            with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        if level is None:
+            optimizer.step()
+            continue
+        assert model.lazy.grad.is_conj() or passes > 1
+        optimizer.step()
+        skipped.append(ampatch.step_was_skipped(optimizer))
+    return [parameter.detach().clone() for parameter in model.parameters()], skipped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss_scale", ["dynamic", 1024.0])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_they_train_as_without_a_loss_scale(kind, loss_scale, passes):
+    plain, _ = trained(None, kind, [1.0] * 4, passes)
+    weights, skipped = trained(
+        "O1", kind, [1.0] * 4, passes, loss_scale=loss_scale, init_scale=1024.0
+    )
+    assert skipped == [False] * 4
+    for one, other in zip(weights, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_they_keep_their_dtype_and_an_overflow_in_them_skips_the_step(level):
+    weights, skipped = trained(level, "SGD", [1.0, math.inf, 1.0], init_scale=16.0)
+    assert [weight.dtype.is_complex for weight in weights] == [False, True, True]
+    assert skipped == [False, True, False]
+    assert all(torch.isfinite(weight).all() for weight in weights)
+
+
+@pytest.mark.parametrize("number", [complex(0, math.inf), complex(math.nan, 0)])
+def test_an_overflow_in_one_part_is_one(number):
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    real = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([real, weight], lr=1.0)
+    ampatch.initialize([], optimizer, opt_level="O1", verbosity=0)
+    with ampatch.scale_loss(real.sum() + weight.abs().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        weight.grad[1] = number
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    assert weight.tolist() == [1] * 3 and real.tolist() == [1, 1]
+
+
+def test_the_report_of_skips_names_them(caplog):
+    module = nn.Module()
+    module.modes = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    ampatch.initialize(module, optimizer, max_consecutive_skips=1)
+    with ampatch.scale_loss(module.modes.abs().sum() * math.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert "First such gradients: modes." in caplog.text
