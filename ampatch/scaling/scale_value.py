@@ -207,20 +207,20 @@ Numbers = HostNumbers | DeviceNumbers
 
 def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
     """The tensors that hold their numbers, in lists that one kernel takes together."""
-    if len(grads) == 1 and type(grads[0]) is Tensor and _are_dense_and_real(grads):
+    are_together = len(grads) == 1 or (grads and all(map(_is_cpu, grads)))
+    if are_together and _are_plain(grads):  # the usual case, without a look at each
         return [(grads[0].device, grads)]
-    if grads and all(map(_is_cpu, grads)) and _are_dense_and_real(grads):
-        if set(map(type, grads)) == {Tensor}:  # the usual case, without a look at each
-            return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}
     for grad in map(values, grads):
         groups.setdefault((grad.device, type(grad)), []).append(grad)
     return [(device, group) for (device, _), group in groups.items()]
 
 
-def _are_dense_and_real(grads: list[Tensor]) -> bool:
-    dtypes = set(map(_dtype, grads))
-    return not any(map(_is_sparse, grads)) and not any(dtype.is_complex for dtype in dtypes)
+def _are_plain(grads: list[Tensor]) -> bool:
+    """Whether each is its own tensor of real numbers."""
+    if set(map(type, grads)) != {Tensor} or any(map(_is_sparse, grads)):
+        return False
+    return not any(dtype.is_complex for dtype in set(map(_dtype, grads)))
 
 
 def values(grad: Tensor) -> Tensor:
