@@ -6,7 +6,7 @@ Of several rules in `overrides` that name a module the last one given wins.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..casting.handlers import unseen
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey
+from ..torch_private.modules import ORTHOGONAL_MAPS
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import caster, has_statistics, is_instance_norm, map_tensors
 from .hooks import Hook
@@ -83,18 +84,24 @@ def precisions(
 ) -> dict[nn.Module, str]:
     """The precision of each submodule that runs in another than its model.
 
-    Those that rules name; in half models those that were sharded with a policy of FP32, and
-    InstanceNorm with running statistics: fed half input its kernel loses updates of the statistics.
+    Those that rules name; in half models those that were sharded with a policy of FP32,
+    InstanceNorm with running statistics (fed half input its kernel loses updates of the
+    statistics) and the parametrization `orthogonal` (of its functions torch has no half kernels,
+    and for `matrix_exp` on the CPU some that give inf and NaN).
     """
     found = matching(model, rules)
     if properties.cast_model_type in HALF_TYPES:
-        for module in float_modules(model):
+        for module in (*float_modules(model), *_orthogonal_maps(model)):
             found.setdefault(module, "float")
     if properties.cast_model_type in HALF_TYPES and properties.keep_batchnorm_fp32:
         for module in model.modules():
             if module is not model and is_instance_norm(module) and has_statistics(module):
                 found.setdefault(module, "float")
     return found
+
+
+def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if isinstance(module, ORTHOGONAL_MAPS))
 
 
 def stays_float(properties: Properties, found: dict[nn.Module, str]) -> Callable[[nn.Module], bool]:

@@ -28,6 +28,13 @@ except ImportError:
     INSTANCE_NORMS = TORCH_INSTANCE_NORMS
 
 try:
+    from torch.nn.utils.parametrizations import _Orthogonal
+
+    ORTHOGONAL_MAPS: tuple[type[Any], ...] = (_Orthogonal,)
+except ImportError:
+    ORTHOGONAL_MAPS = ()
+
+try:
     from torch.nn.modules.conv import _ConvNd
 
     CONVOLUTIONS: tuple[type[Any], ...] = (_ConvNd,)

@@ -188,3 +188,20 @@ def test_a_float_module_gets_a_master_free_fp32_weight(level):
     )
     assert model[1].weight is weight and weight.dtype is torch.float32
     assert any(weight is parameter for parameter in ampatch.master_params(optimizer))
+
+
+@pytest.mark.parametrize("orthogonal_map", ["matrix_exp", "cayley"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_orthogonal_weights_of_half_models_are_computed_in_fp32(level, orthogonal_map):
+    """In half torch's `matrix_exp` gives inf and NaN on the CPU, and `solve` is not there."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.utils.parametrizations.orthogonal(model[1], orthogonal_map=orthogonal_map)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=H, verbosity=0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(X).pow(2).mean().backward()
+        optimizer.step()
+    weight = model[1].weight
+    assert weight.dtype is H
+    torch.testing.assert_close(weight.float() @ weight.float().T, torch.eye(4), rtol=0, atol=0.02)
