@@ -14,7 +14,10 @@ from torch import Tensor
 
 from ampatch.torch_private import custom_ops
 
-NARROWER = (torch.float16, torch.bfloat16, torch.float32)
+_WIDER = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
+    torch.complex64: torch.complex128,
+}
 
 
 def largest_exact(func: Any, args: tuple, kwargs: dict) -> float | None:
@@ -36,11 +39,11 @@ def largest_exact(func: Any, args: tuple, kwargs: dict) -> float | None:
 
 
 def _widened(value: Any) -> Any:
-    """The same arguments with float64 for every narrower dtype."""
+    """The same arguments with float64 for every narrower dtype, and complex128."""
     if isinstance(value, Tensor):
-        return value.double() if value.dtype in NARROWER else value
+        return value.to(_WIDER.get(value.dtype, value.dtype))
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in NARROWER else value
+        return _WIDER.get(value, value)
     if isinstance(value, (list, tuple)):
         return [_widened(item) for item in value]
     if isinstance(value, dict):
@@ -50,7 +53,8 @@ def _widened(value: Any) -> Any:
 
 def _outputs(result: Any) -> list[Tensor]:
     items = result if isinstance(result, (list, tuple)) else [result]
-    return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    return [item for item in tensors if item.is_floating_point() or item.is_complex()]
 
 
 def _largest(tensor: Tensor) -> float:

@@ -22,11 +22,15 @@ from torch import Tensor, nn
 
 from ampatch.torch_private import custom_ops, dispatch_modes
 from ampatch.torch_private.foreach import TORCH_NAMES
+from ampatch.torch_private.half_grads import is_redirected
 
 from .exact import largest_exact
 from .storages import StorageNotes, storage_key, values
 
-CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CHECKED = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+)
 OVERWRITING = ("copy_", TORCH_NAMES["copy_"])  # what their first argument held does not count
 MOST_NODES = 200_000  # nodes of the graph whose place in the code is remembered
 _LIBRARIES = tuple(
@@ -206,7 +210,8 @@ def _read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if type(value) in (Tensor, nn.Parameter) and value.dtype in CHECKED and not value.is_meta:
+        is_plain = type(value) in (Tensor, nn.Parameter) or is_redirected(value)
+        if is_plain and value.dtype in CHECKED and not value.is_meta:
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

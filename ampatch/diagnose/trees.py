@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The floating tensors in a value: in lists, tuples, mappings and dataclasses."""
+    """The floating and complex tensors in a value: in lists, tuples, mappings and dataclasses."""
     if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
+        return [value] if value.is_floating_point() or value.is_complex() else []
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value)
     if isinstance(value, dict) or hasattr(value, "items"):

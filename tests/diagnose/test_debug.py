@@ -284,3 +284,29 @@ def test_a_step_that_breaks_the_weights_is_reported_after_absorbed_overflows():
 def test_only_known_ways_to_stop():
     with pytest.raises(ValueError, match='stop_at=\'first\'.*"unabsorbed" or "any"'):
         ampatch.debug(stop_at="first")
+
+
+def test_a_nan_in_a_half_weight_is_said_to_come_from_outside():
+    model = linear(float("nan"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with ampatch.debug(model) as debugger:
+        model(torch.ones(1, 4))
+    assert debugger.report.operator == "aten.mm" and not debugger.report.input_is_finite
+
+
+@pytest.mark.parametrize("scale, at_1", [("dynamic", None), (2.0, 2e38)])
+def test_complex_gradients(scale, at_1):
+    """The loss passes at this scale, the gradient of the complex weight does not."""
+    model = nn.ParameterList([torch.full((2,), 1e-30 + 0j, dtype=torch.complex64)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampatch.initialize(
+        model, optimizer, opt_level="O1", loss_scale=scale, init_scale=2.0, verbosity=0
+    )
+    with ampatch.debug(model) as debugger:
+        with ampatch.scale_loss((model[0] * 2e38).real.sum(), optimizer) as scaled:
+            scaled.backward()
+    assert len(debugger.passed_over) == (at_1 is None)
+    report = debugger.report or debugger.passed_over[0]
+    assert (report.dtype, report.phase) == (torch.complex64, "backward")
+    assert report.parameters == ["0"] and report.at_scale_1 == pytest.approx(2e38, rel=1e-3)
