@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..casting.install import Installation
+from ..casting.places import NAMESPACES
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey
 from ..config.validation import whole_number
@@ -346,8 +347,7 @@ def overridden_functions_exist(functions: dict[Callable, str], installation: Ins
         if not installation.can_patch(installation.original(function)):
             raise ValueError(
                 f"ampatch.initialize(overrides={{{function!r}: {precision!r}}}): this function is "
-                "not found in torch, torch.nn.functional, torch.linalg, torch.special or on "
-                "torch.Tensor. For functions of your own use "
+                f"not found in {', '.join(NAMESPACES)}. For functions of your own use "
                 "ampatch.register_float_function or register_half_function."
             )
 

@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 
 _HALF = (torch.float16, torch.bfloat16)
-_ABOUT = ("dtype", "scalar type", "data type", "same type", "'Half'", "'BFloat16'", "Type does not")
+_ABOUT = (
+    *("dtype", "scalar type", "data type", "same type", "Type does not"),
+    *("'Half'", "'BFloat16'", "c10::Half", "c10::BFloat16", "HalfTensor", "BFloat16Tensor"),
+)
 _OURS = (__name__.partition(".")[0],)
 _FAR = 64
 """How many steps back in a graph to look for the call that made a tensor half."""

@@ -10,7 +10,10 @@ import wrapt
 
 from .tables import BUILTINS
 
-NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.Tensor")
+NAMESPACES = (
+    *("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft"),
+    *("torch.sparse", "torch.Tensor"),
+)
 """Where torch keeps the functions that overrides and registrations may name."""
 
 

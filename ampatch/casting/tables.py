@@ -273,6 +273,7 @@ BEYOND: tuple[Row, ...] = (
     Row("torch.Tensor", _WRITERS, Rule.PROMOTE, _WRITES),
     Row("torch.Tensor", _WRITERS_IN_PLACE, Rule.LIKE_FIRST, _INTO),
     Row("torch.linalg", ("cross",), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch.sparse", ("addmm", "mm"), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch", (*_DECOMPOSITIONS, "_lu_with_info"), Rule.FLOAT, _DECOMPOSITION),
     Row("torch.Tensor", _DECOMPOSITIONS, Rule.FLOAT, _DECOMPOSITION),
     Row("torch.linalg", _LINALG, Rule.FLOAT, _DECOMPOSITION),

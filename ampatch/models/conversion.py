@@ -213,6 +213,8 @@ def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
     if values.is_meta:
         return False
     values = values.detach()
+    if values.layout is not torch.strided:
+        values = (values.coalesce() if values.is_sparse else values).values()
     large = values[values.isfinite() & (values.abs() >= 2 / torch.finfo(dtype).eps)]
     whole = bool((large == large.round()).all())
     rounded = large.to(dtype).to(values.dtype)

@@ -80,7 +80,8 @@ def _is_same_memory(saved: Any, tensor: Tensor) -> bool:
         return False
     if saved.shape != tensor.shape:
         return False
-    is_plain = type(saved) is Tensor  # others may have no memory to point at
+    # others may have no memory to point at
+    is_plain = type(saved) is Tensor and saved.layout is torch.strided
     return saved.data_ptr() == tensor.data_ptr() if is_plain else True
 
 

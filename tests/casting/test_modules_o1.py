@@ -184,3 +184,35 @@ def test_coo_works_in_half(sparse, half):
     ampatch.initialize([], dtype=half, verbosity=0)
     found = torch.mm(sparse.to_sparse(), torch.eye(4))
     assert found.dtype is half and torch.equal(found, sparse.to(half))
+
+
+class Graph(nn.Module):
+    """Two graph convolutions with a sparse matrix of FP32 as a buffer."""
+
+    def __init__(self, layout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.register_buffer(
+            "edges", torch.eye(5).roll(1, 0).add(torch.eye(5)).to_sparse(layout=layout)
+        )
+
+    def forward(self, x):
+        x = torch.sparse.mm(self.edges, self.one(x)).relu()
+        return torch.sparse.addmm(self.two(x), self.edges, self.two(x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_graph_convolutions_train(level, layout, half):
+    plain, model, x = Graph(layout), Graph(layout), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=half, verbosity=0)
+    plain(x).square().sum().backward()
+    model(x).square().sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad.float(), expected.grad, rtol=0.05, atol=0.05)
+    saved = model.state_dict()
+    assert saved["edges"].dtype is torch.float32 and saved["edges"].layout is layout

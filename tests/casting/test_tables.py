@@ -31,6 +31,7 @@ OWNERS = {
     "torch.linalg": torch.linalg,
     "torch.special": torch.special,
     "torch.fft": torch.fft,
+    "torch.sparse": torch.sparse,
 }
 RULE_OF = {(row.where, name): row.rule for row in ROWS for name in row.names if not row.native}
 NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.native]

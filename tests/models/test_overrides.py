@@ -136,6 +136,19 @@ def test_an_override_wins_over_the_rows_of_what_the_function_calls():
 PLAIN_MM = [torch.mm]  # in a list, where early names are not looked for
 
 
+class Fourier(nn.Linear):
+    def forward(self, x):
+        return torch.fft.rfft(super().forward(x)).abs()
+
+
+def test_a_function_that_has_no_half_at_o2():
+    model = Fourier(3, 3)  # 3 is no power of 2
+    ampatch.initialize(
+        model, opt_level="O2", dtype=H, overrides={torch.fft.rfft: "float"}, verbosity=0
+    )
+    assert model(torch.ones(1, 3)).dtype is torch.float32
+
+
 def test_functions_at_o2_beside_a_session_at_o1():
     """The tables come and go with the O1 session; the overrides stay what they are."""
     half, x = Attention(), torch.randn(2, 3, 8)

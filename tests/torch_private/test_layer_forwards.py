@@ -329,10 +329,13 @@ def test_dynamo_traces_torch_s_forward(is_linear, monkeypatch):
     assert forward(make(nn.Linear), INPUTS[nn.Linear]) == "torch's"
 
 
-def test_an_error_is_explained_as_before():
-    model = nn.Sequential(nn.Linear(3, 3))
+@pytest.mark.parametrize(
+    "layer, call", [(nn.Linear(3, 3), "F.linear"), (nn.Conv1d(3, 3, 1), "_conv_forward")]
+)
+def test_an_error_is_explained_as_before(layer, call):
+    model = nn.Sequential(layer)
     ampatch.initialize(model, opt_level="O2", dtype="bfloat16", verbosity=0)
-    layer, x = model[0], torch.ones(2, 3, dtype=torch.float64)
+    x = torch.ones(2, 3, 3, dtype=torch.float64)
     try:
         with pytest.raises(RuntimeError) as error:
             model(x)
@@ -340,4 +343,4 @@ def test_an_error_is_explained_as_before():
     finally:
         ampatch.deactivate()
     assert layer.weight.dtype is torch.float32
-    assert "In forward (" in notes and "F.linear" in notes
+    assert "with weights and inputs in torch.bfloat16" in notes and call in notes

@@ -18,12 +18,14 @@ AUTOCAST = {
 }
 """Rules that autocast treats differently.  PyTorch promotes some rows itself, for both."""
 
-AUTOCAST_OF_APEX_ROWS = {
+AUTOCAST_OF_EXTRA_ROWS = {
     "grid_sampler": "promotes; half with half stays half.",
+    "addmm": "runs the addmm inside in half, with which a backward pass outside of the region mixes"
+    " FP32: RuntimeError.",
     "interpolate": 'runs it in FP32 too, but for mode="area", which stays half.',
 }
 LEFT_ALONE = "leaves them as PyTorch has them."
-"""What autocast does for rows that only ampatch has, unless `AUTOCAST_OF_APEX_ROWS` says it."""
+"""What autocast does for rows that only ampatch has, unless `AUTOCAST_OF_EXTRA_ROWS` says it."""
 
 APEX = {
     Rule.HALF: (
@@ -51,6 +53,7 @@ APEX = {
 _NEWER = (
     "torch.fft",
     "torch.linalg",
+    "torch.sparse",
     "torch.special",
 )  # namespaces that are newer than apex's lists
 
@@ -60,7 +63,7 @@ _RULE_OF = {name: rule for rule, names in APEX.items() for name in names.split()
 def from_autocast(row: Row, is_extra: bool) -> str:
     """How autocast for CUDA treats the functions of a row differently, or nothing."""
     if is_extra:
-        return AUTOCAST_OF_APEX_ROWS.get(row.names[0], LEFT_ALONE)
+        return AUTOCAST_OF_EXTRA_ROWS.get(row.names[0], LEFT_ALONE)
     return "" if row.native else AUTOCAST.get(row.rule, "")
 
 
