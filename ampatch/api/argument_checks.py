@@ -139,7 +139,9 @@ def optimizers_own_parameters(
             raise ValueError(
                 f"{call}(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
                 "holds none of the model's parameters. Expected an optimizer built from "
-                "model.parameters(), after model.to(device) and not from a copy of the model."
+                "model.parameters(), after model.to(device) and not from a copy of the model. An "
+                "optimizer of parameters outside of any model (a learned temperature) gets a "
+                "session of its own: ampatch.initialize([], optimizer)."
             )
 
 
