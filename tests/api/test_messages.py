@@ -120,7 +120,7 @@ def test_models_and_optimizers_of_the_wrong_type():
 def test_an_optimizer_of_another_model():
     model, _ = training()
     _, foreign = training()
-    expected = r"holds none of the model's parameters. Expected an optim.*initialize\(\[\], optimizer\)"
+    expected = r"none of the model's parameters. Expected an optim.*initialize\(\[\], optimizer\)"
     with pytest.raises(ValueError, match=expected):
         ampatch.initialize(model, foreign)
     assert "step" not in vars(foreign)

@@ -157,7 +157,7 @@ def near(new: list, old: list, tolerance: float) -> bool:
     What overflows a half type has to be infinite.
     """
     old = [other.to(one.dtype) for one, other in zip(new, old, strict=True)]
-    new, old = ([leaf.detach().double() for leaf in leaves] for leaves in (new, old))
+    new, old = ([leaf.detach().to_dense().double() for leaf in leaves] for leaves in (new, old))
     finite = [leaf[leaf.isfinite()].abs().amax() for leaf in old if leaf.isfinite().any()]
     room = tolerance * max((1.0, *finite))
     return all(
