@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from ..torch_private.checkpoints import NO_REENTRY, has_no_reentry
+from ..torch_private.checkpoints import no_reentry
 from .cast_state import CastState
 from .patches import Replacement
 
@@ -20,10 +20,11 @@ from .patches import Replacement
 def parts(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for what has to be replaced."""
     owner = torch.utils.checkpoint
-    if not has_no_reentry():
+    name = no_reentry()
+    if name is None:
         return [(owner, "checkpoint", lambda original: _whole(original, state))]
     return [
-        (owner, NO_REENTRY, lambda original: _without_reentry(original, state)),
+        (owner, name, lambda original: _without_reentry(original, state)),
         (owner.CheckpointFunction, "forward", lambda original: _reentrant(original, state)),
     ]
 

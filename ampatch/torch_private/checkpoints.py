@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch.utils.checkpoint
 
-NO_REENTRY = "_checkpoint_without_reentrant_generator"
-"""Runs around a checkpoint's forward, and keeps its function for the recompute.
+_NAMES = (
+    "_checkpoint_without_reentrant_generator_impl",  # since torch 2.15
+    "_checkpoint_without_reentrant_generator",
+)
 
-Its arguments begin with that function.
-"""
 
+def no_reentry() -> str | None:
+    """The name of what runs around a checkpoint's forward and keeps its function for the recompute.
 
-def has_no_reentry() -> bool:
-    """Whether this torch has it."""
-    return hasattr(torch.utils.checkpoint, NO_REENTRY)
+    Its arguments begin with that function.  None: this torch has it under no name that is known.
+    """
+    return next((name for name in _NAMES if hasattr(torch.utils.checkpoint, name)), None)

@@ -75,17 +75,18 @@ class Sharding:
     def _put(self, policy: Any, is_float: Callable[[nn.Module], bool]) -> Callable[[], None]:
         self.reshard()
         state, groups = self.state, _groups(self.state)
-        known = state._mp_policy, [(one, one.mp_policy, one.fsdp_params) for one in groups]
+        known = state._mp_policy, [(one, one.fsdp_params, _policies(one)) for one in groups]
         in_float = dataclasses.replace(policy, param_dtype=torch.float32)
         parts: list[Any] = []
         for group in groups:
             floats = [one for one in group.fsdp_params if is_float(one._module_info.module)]
             halves = [one for one in group.fsdp_params if one not in floats]
             if floats and halves:
-                parts.append(_part(group, halves, policy))
-                parts.append(_part(_split_off(state, group), floats, in_float))
+                parts.append(_part(group, halves, [policy] * len(halves)))
+                parts.append(_part(_split_off(state, group), floats, [in_float] * len(floats)))
             else:
-                parts.append(_part(group, floats or halves, in_float if floats else policy))
+                alike = [in_float if floats else policy] * len(group.fsdp_params)
+                parts.append(_part(group, floats or halves, alike))
         state._mp_policy = policy
         _regroup(state, parts)
 
@@ -93,7 +94,7 @@ class Sharding:
             with _explained():
                 self.reshard()
                 state._mp_policy, found = known
-                _regroup(state, [_part(one, params, was) for one, was, params in found])
+                _regroup(state, [_part(*one) for one in found])
 
         return undo
 
@@ -161,10 +162,18 @@ def _split_off(state: Any, group: Any) -> Any:
     return other
 
 
-def _part(group: Any, params: list[Any], policy: Any) -> Any:
-    group.fsdp_params, group.mp_policy = params, policy
-    for one in params:
+def _policies(group: Any) -> list[Any]:
+    """The policy of each parameter; before torch 2.15 it is the group's."""
+    common = getattr(group, "mp_policy", None)
+    return [one.mp_policy if common is None else common for one in group.fsdp_params]
+
+
+def _part(group: Any, params: list[Any], policies: list[Any]) -> Any:
+    group.fsdp_params = params
+    for one, policy in zip(params, policies, strict=True):
         one.mp_policy = policy
+    if hasattr(group, "mp_policy") and policies:  # torch before 2.15
+        group.mp_policy = policies[0]
     return group
 
 
@@ -178,13 +187,15 @@ def _regroup(state: Any, groups: list[Any]) -> None:
 
 def _note_dtypes(group: Any) -> None:
     """Let a group that has run look at dtypes anew; another does so in its first forward."""
-    if not hasattr(group, "_orig_dtype"):
+    if not any(hasattr(one, "orig_dtype") for one in group.fsdp_params):
         return
     for one in group.fsdp_params:
         one.all_gather_outputs = []
         if hasattr(one, "_unsharded_param"):
             del one._unsharded_param
     group._init_mp_dtypes()
+    if hasattr(group, "_init_reduce_scatter_param_order"):  # since torch 2.15
+        group._init_reduce_scatter_param_order()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.torch_private import checkpoints
 
 
 class Part(nn.Module):
@@ -66,6 +67,13 @@ def grads(reentrant: bool | None, level: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
 def test_the_recompute_casts_as_the_forward(reentrant, level):
     assert all(map(torch.equal, grads(reentrant, level), grads(None, level)))
+
+
+def test_the_newest_name_is_what_checkpoint_calls(monkeypatch):
+    """torch 2.15 keeps the earlier one for other callers, and does not call it itself."""
+    newest = "_checkpoint_without_reentrant_generator_impl"
+    monkeypatch.setattr(torch.utils.checkpoint, newest, None, raising=False)
+    assert checkpoints.no_reentry() == newest
 
 
 def test_a_held_checkpoint_stays_in_one_graph():

@@ -126,7 +126,11 @@ def test_short_time_fourier(half, o1):
     torch.testing.assert_close(back, x.float(), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["inverse", "det", "logdet", "slogdet", "svd", "qr", "pinverse"])
+OLD_NAMES = ["inverse", "det", "logdet", "slogdet", "svd", "pinverse"]
+OLD_NAMES += ["qr"] if torch.__version__ < (2, 15) else []  # which only raises an error since
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
 @pytest.mark.filterwarnings("ignore:torch.qr:UserWarning")
 def test_decompositions_by_their_old_names(name, half, o1):
     matrix = (torch.eye(3) * 4 + torch.ones(3, 3)).to(half)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Function, Variable
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import ampatch
 
@@ -373,7 +373,9 @@ def test_selective_checkpoints(policy):
 
         def forward(self, x):
             x = x + self.body[0](x)[:, :4]  # used outside of the checkpoint first
-            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            contexts = functools.partial(
+                torch.utils.checkpoint.create_selective_checkpoint_contexts, policy
+            )
             return checkpoint(self.body, x, use_reentrant=False, context_fn=contexts)
 
     plain = Checkpointed()

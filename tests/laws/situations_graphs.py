@@ -9,12 +9,7 @@ import torch
 from situations import Block, batches, mlp, mse, plain_loop, situation
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 EARLY = (torch.autograd.backward, torch.autograd.grad)  # a tuple is not rebound
 
@@ -171,9 +166,10 @@ def reentrant_checkpoints(amp):
 def selective_checkpoints(amp):
     def policy(ctx, op, *args, **kwargs):
         keep = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        kinds = torch.utils.checkpoint.CheckpointPolicy
+        return kinds.MUST_SAVE if keep else kinds.PREFER_RECOMPUTE
 
-    context = partial(create_selective_checkpoint_contexts, policy)
+    context = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
     model, optimizer = amp.start(Checkpointed(use_reentrant=False, context_fn=context))
     plain_loop(amp, model, optimizer)
 
