@@ -29,7 +29,7 @@ def put(patches: PatchSet) -> None:
 
 def _error(what: str, instead: str) -> AmpatchError:
     return AmpatchError(
-        f"ampatch run --auto is for scripts without AMP code, and this one calls {what}. {instead}"
+        f"--auto is for scripts without AMP code, and this one calls {what}. {instead}"
     )
 
 
