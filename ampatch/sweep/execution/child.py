@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(options.seed)
-    own_seeds = OwnSeeds(options.seed, options.override_seeds)
+    own_seeds = OwnSeeds(options.seed, options.override_seeds, options.ranked)
     own_seeds.watch()
     trial_record = None if rank else _Record(path, recorder, own_seeds)
     ending = run_script(script, arguments)
