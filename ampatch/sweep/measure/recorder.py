@@ -110,8 +110,9 @@ class Recorder:
             self._loss_scale = self._present_scale()
         self._mark_output()
         self._show_progress()
-        if len(timeline) == self._steps:
-            self._stopped_at = self._steps
+        # None again where the script goes on, because it catches every exception.
+        self._stopped_at = self._steps if len(timeline) == self._steps else None
+        if self._stopped_at is not None:
             raise EnoughSteps
 
     def on_metrics(self, values: dict[str, float]) -> None:
