@@ -29,7 +29,7 @@ def put(patches: PatchSet) -> None:
 
 def _error(what: str, instead: str) -> AmpatchError:
     return AmpatchError(
-        f"ampatch run --auto is for scripts without AMP code, and this one calls {what}. {instead}"
+        f"--auto is for scripts without AMP code, and this one calls {what}. {instead}"
     )
 
 
@@ -45,7 +45,10 @@ def _refusing(what: str, original: Callable) -> Callable:
     return refuse
 
 
-_INSTEAD_OF_TORCH = "Run it with plain Python, switch its AMP off, or remove these lines."
+_INSTEAD_OF_TORCH = (
+    "Run it with plain Python, or remove these lines: what stands in a torch.autocast that is "
+    "switched off runs in FP32 under --auto too."
+)
 
 
 def _refusing_scaler(original: Callable) -> Callable:

@@ -117,7 +117,7 @@ def _add_measures(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=REGEX",
-        help=r"a number in the script's output, such as 'accuracy=acc: ([\d.]+)'; scripts that "
+        help=r"a number in the script's output, such as 'accuracy=acc: (\S+)'; scripts that "
         "call ampatch.log_metrics(accuracy=...) need none",
     )
     measures.add_argument(

@@ -151,7 +151,7 @@ def patterns(metrics: Mapping[str, str]) -> dict[str, str]:
         if groups != 1:
             raise ValueError(
                 f"--metric {name}={pattern}: expected one group in parentheses around the number, "
-                rf"such as {name}=accuracy ([\d.]+); there are {groups}."
+                rf"such as {name}=accuracy (\S+); there are {groups}."
             )
     return dict(metrics)
 

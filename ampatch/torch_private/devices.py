@@ -278,7 +278,7 @@ def peak_memory() -> int | None:
     None where it has used none, and where torch keeps no such figure.
     """
     peaks = _peaks()
-    return None if peaks is None else sum(peaks.values())
+    return None if peaks is None else sum(peaks.values()) or None
 
 
 def used() -> list[torch.device]:

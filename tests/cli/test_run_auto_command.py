@@ -204,4 +204,4 @@ def test_a_script_with_amp_code_of_its_own(tmp_path):
     done = ampatch_run(tmp_path, "--auto", "mixed.py")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[1].endswith('mixed.py", line 3, in <module>')
-    assert "ampatch run --auto is for scripts without AMP code" in done.stderr.splitlines()[-1]
+    assert "--auto is for scripts without AMP code" in done.stderr.splitlines()[-1]

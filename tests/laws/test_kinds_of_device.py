@@ -98,11 +98,11 @@ def test_events_that_cannot_be_timed_are_found_out_once(monkeypatch):
 
 def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
     """As with a torch that has no `torch.accelerator`; a GPU that was not used has no peak."""
-    used = [False]
+    used, least = [False], [0]
     made = {
         "is_initialized": lambda: used[0],
         "device_count": lambda: 2,
-        "max_memory_allocated": lambda index: 100 + index,
+        "max_memory_allocated": lambda index: least[0] and least[0] + index,
         "get_device_name": lambda device: "A GPU",
         "get_device_capability": lambda device: (9, 0),
         "is_available": lambda: True,
@@ -111,7 +111,9 @@ def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(devices, "_accelerator", None)
     assert devices.peak_memory() is None
-    used[0] = True
+    used[0] = True  # but nothing is on it
+    assert devices.peak_memory() is None
+    least[0] = 100
     assert devices.peak_memory() == 100 + 101
     assert devices.described() == ["cuda:0 A GPU (9.0)", "cuda:1 A GPU (9.0)"]
 

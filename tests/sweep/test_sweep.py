@@ -204,7 +204,10 @@ def test_each_way_to_fail_is_a_row(directory):
             "no training: calls ampatch.initialize with enabled=False",
         ),
         ("def broken(:", "crashed: SyntaxError: "),
-        ("import os; os._exit(0)", "no record: ended with code 0 before anything was recorded"),
+        (  # the forked process ends as Python does
+            "import os\nif os.fork():\n    os.wait()\n    os._exit(0)",
+            "no record: ended with code 0, as by os._exit; sys.exit leaves one",
+        ),
         ("import sys; sys.exit('no data')", "crashed: no data"),
     ],
 )
@@ -213,6 +216,25 @@ def test_a_script_that_does_not_train(directory, body, expected):
     [row] = sweep(script, levels=["O0"], out=directory / "idle", overwrite=True)
     assert row.status.startswith(expected)
     assert (row.step_ms, row.speed, row.first_loss, row.steps) == (None, None, None, 0)
+
+
+def test_what_runs_after_the_scripts_last_line_counts(directory):
+    script = write_script(
+        directory,
+        "later",
+        TRAINING,
+        INITIALIZE,
+        """
+        import atexit, threading
+        def train():
+            threading.main_thread().join()  # Python waits for this thread at its end
+            step(); step()
+        threading.Thread(target=train).start()
+        atexit.register(lambda: amp.log_metrics(answer=2.5))
+    """,
+    )
+    [row] = sweep(script, levels=["O0"], out=directory / "later")
+    assert (row.status, row.steps, row.metrics) == ("ok", 2, {"answer": 2.5})
 
 
 def test_a_run_that_is_killed_after_its_last_step_is_told_from_one_that_exits(directory):

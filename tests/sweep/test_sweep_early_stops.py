@@ -61,6 +61,12 @@ def test_a_script_without_initialize_ends_at_its_first_step(tmp_path):
     assert (row.status, row.steps) == ("ok", 100)
 
 
+def test_auto_does_not_take_half_of_the_scripts_own_for_fp32(tmp_path):
+    in_half = PLAIN.replace("import torch", "import torch; torch.autocast('cpu').__enter__()")
+    said = stopped(planned(tmp_path, in_half, auto=True))
+    assert "--auto is for scripts without AMP code, and this one calls torch.autocast. " in said
+
+
 @pytest.mark.parametrize(
     ("script", "last_line"),
     [

@@ -265,8 +265,9 @@ def test_metrics_are_found_in_the_output_at_their_step(tmp_path):
     measured = Measured(
         skipped=[False] * 9, output_marks=[(1, sizes[0]), (3, sizes[1]), (7, sizes[2])]
     )
-    found = read_metrics(log, {"acc": r"^accuracy (\S+)", "other": r"x(\d)"}, measured)
-    assert found == {"acc": Series([0, 6, 9], [0.1, 0.5, 0.1])}
+    patterns = {"acc": r"^accuracy (\S+)", "mantissa": r"^accuracy ([\d.]+)", "other": r"x(\d)"}
+    found = read_metrics(log, patterns, measured)
+    assert found == dict.fromkeys(["acc", "mantissa"], Series([0, 6, 9], [0.1, 0.5, 0.1]))
     with pytest.raises(ValueError, match="found 'between' .* expected a number"):
         read_metrics(log, {"acc": "^(b.*)"}, measured)
 

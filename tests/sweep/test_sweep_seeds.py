@@ -140,6 +140,14 @@ def test_a_seed_may_be_an_array_and_a_number_of_any_kind():
     assert of_trial(numpy.int64(7)) == of_trial(torch.tensor(7)) == of_trial(7) != 5
 
 
+def test_seeds_of_ranks_differ_where_the_script_has_them_differ():
+    ranks = [OwnSeeds(5, override=True, ranked=True)._of_trial for _ in range(2)]
+    own = [of_trial(42 + rank) for rank, of_trial in enumerate(ranks)]
+    assert own[0] != own[1]
+    assert [of_trial(42) for of_trial in ranks] == [own[0]] * 2
+    assert OwnSeeds(6, override=True, ranked=True)._of_trial(42) != own[0]
+
+
 def test_a_seed_that_is_passed_on_is_no_constant(tmp_path):
     script = CONSTANT.replace("(42)", "(int(os.environ['AMPATCH_SEED']))")
     script = script.replace("[43, 44, 43]", "[]")

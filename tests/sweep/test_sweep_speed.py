@@ -318,6 +318,18 @@ def test_on_an_accelerator_the_host_waits_for_no_recent_work(monkeypatch):
     }
 
 
+def test_a_script_that_goes_on_after_its_last_step_was_not_stopped_there():
+    """It catches every exception, so it trains to its own end."""
+    recorder = Recorder(lambda steps, loss: None, steps=2)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=0.1)
+    recorder.on_step(optimizer, False)
+    with pytest.raises(SystemExit):
+        recorder.on_step(optimizer, False)
+    assert recorder.measured().stopped_at == 2
+    recorder.on_step(optimizer, False)
+    assert recorder.measured().stopped_at is None
+
+
 def trained(level, steps=6, **settings):
     """What a recorder measures of a small model, and the notices in their order."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

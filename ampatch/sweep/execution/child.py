@@ -10,6 +10,7 @@ script's.  OPTIONS is the text of a `ChildOptions`.  Under torchrun only rank 0 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -64,18 +65,52 @@ def main(argv: Sequence[str]) -> int:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(options.seed)
-    own_seeds = OwnSeeds(options.seed, options.override_seeds)
+    own_seeds = OwnSeeds(options.seed, options.override_seeds, options.ranked)
     own_seeds.watch()
+    trial_record = None if rank else _Record(path, recorder, own_seeds)
     ending = run_script(script, arguments)
     if options.ranked:
         ranks.leave_word(ending.error)
-    if not rank:
-        measured = _measured(recorder)
-        measured.error = ending.error or measured.error
-        measured.seed_calls, measured.seed_read = own_seeds.calls, own_seeds.seed_read
-        write_json(path, measured)
+    if trial_record is not None:
+        trial_record.write(ending.error)
     backward_threads.wait_until_idle()  # or the end of this process may be an abort
     return ending.exit_code
+
+
+class _Record:
+    """The file of what was measured, written at the script's end.
+
+    Then Python waits for the script's threads and calls its exit handlers.  What these train or
+    log is added: the exit handler of this class comes last, because it was there first.
+    """
+
+    def __init__(self, path: Path, recorder: Recorder, own_seeds: OwnSeeds) -> None:
+        self._path = path
+        self._recorder = recorder
+        self._own_seeds = own_seeds
+        self._error = ""
+        self._notices: int | None = None  # those that are in the file
+        self._process = os.getpid()
+        atexit.register(self._complete)
+
+    def write(self, error: str) -> None:
+        """Write it; `error` is that of the exception that ended the script.
+
+        Not in a copy of the process, made by os.fork, which has a part of the training.
+        """
+        if os.getpid() != self._process:
+            return
+        self._error, self._notices = error, self._recorder.notices
+        measured = _measured(self._recorder)
+        measured.error = error or measured.error
+        measured.seed_calls = self._own_seeds.calls
+        measured.seed_read = self._own_seeds.seed_read
+        write_json(self._path, measured)
+
+    def _complete(self) -> None:
+        if self._notices not in (None, self._recorder.notices):
+            self.write(self._error)
+            backward_threads.wait_until_idle()
 
 
 def _to_file(progress: Path) -> Callable[[int, float | None], None]:

@@ -41,7 +41,8 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
             _resumed(script, earlier, run) or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
         )
     if run.case == BASE and not any(map(steps_of, earlier)) and not _lacks_memory(said):
-        return f"{script}: {said}, before its first step in {run.trial.label}.\n{_last_lines(log)}"
+        when = "in" if run.measured is None else "before its first step in"
+        return f"{script}: {said}, {when} {run.trial.label}.\n{_last_lines(log)}"
     return ""
 
 

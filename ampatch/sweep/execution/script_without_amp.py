@@ -1,7 +1,8 @@
 """Watches a script without AMP code, at O0 and at O1 as `ampatch run --auto` runs it.
 
-The losses are the tensors on which `backward()` is called.  At O0 nothing is changed
-and the steps of every optimizer count; at O1 ampatch reports those of managed optimizers.
+The losses are the tensors on which `backward()` is called.  At O0 nothing is changed,
+but AMP code of the script is refused as at O1, and the steps of every optimizer count; at O1
+ampatch reports those of managed optimizers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 import ampatch
+from ampatch import auto
 from ampatch.config.environment import Asked
 from ampatch.config.opt_levels import properties_for
 from ampatch.sweep.measure.recorder import Recorder
@@ -47,6 +49,7 @@ def watch(recorder: Recorder, asked: Asked) -> None:
 
     torch.autograd.backward = backward
     if asked.opt_level == "O0":
+        auto.refuse_amp_code()  # it would run in half, and be called FP32
         register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.on_step_begin(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: recorder.on_step(optimizer, False))
         recorder.on_engine("O0", {"dtype": "torch.float32"})

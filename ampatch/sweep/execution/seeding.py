@@ -6,7 +6,8 @@ script that led to it, and on request replaces their seeds by ones of the trial:
 
 * the first seed that the script gives becomes the trial's seed, wherever it is given;
 * any other becomes a number made of it and of the trial's seed, so that seeds that differ in
-  the script (an epoch's, a rank's) still differ.
+  the script (an epoch's) still differ.  Of several ranks each may give another seed first, so
+  there every seed becomes such a number: ranks that differ still differ, and equal ones agree.
 
 Generators (`torch.Generator`, `numpy.random.default_rng`) keep their seeds: fixed splits and
 made-up data come from them, and must not move to other examples.  Those that a library makes for
@@ -72,7 +73,7 @@ class OwnSeeds:
     `seed_read` says whether it has read `AMPATCH_SEED`.
     """
 
-    def __init__(self, seed: int, override: bool) -> None:
+    def __init__(self, seed: int, override: bool, ranked: bool = False) -> None:
         self.seed_read = False
         self._noted_calls: list[SeedCall] = []
         self._generators: list[tuple[Any, str]] = []  # torch's, and the lines that made them
@@ -81,6 +82,7 @@ class OwnSeeds:
         self._of_devices = seeding_functions()
         self._seed = seed
         self._override = override
+        self._ranked = ranked
         self._first: int | None = None  # the first seed that the script gave
         self._process = os.getpid()
         self._inside = False  # a call of torch's own inside one that is noted
@@ -144,9 +146,9 @@ class OwnSeeds:
     def _of_trial(self, given: Any) -> int:
         """The seed of this trial in the place of `given`, a number, an array or a text."""
         given = given.tolist() if hasattr(given, "tolist") else given
-        if self._first is None:
+        if self._first is None and not self._ranked:
             self._first = given
-        if given == self._first:
+        if self._first is not None and given == self._first:
             return self._seed
         digest = hashlib.sha256(f"{self._seed} {given!r}".encode()).digest()
         return int.from_bytes(digest[:4], "big")  # numpy takes no more than 32 bits

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from ampatch.sweep.measure.record import Measured, Series
 
+_EXPONENT = re.compile(r"(?<=[\d.])[eE][-+]?\d+\b")
+
 
 def read_metrics(log: Path, patterns: Mapping[str, str], measured: Measured) -> dict[str, Series]:
-    """For each pattern with a match, by name: every number its group matched.
+    r"""For each pattern with a match, by name: every number its group matched.
 
+    Of 2.5e-05 a group `([\d.]+)` matches 2.5: the exponent is part of the number all the same.
     `^` and `$` match at the begin and end of each line.  The step of a number follows from
     how many bytes had been printed at each step.  Raises `ValueError` for a match that is
     not a number.
@@ -44,8 +47,9 @@ def _step(position: int, sizes: list[int], measured: Measured) -> int:
 
 
 def _number(match: re.Match[str], name: str, log: Path) -> float:
+    exponent = _EXPONENT.match(match.string, match.end(1))
     try:
-        return float(match[1])
+        return float(match[1] + exponent[0] if exponent else match[1])
     except (TypeError, ValueError):
         raise ValueError(
             f"--metric {name}={match.re.pattern}: found {match[1]!r} in {match[0]!r} ({log}), "

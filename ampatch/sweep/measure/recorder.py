@@ -46,6 +46,7 @@ class Recorder:
         self._machine = state_of_the_machine()
         self._started = time.monotonic()
         self._reported = 0.0
+        self.notices = 0  # of sessions, steps and metrics
         self._properties: Any = None
         self._engine: tuple[str, dict[str, Any]] | None = None
         self._skipped = Readings()
@@ -64,6 +65,7 @@ class Recorder:
         self._stopped_at: int | None = None
 
     def on_initialize(self, properties: Any) -> None:
+        self.notices += 1
         self._properties = properties
         for session in facade.open_sessions()[-1:]:
             self.watch_forwards(managed.model for managed in session.models.alive())
@@ -94,6 +96,7 @@ class Recorder:
         self._parts.step_begins()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
+        self.notices += 1
         self._in_use = optimizer
         device = self._device = _device_of(optimizer)
         self._parts.step_ends(id(optimizer), device)
@@ -107,8 +110,9 @@ class Recorder:
             self._loss_scale = self._present_scale()
         self._mark_output()
         self._show_progress()
-        if len(timeline) == self._steps:
-            self._stopped_at = self._steps
+        # None again where the script goes on, because it catches every exception.
+        self._stopped_at = self._steps if len(timeline) == self._steps else None
+        if self._stopped_at is not None:
             raise EnoughSteps
 
     def on_metrics(self, values: dict[str, float]) -> None:
@@ -117,6 +121,7 @@ class Recorder:
         The exception is "samples", the number of samples since the last report, which may
         come at each step.
         """
+        self.notices += 1
         values = dict(values)
         samples = values.pop("samples", None)
         if samples is not None:

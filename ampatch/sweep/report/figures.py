@@ -168,7 +168,7 @@ def _trailing(losses: Series) -> list[tuple[int, float]]:
 
 def _without_record(exit_code: int) -> str:
     if exit_code >= 0:
-        return f"no record: ended with code {exit_code} before anything was recorded"
+        return f"no record: ended with code {exit_code}, as by os._exit; sys.exit leaves one"
     return _killed(exit_code)
 
 
