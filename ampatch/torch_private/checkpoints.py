@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.utils.checkpoint
 
 _NAMES = (
-    "_checkpoint_without_reentrant_generator_impl",  # since torch 2.15
+    "_checkpoint_without_reentrant_generator_impl",  # since torch 2.14
     "_checkpoint_without_reentrant_generator",
 )
 

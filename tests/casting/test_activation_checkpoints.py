@@ -70,7 +70,7 @@ def test_the_recompute_casts_as_the_forward(reentrant, level):
 
 
 def test_the_newest_name_is_what_checkpoint_calls(monkeypatch):
-    """torch 2.15 keeps the earlier one for other callers, and does not call it itself."""
+    """torch 2.14 keeps the earlier one for other callers, and does not call it itself."""
     newest = "_checkpoint_without_reentrant_generator_impl"
     monkeypatch.setattr(torch.utils.checkpoint, newest, None, raising=False)
     assert checkpoints.no_reentry() == newest
