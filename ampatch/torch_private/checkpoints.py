@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from types import FunctionType
+
 import torch.utils.checkpoint
 
 _NAMES = (
@@ -15,4 +18,15 @@ def no_reentry() -> str | None:
 
     Its arguments begin with that function.  None: this torch has it under no name that is known.
     """
-    return next((name for name in _NAMES if hasattr(torch.utils.checkpoint, name)), None)
+    called = _called_in_module()
+    return next((name for name in _NAMES if name in called), None)
+
+
+def _called_in_module() -> set[str]:
+    """What the functions of torch's module name; a name that only other modules use is left out."""
+    functions = {
+        name: inspect.unwrap(value)
+        for name, value in vars(torch.utils.checkpoint).items()
+        if isinstance(value, FunctionType) and name not in _NAMES
+    }
+    return {name for function in functions.values() for name in function.__code__.co_names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 
 import pytest
@@ -69,11 +70,15 @@ def test_the_recompute_casts_as_the_forward(reentrant, level):
     assert all(map(torch.equal, grads(reentrant, level), grads(None, level)))
 
 
-def test_the_newest_name_is_what_checkpoint_calls(monkeypatch):
-    """torch 2.14 keeps the earlier one for other callers, and does not call it itself."""
-    newest = "_checkpoint_without_reentrant_generator_impl"
-    monkeypatch.setattr(torch.utils.checkpoint, newest, None, raising=False)
-    assert checkpoints.no_reentry() == newest
+def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):
+    """torch 2.14 keeps the earlier name for other callers; a later one may have yet another."""
+    assert checkpoints.no_reentry() is not None
+    owner = torch.utils.checkpoint
+    for name, value in list(vars(owner).items()):
+        code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+        if code is not None and checkpoints.no_reentry() in code.co_names:
+            monkeypatch.setattr(owner, name, lambda: owner._under_a_new_name())
+    assert checkpoints.no_reentry() is None
 
 
 def test_a_held_checkpoint_stays_in_one_graph():
