@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import ampatch
 from ampatch.casting import install, rebind
 from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
+from ampatch.torch_private import checkpoints
 
 H = torch.bfloat16
 X = torch.ones(2, 2)
@@ -221,7 +222,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
     }
     parts = {
         ("torch.backends.mha", "get_fastpath_enabled"),
-        ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"),
+        ("torch.utils.checkpoint", checkpoints.no_reentry()),
         ("torch.jit", "script"),
         *(("torch", name) for name in AUTOCAST_S),
         *((where, name) for where in MODES_IN for name in ("_push_mode", "_pop_mode")),

@@ -1,7 +1,7 @@
 """What older versions of torch lack, and the tests that need it.
 
-By version up to which it is lacking, reason and file; a test that is not named
-here passes on every version in `docs/versions.md`.
+By version up to which it is lacking, reason and file.
+`docs/versions.md` tells what else fails there.
 """
 
 from __future__ import annotations
