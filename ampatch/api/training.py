@@ -46,6 +46,9 @@ def scale_loss(
     Inside the block `p.grad` is what autograd has left: the scaled gradient of this block
     alone, in the half type.
 
+    If the block raises, the gradients that were there before it are put back, except that what
+    its pass added stays in gradients that waited scaled.  This is logged.
+
     Args:
         loss: floating tensor, usually 0-dim.  The context yields it in FP32, scaled.
         optimizers: the optimizers whose parameters the loss reaches: one, or a list or tuple.
@@ -54,7 +57,8 @@ def scale_loss(
             `param_groups`.
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
-        delay_unscale: leave the gradients scaled, to add those of another loss first.
+        delay_unscale: leave the gradients scaled, to add those of another loss first.  They stay
+            in `.grad`, where the next block's pass adds to them.
         delay_overflow_check: update the loss scale only with the next overflow check.
 
     Raises:

@@ -1,8 +1,10 @@
 """The gradients of one optimizer, from `scale_loss` blocks to the step: unscaled and checked.
 
-When a block begins, earlier gradients are set aside, so that what backward adds can be unscaled
-by itself; then both are added up.  With several ranks earlier gradients stay where they are, at
-the scale of the new ones, so that one all-reduce serves both.
+When a block begins, complete gradients are set aside, so that what backward adds can be unscaled
+by itself; then both are added up.  Gradients that wait scaled (`delay_unscale`) stay in `.grad`,
+where backward adds to them, so that what a script reduces, reads or clips in the block is the whole
+sum.  With several ranks complete ones stay too, at the scale of the new ones: one all-reduce serves
+both.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .master_weights import MasterWeights
 from .masters.half_gradients import HalfGradients, Script
 from .optimizers import zero
 from .other_blocks import OtherBlocks, entering
-from .process_group import share_flag, sharing_groups, world_size
+from .process_group import share_flag, sharers, trains_with_others, world_size
 from .scale_value import Flag, is_set
 from .shared_parameters import NOTHING_SHARED, Sharing
 from .tensor_lists import add_to, drop_grads, grads_of, put_back, with_grads
@@ -87,19 +89,20 @@ class GradientFlow:
             self.in_halves.add_to_masters()
             self.in_halves.is_unreduced = unreduced
         if state.now is State.SPENT:
-            self.check_spent()
+            self.look_again()
         return self._held()
 
     def make_room(
         self, held: list[Tensor], pending: Callable[[], Pending], sharing: Sharing
     ) -> None:
-        """Begin the block: set the gradients that `gather` found aside, or scale them."""
+        """Begin the block: set the gradients that `gather` found aside, or have them stay, scaled."""
         state = self.state
         owned: list[Tensor] = []
         stays = False
         state.aside = []
         if held:
-            owned, stays = sharing.owned(self, held), world_size() > 1
+            owned = sharing.owned(self, held)
+            stays = state.now is State.PENDING or world_size() > 1
             if not stays:
                 state.aside = list(zip(owned, map(_grad_of, owned), strict=True))
         else:
@@ -118,7 +121,7 @@ class GradientFlow:
             param.grad = None
 
     def _put_back_scaled(self, owned: list[Tensor], pending: Pending) -> None:
-        """Leave earlier gradients where backward adds to them, so one all-reduce serves both.
+        """Leave earlier gradients where backward adds to them, at the scale of the block.
 
         Those of masters stay there in FP32, unless DDP is about to average for the first
         time what it was kept from (`no_sync`).
@@ -184,8 +187,7 @@ class GradientFlow:
     def abandon_backward(self, sharing: Sharing) -> None:
         """The backward pass failed: drop what it left, put back what was there.
 
-        With several ranks the earlier gradients are where backward added to
-        them; they stay, and what the failed pass added stays with them.
+        Where backward added to earlier gradients, what it added stays in them, which is logged.
         """
         state = self.state
         if not state.in_block:
@@ -193,8 +195,15 @@ class GradientFlow:
         one_scale = state.now is State.IN_BLOCK_PENDING
         state.change(Event.ABANDON)
         taken = self.in_halves.take()
-        if world_size() > 1 and one_scale:
+        if one_scale:
             add_to(*taken)
+            logger.warning(
+                "%s: an ampatch.scale_loss block has raised, and earlier gradients were in p.grad "
+                "for its backward pass to add to (delay_unscale=True, or several ranks). What it "
+                "added stays there, as in a training without ampatch. optimizer.zero_grad() drops "
+                "the gradients of all micro-batches.",
+                type(self.optimizer).__name__,
+            )
             return
         drop_grads(sharing.owned(self, self.parameters()))
         for param, grad in state.aside:
@@ -216,12 +225,12 @@ class GradientFlow:
         found = scaler.unscale_(grads, scale)
         if found is None or not (grads or self._process_group):
             return None  # without gradients there is nothing to learn for the scale
-        groups = sharing_groups(self._process_group, grads)
+        groups, are_all = sharers(self._process_group, grads)
         if groups:
             found = share_flag(found, groups, grads)
         by = Unscaled(scaler, scale)
         for flow in concerned:
-            flow.state.note_overflow(found, by)
+            flow.state.note_overflow(found, by, are_all)
         return found
 
     def _held(self) -> list[Tensor]:
@@ -239,13 +248,23 @@ class GradientFlow:
         self.state.change(Event.UNSCALE)
         return self._unscale_all(scaler, scale, sharing)
 
-    def check_spent(self) -> None:
-        """Look again at gradients that a step used and that were not zeroed: inf may be left."""
-        self.state.change(Event.RECHECK)
-        by = self.state.unscaled_by
+    def look_again(self) -> None:
+        """Look for overflow in gradients that may be others than their block has checked.
+
+        A step has used them and they were not zeroed: an inf may be left.  Or several processes
+        train: a script may have averaged the inf of another rank into them.
+        """
+        state = self.state
+        if state.now is State.SPENT:
+            state.change(Event.RECHECK)
+        elif state.overflow is None or state.known_to_all or not trains_with_others():
+            return
+        by = state.unscaled_by
         if by is not None and self.has_gradients():
             as_they_are = by.scale / by.scale  # 1, where the scale lives
-            self._unscale_all(by.scaler, as_they_are, NOTHING_SHARED)
+            found = self._unscale_all(by.scaler, as_they_are, NOTHING_SHARED)
+            for scaler in state.waiting:
+                scaler.join_deferred(found)
 
     # Steps and zeroes
 
@@ -255,8 +274,6 @@ class GradientFlow:
         A rank whose gradients are none of this step (`Join`) decides as the others do.
         """
         state = self.state
-        if state.now is State.SPENT:
-            self.check_spent()
         seen = state.overflow
         found = share_flag(False if seen is None else seen, [self.step_group], self.parameters())
         state.overflow = found
@@ -267,7 +284,7 @@ class GradientFlow:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""
         state = self.state
         if state.now is State.SPENT:
-            self.check_spent()
+            self.look_again()
         found, state.overflow = state.overflow, None
         if found is not None:
             state.change(Event.STEP)
@@ -324,4 +341,5 @@ class GradientFlow:
                 )
                 return
             self.state.finish_pending()
+            self.look_again()  # clipping may hide what another rank's inf has left
         self.in_halves.add_to_masters()

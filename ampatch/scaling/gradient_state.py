@@ -6,7 +6,8 @@ States
     SPENT               As COMPLETE, but a step has used them and they were not zeroed since.
     PENDING             They are there, scaled by `GradientState.pending` (`delay_unscale`).
     IN_BLOCK            A `scale_loss` block runs.  Earlier gradients are set aside, complete.
-    IN_BLOCK_PENDING    As IN_BLOCK, but the earlier gradients have the scale of the new ones.
+    IN_BLOCK_PENDING    As IN_BLOCK, but the earlier gradients are in `.grad`, at the scale of the
+                        new ones, which backward adds to them.
 
 Transitions
     event     before            after             caused by
@@ -22,7 +23,7 @@ Transitions
               IN_BLOCK_PENDING  PENDING
     UNSCALE   PENDING           COMPLETE          GradientFlow.unscale_pending
     STEP      COMPLETE          SPENT             GradientFlow.take_found_inf
-    RECHECK   SPENT             COMPLETE          GradientFlow.check_spent
+    RECHECK   SPENT             COMPLETE          GradientFlow.look_again
     ZERO      SPENT             COMPLETE          GradientFlow.zeroed
               PENDING           COMPLETE          GradientFlow.zeroed_by_model
               IN_BLOCK          IN_BLOCK
@@ -45,9 +46,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from ..errors import AmpatchError
-from ..torch_private.probes import are_ranks
 from .loss_scaler import Scaler
-from .process_group import world_size
+from .process_group import trains_with_others
 from .scale_value import Flag, either
 from .shared_parameters import sharing_among
 
@@ -121,7 +121,7 @@ CAUSES: dict[Event, tuple[str, ...]] = {
     Event.ABANDON: ("GradientFlow.abandon_backward",),
     Event.UNSCALE: ("GradientFlow.unscale_pending",),
     Event.STEP: ("GradientFlow.take_found_inf",),
-    Event.RECHECK: ("GradientFlow.check_spent",),
+    Event.RECHECK: ("GradientFlow.look_again",),
     Event.ZERO: ("GradientFlow.zeroed", "GradientFlow.zeroed_by_model"),
     Event.DROP: ("GradientFlow.drop_gradients",),
 }
@@ -158,6 +158,7 @@ class GradientState:
         self.pending: Pending | None = None  # in the states of that name, and in no other
         self.aside: list[tuple[Tensor, Tensor]] = []  # in a block: parameters, earlier gradients
         self.overflow: Flag | None = None  # seen since the last step; None: nothing was checked
+        self.known_to_all = False  # all processes have seen that overflow, on whichever it came
         self.unscaled_by: Unscaled | None = None  # by which scaler, last
         self.had_block = False  # a block was entered since the last step
         self.waiting: list[Scaler] = []  # scalers whose update waits for the step
@@ -191,8 +192,9 @@ class GradientState:
         if self.now is State.PENDING and self.pending is not None:
             self.pending.finish()
 
-    def note_overflow(self, found: Flag, by: Unscaled) -> None:
+    def note_overflow(self, found: Flag, by: Unscaled, known_to_all: bool = False) -> None:
         """Remember the overflow flag of gradients that were unscaled."""
+        self.known_to_all = known_to_all and (self.overflow is None or self.known_to_all)
         self.overflow = found if self.overflow is None else either(self.overflow, found)
         self.unscaled_by = by
 
@@ -258,7 +260,7 @@ def update_scaler(
     Where several processes train it is always at the step: in DDP's `no_sync`
     one rank alone may see an inf, at the step all have seen it.
     """
-    if at_step or (are_ranks() and world_size() > 1):  # without ranks, one call less
+    if at_step or trains_with_others():
         scaler.defer(flags)
         for state in states:
             state.defer_update(scaler)

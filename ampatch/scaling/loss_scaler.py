@@ -73,6 +73,9 @@ class Scaler(Protocol):
     def defer(self, found_infs: list[Flag]) -> None:
         """Keep these flags for the next `update`."""
 
+    def join_deferred(self, found: Flag | None) -> None:
+        """Keep this flag too, if flags are kept: the next `update` counts one step for all."""
+
     def update(self, found_infs: list[Flag]) -> None:
         """React to the flags of one step, and to those kept."""
 
@@ -129,6 +132,9 @@ class StaticScaler:
         return None
 
     def defer(self, found_infs: list[Flag]) -> None:
+        """Nothing moves a static scale."""
+
+    def join_deferred(self, found: Flag | None) -> None:
         """Nothing moves a static scale."""
 
     def update(self, found_infs: list[Flag]) -> None:
@@ -253,6 +259,11 @@ class DynamicScaler:
         """Keep these flags for the next `update`."""
         for found in found_infs:
             self._deferred = found if self._deferred is None else either(self._deferred, found)
+
+    def join_deferred(self, found: Flag | None) -> None:
+        """Keep this flag too, if flags are kept: the next `update` counts one step for all."""
+        if found is not None and self._deferred is not None:
+            self._deferred = either(self._deferred, found)
 
     def update(self, found_infs: list[Flag]) -> None:
         """Back off if one of the flags is set; else count a clean step, and grow in time."""

@@ -213,15 +213,19 @@ class ManagedOptimizer:
         if state.now is State.PENDING or self.masters.by_half:
             self.bring_up_to_date()
         if not evaluates:
-            self.agree()
-        if state.waiting:
-            state.update_deferred()
+            self.settle_overflow()
 
-    def agree(self) -> None:
-        """Have the ranks that step together decide together."""
+    def settle_overflow(self) -> None:
+        """Have the overflow flag be that of the gradients as they are now, and scalers know it.
+
+        The ranks that step together decide together.
+        """
+        self.gradients.look_again()
         if self.gradients.step_group is not None and self._looks_for_overflow():
             zero.refuse_lead(self.optimizer)
             self.gradients.share_overflow()
+        if self.gradients.state.waiting:
+            self.gradients.state.update_deferred()
 
     def bring_up_to_date(self) -> None:
         """Unscale what is pending; have masters follow what was written into half weights.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from ..torch_private.dtensors import groups_of
+from ..torch_private.dtensors import meshes_of
 from ..torch_private.probes import are_ranks
 from .scale_value import Flag
 
@@ -19,13 +20,35 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if are_ranks() else 1
 
 
-def sharing_groups(group: Any, grads: list[Tensor]) -> list[Any]:
-    """The process groups that share the flag of these gradients: of DTensors' meshes, and `group`.
+def trains_with_others() -> bool:
+    """Whether other processes train along, so that their gradients may come into these.
+
+    Horovod's are not those of `torch.distributed`.
+    """
+    if are_ranks():
+        return torch.distributed.get_world_size() > 1
+    return "horovod.torch" in sys.modules
+
+
+class Sharers(NamedTuple):
+    """The process groups that share the flag of some gradients; whether these are all processes."""
+
+    groups: list[Any]
+    are_all: bool
+
+
+def sharers(group: Any, grads: list[Tensor]) -> Sharers:
+    """Those of the gradients' DTensors, by their meshes, and `group`.
 
     A rank has its own part of a DTensor, and an inf may be in one part alone.
     """
-    groups = groups_of(grads)
-    return groups if group is None or group in groups else [*groups, group]
+    meshes = meshes_of(grads)
+    groups = dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))
+    sizes = [mesh.size() for mesh in meshes]
+    if group is not None:
+        groups[group] = None
+        sizes.append(torch.distributed.get_world_size(group))
+    return Sharers(list(groups), bool(groups) and world_size() in sizes)
 
 
 def share_flag(flag: Flag, groups: list[Any], near: Sequence[Tensor]) -> Flag:

@@ -70,13 +70,11 @@ def exchange_data(tensor: Any, data: Any) -> None:
             setattr(tensor, name, getattr(data, name))
 
 
-def groups_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """The process groups of the meshes of these tensors, each once; none without DTensors."""
+def meshes_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """The device meshes of these tensors, each once; none without DTensors."""
     if not any_dtensor(tensors):
         return []
-    meshes = dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t))  # type: ignore[attr-defined]
-    groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-    return list(dict.fromkeys(groups))
+    return list(dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t)))  # type: ignore[attr-defined]
 
 
 def note_write(tensors: Iterable[Tensor]) -> None:

@@ -101,6 +101,71 @@ def sharing_the_flag_of_unequal_gradients(rank: int, level: str) -> dict:
     }
 
 
+def average(params) -> None:
+    """As tutorials do it by hand: the mean over ranks, through `.data`."""
+    for param in params:
+        dist.all_reduce(param.grad.data)
+        param.grad.data /= dist.get_world_size()
+
+
+def averaging_by_hand(rank: int, level: str, clip: str) -> dict:
+    """Rank 1 overflows in the second of four steps, and its gradients reach rank 0 after the block."""
+    model, _ = build(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic", init_scale=64.0
+    )
+    skipped, moved = [], []
+    for number in range(4):
+        optimizer.zero_grad()
+        before = everything(model, optimizer)
+        backward(model, optimizer, 10 * rank + number, poison=rank == 1 and number == 1)
+        average(model.parameters())
+        if clip == "value":  # an inf among the gradients is not to be seen afterwards
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        if clip == "norm":
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+        moved.append(not all(map(torch.equal, before, everything(model, optimizer))))
+    weights = everything(model, optimizer)
+    return {"skipped": skipped, "moved": moved, "weights": weights, "scale": amp.loss_scale()}
+
+
+def averaging_for_two_optimizers(rank: int, level: str) -> dict:
+    """One loss, one scale; in the second step rank 1 overflows in the second optimizer's weights."""
+    model, _ = build(seed=0)
+    pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
+    amp.initialize(model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic")
+    scales = []
+    for number in range(3):
+        for optimizer in pair:
+            optimizer.zero_grad()
+        backward(model, pair, 10 * rank + number)
+        if rank == 1 and number == 1:
+            model[2].bias.grad.fill_(float("inf"))
+        average(model.parameters())
+        for optimizer in pair:
+            optimizer.step()
+        scales.append((amp.loss_scale(), amp.state_dict()["loss_scaler0"]["unskipped"]))
+    return {"weights": everything(model, pair[1]), "scales": scales}
+
+
+def reducing_inside_the_last_block(rank: int, level: str) -> dict:
+    """Two micro-batches, the first of which waits scaled; the sum is reduced before unscaling."""
+    model, optimizer = build(seed=0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=16.0)
+    for number in range(2):
+        inputs, targets = batch(10 * rank + number)
+        loss = F.cross_entropy(model(inputs), targets) / 4
+        with amp.scale_loss(loss, optimizer, delay_unscale=number == 0) as scaled_loss:
+            scaled_loss.backward()
+            if number == 1:
+                for grad in [param.grad.data for param in model.parameters()]:
+                    dist.all_reduce(grad)
+    return {"grads": [param.grad.float() for param in amp.master_params(optimizer)]}
+
+
 def loading_under_ddp(rank: int, level: str) -> dict:
     """A checkpoint loaded after the broadcast keeps its FP32 values; half weights do not."""
     checkpoint = build(seed=7)[0].state_dict()
@@ -152,6 +217,37 @@ def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level, work):
         for grad, parameter in zip(rank["grads"], model.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad, atol=3e-3, rtol=0.05)
     assert all(map(torch.equal, one["grads"], two["grads"]))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_reducing_inside_the_last_block_is_of_all_micro_batches(ranks, level):
+    one, two = ranks(reducing_inside_the_last_block, level)
+    model, _ = build(seed=0)
+    for number in (0, 1, 10, 11):
+        inputs, targets = batch(number)
+        (F.cross_entropy(model(inputs), targets) / 4).backward()
+    for ours, other, param in zip(one["grads"], two["grads"], model.parameters(), strict=True):
+        torch.testing.assert_close(ours, param.grad, atol=3e-3, rtol=0.02)
+        assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("clip", ["none", "value", "norm"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(ranks, level, clip):
+    one, two = ranks(averaging_by_hand, level, clip)
+    for rank in (one, two):
+        assert rank["skipped"] == [False, True, False, False]
+        assert rank["moved"] == [True, False, True, True]
+        assert rank["scale"] == 32.0
+        assert all(bool(value.isfinite().all()) for value in rank["weights"])
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+
+
+def test_an_overflow_after_the_block_in_the_second_of_two_optimizers(ranks):
+    one, two = ranks(averaging_for_two_optimizers, "O1")
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+    assert all(bool(value.isfinite().all()) for value in one["weights"])
+    assert [step[1] for step in one["scales"]] == [1, 2, 3]  # a step is counted once
 
 
 def test_a_shared_flag_skips_the_step_on_both_ranks(ranks):

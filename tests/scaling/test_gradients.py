@@ -30,7 +30,9 @@ def loss_of(model, seed=1):
     return F.mse_loss(model(inputs), targets)
 
 
-def start(level, kind=torch.optim.SGD, dtype=torch.float16, loss_scale=None, **options):
+def start(
+    level, kind=torch.optim.SGD, dtype=torch.float16, loss_scale=None, verbosity=0, **options
+):
     model = seeded()
     optimizer = kind(model.parameters(), **(options or {"lr": 0.1}))
     ampatch.initialize(
@@ -40,7 +42,7 @@ def start(level, kind=torch.optim.SGD, dtype=torch.float16, loss_scale=None, **o
         dtype=dtype,
         loss_scale=loss_scale,
         init_scale=1024.0,
-        verbosity=0,
+        verbosity=verbosity,
     )
     return model, optimizer
 
@@ -148,13 +150,25 @@ def test_names_bound_early_are_given_back():
 # Accumulation
 
 
+def accumulated(batches):
+    """The gradients of FP32 training: of the sum of the losses, each times its factor."""
+    plain = seeded()
+    for seed, factor in batches:
+        (loss_of(plain, seed) * factor).backward()
+    return [parameter.grad for parameter in plain.parameters()]
+
+
 @pytest.mark.parametrize("delay", ["none", "all but last", "all"])
 @pytest.mark.parametrize("middle", ["nothing", "scale change", "left out", "fails"])
 def test_accumulation_is_one_big_batch(opt_level, half, delay, middle):
-    """Four micro-batches; in the middle the scale moves, or one of them contributes nothing."""
+    """Four micro-batches; in the middle the scale moves, or one of them contributes nothing.
+
+    If its block raises, what its pass added stays where earlier gradients wait scaled, as in FP32
+    training; else it is dropped.
+    """
     model, optimizer = start(opt_level, dtype=half)
-    seeds = [1, 2, 3, 4]
-    for index, seed in enumerate(seeds):
+    batches = []
+    for index, seed in enumerate((1, 2, 3, 4)):
         delayed = delay == "all" or (delay == "all but last" and index < 3)
         if index == 2 and middle == "scale change":
             ampatch.set_loss_scale(ampatch.loss_scale() / 4)
@@ -165,20 +179,44 @@ def test_accumulation_is_one_big_batch(opt_level, half, delay, middle):
                 with ampatch.scale_loss(loss_of(model, 9), optimizer, delay_unscale=delayed) as s:
                     s.backward()
                     raise RuntimeError("out of luck")
+            batches += [(9, 1.0)] if delayed else []
             continue
         backward(model, optimizer, seed, 1 / 4, delay_unscale=delayed)
-    if middle in ("left out", "fails"):
-        seeds.remove(3)
-    inputs, targets = (torch.cat(parts) for parts in zip(*map(data, seeds), strict=True))
-    plain = seeded()
-    (F.mse_loss(plain(inputs), targets) * len(seeds) / 4).backward()
+        batches.append((seed, 1 / 4))
     torch.nn.utils.clip_grad_norm_(ampatch.master_params(optimizer), 1e9)  # unscales what waits
-    for ours, theirs in zip(ampatch.master_params(optimizer), plain.parameters(), strict=True):
-        assert torch.allclose(ours.grad.float(), theirs.grad, atol=4e-3, rtol=0.02)
+    expected = accumulated(batches)
+    for ours, theirs in zip(ampatch.master_params(optimizer), expected, strict=True):
+        assert torch.allclose(ours.grad.float(), theirs, atol=4e-3, rtol=0.02)
     before = values(ampatch.master_params(optimizer))
     optimizer.step()
     assert not all(map(torch.equal, before, ampatch.master_params(optimizer)))
     assert not ampatch.step_was_skipped(optimizer)
+
+
+def test_a_block_that_raises_says_what_stays_in_gradients_that_wait_scaled(caplog):
+    model, optimizer = start("O1", loss_scale=16.0, verbosity=1)
+    for delayed, said in ((False, False), (True, False), (True, True)):
+        with pytest.raises(KeyboardInterrupt):
+            with ampatch.scale_loss(loss_of(model), optimizer, delay_unscale=delayed):
+                raise KeyboardInterrupt
+        assert ("What it added stays there" in caplog.text) == said
+        backward(model, optimizer, delay_unscale=delayed)
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O3"])
+def test_what_waits_scaled_is_in_the_next_block_as_in_apex(opt_level):
+    """A reduction by hand there, here of two ranks that have the same data, is of the whole sum."""
+    model, optimizer = start(opt_level, loss_scale=16.0)
+    backward(model, optimizer, 1, delay_unscale=True)
+    with ampatch.scale_loss(loss_of(model, 2), optimizer) as scaled:
+        scaled.backward()
+        in_block = [p.grad.data for p in model.parameters()]
+        expected = accumulated([(1, 1.0), (2, 1.0)])
+        for grad, whole in zip(in_block, expected, strict=True):
+            assert torch.allclose(grad.float(), 16 * whole, atol=0.1, rtol=0.02)
+            grad.mul_(2)
+    for param, whole in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(param.grad.float(), 2 * whole, atol=8e-3, rtol=0.02)
 
 
 @pytest.mark.parametrize("delay", [False, True])

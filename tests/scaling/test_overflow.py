@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,8 +73,7 @@ def test_an_exception_after_a_delayed_block_keeps_what_was_pending():
     model, optimizer = start("O2", options={"lr": 1.0})
     before = [p.detach().clone() for p in ampatch.master_params(optimizer)]
     backward(model, optimizer, data(), delay_unscale=True)
-    with pytest.raises(KeyError), ampatch.scale_loss(model(data()[0]).sum(), optimizer) as scaled:
-        scaled.backward()
+    with pytest.raises(KeyError), ampatch.scale_loss(model(data()[0]).sum(), optimizer):
         raise KeyError
     optimizer.step()
     moved = [a - b.detach() for a, b in zip(before, ampatch.master_params(optimizer), strict=True)]
@@ -87,3 +90,17 @@ def test_gradients_set_to_none_by_hand_take_the_overflow_with_them(level, fused)
     optimizer.step()
     assert not ampatch.step_was_skipped(optimizer)
     assert ampatch.step_counts(optimizer) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_inf_that_horovod_averages_into_gradients_skips_the_step(monkeypatch, level):
+    """Its processes are none of `torch.distributed`; alone, the flag of the block decides."""
+    for known in (False, True):
+        if known:
+            monkeypatch.setitem(sys.modules, "horovod.torch", types.ModuleType("horovod.torch"))
+        model, optimizer = start(level, options={"lr": 1.0})
+        backward(model, optimizer, data())
+        next(model.parameters()).grad.fill_(math.inf)
+        optimizer.step()
+        assert ampatch.step_was_skipped(optimizer) == known
+        ampatch.deactivate()

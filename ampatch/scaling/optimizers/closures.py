@@ -58,8 +58,6 @@ class Evaluations:
         with managed.casts.on():
             loss = closure()
         managed.bring_up_to_date()
-        managed.agree()
-        managed.gradients.state.update_deferred()
         if self.count == 0:
             self.first = loss
         self.count += 1
@@ -68,6 +66,7 @@ class Evaluations:
 
     def ask(self) -> None:
         """End the optimizer's step if there is an overflow in the gradients gathered so far."""
+        self._managed.settle_overflow()
         if self._managed.gradients.take_overflow():
             self.overflowed = True
             raise Overflowed
