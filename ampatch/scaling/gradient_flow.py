@@ -95,7 +95,7 @@ class GradientFlow:
     def make_room(
         self, held: list[Tensor], pending: Callable[[], Pending], sharing: Sharing
     ) -> None:
-        """Begin the block: set the gradients that `gather` found aside, or have them stay, scaled."""
+        """Begin the block: what `gather` found is set aside, or stays, scaled."""
         state = self.state
         owned: list[Tensor] = []
         stays = False

@@ -109,7 +109,7 @@ def average(params) -> None:
 
 
 def averaging_by_hand(rank: int, level: str, clip: str) -> dict:
-    """Rank 1 overflows in the second of four steps, and its gradients reach rank 0 after the block."""
+    """Rank 1 overflows in the second of four steps; its gradients reach rank 0 after the block."""
     model, _ = build(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     amp.initialize(
@@ -133,7 +133,7 @@ def averaging_by_hand(rank: int, level: str, clip: str) -> dict:
 
 
 def averaging_for_two_optimizers(rank: int, level: str) -> dict:
-    """One loss, one scale; in the second step rank 1 overflows in the second optimizer's weights."""
+    """One loss; in the second step rank 1 overflows in the second optimizer's weights."""
     model, _ = build(seed=0)
     pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
     amp.initialize(model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic")
