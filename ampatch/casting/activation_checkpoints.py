@@ -36,6 +36,8 @@ def _following(function: Callable, state: CastState) -> Callable:
     policy = state.current()
     if policy is not None:
         function = policy.cache.apart()(function)
+    for lending in state.thread.lent:
+        function = lending.again()(function)
     return state.under(lambda: policy, state.under_user_control())(function)
 
 

@@ -165,7 +165,7 @@ class Plan:
 
     def begin(self) -> bool:
         """A forward of the model starts: whether weights may be cast together in it."""
-        if not HOOKS_CAN_BE_SEEN or not _may_use_all(self._model):
+        if not HOOKS_CAN_BE_SEEN or not may_use_all(self._model):
             return False
         if self._has_hooks or any(self._hook_tables):
             with self._changing:
@@ -204,7 +204,7 @@ class Plan:
         self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
         for module in parts:
             self._hook_tables += backward_tables(module)
-        hooked = _below_hooks(parts) if any(self._hook_tables) else set()
+        hooked = below_hooks(parts) if any(self._hook_tables) else set()
         self._has_hooks = bool(hooked)
         bucket_of: dict[int, list[Tensor]] = {}
         open_buckets: dict[Any, list[Tensor]] = {}
@@ -263,13 +263,25 @@ def may_be_planned(weight: Tensor) -> bool:
     )
 
 
+def divide(weights: list[Tensor]) -> list[list[Tensor]]:
+    """Weights in buckets, in their order; only neighbours that live in the same place."""
+    buckets: list[list[Tensor]] = []
+    place = None
+    for weight in weights:
+        if not buckets or place_of(weight) != place or not _has_room(buckets[-1], weight):
+            buckets.append([])
+        buckets[-1].append(weight)
+        place = place_of(weight)
+    return buckets
+
+
 def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
     size = sum(one.numel() for one in bucket) + weight.numel()
     most = MOST_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MOST_BYTES
     return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= most
 
 
-def _below_hooks(parts: list[nn.Module]) -> set[int]:
+def below_hooks(parts: list[nn.Module]) -> set[int]:
     """Ids of the weights of modules with backward hooks, their children's among them.
 
     Such a hook runs when the gradients of its module are complete, not those of a bucket.
@@ -281,7 +293,7 @@ def _below_hooks(parts: list[nn.Module]) -> set[int]:
     return {id(weight) for module in hooked for weight in module.parameters()}
 
 
-def _may_use_all(model: nn.Module) -> bool:
+def may_use_all(model: nn.Module) -> bool:
     """Whether all weights of a bucket may count as used when one of them is.
 
     Not under DDP that looks for unused weights, nor where ranks communicate without DDP.

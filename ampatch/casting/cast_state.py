@@ -36,6 +36,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.policy: Any = FOLLOW
         self.frames: list[Frame] = []  # innermost last
+        self.lent: list[Any] = []  # half copies that are in the places of weights
 
 
 class CastState:
@@ -132,6 +133,8 @@ class CastState:
         frames = self.thread.frames
         while frames and not isinstance(frames[-1][0], _BLOCKS):
             self.pop(frames[-1][0])
+        for lending in list(self.thread.lent):
+            lending.end_if_interrupted()
 
     def under_user_control(self) -> bool:
         """Whether the innermost policy here is from a `with` block of the user's."""

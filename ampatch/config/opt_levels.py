@@ -19,6 +19,8 @@ from .scale_settings import SETTINGS, ScaleSettings
 from .validation import positive_number, truth_value, whole_number, word
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
+import os
+LENT = os.environ.get("AMPATCH_LENT", "1") == "1"
 
 _DTYPE_NAMES = {
     "float16": torch.float16,
@@ -66,6 +68,11 @@ class Properties:
     def casts_model(self) -> bool:
         """Whether weights and inputs are converted (O0, O2, O3)."""
         return self.cast_model_type is not None
+
+    @property
+    def lends_weights(self) -> bool:
+        """Whether weights stay FP32 and modules get half copies while a forward runs (O2)."""
+        return self.cast_model_type in HALF_TYPES and self.master_weights is not False and bool(LENT)
 
     @property
     def scale_settings(self) -> ScaleSettings:

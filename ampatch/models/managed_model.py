@@ -10,6 +10,7 @@ as the model is, for as long as the session is open.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ from .copies import ModelCopies
 from .float_values import FloatValues
 from .hooks import Hook
 from .io_casting import ModelInputs
+from .lent_weights import LentWeights
 from .module_overrides import ModuleOverride
 from .plain_parameters import PlainParameters
 from .sharded_weights import (
@@ -124,6 +126,7 @@ class ManagedModel:
         self._widened = owner.values.widened
         self._may_have_masters = False
         self.sharded = ShardedWeights(model, properties)
+        self._lent: LentWeights | None = None
         self._converted: list[Converted] = []
         self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
@@ -138,10 +141,10 @@ class ManagedModel:
     def _make_submodule_calls(self, inputs: ModelInputs, dtype: torch.dtype) -> SubmoduleCalls:
         return SubmoduleCalls(
             self.model,
-            is_inside=lambda: inputs.is_taken,
+            is_inside=lambda: inputs.is_taken or self._is_joined(),
             make_inputs=lambda name: self._make_inputs(name, dtype),
             push=self._enter_submodule,
-            pop=self._state.pop,
+            pop=self._leave_submodule,
         )
 
     # Put in, take out
@@ -153,9 +156,13 @@ class ManagedModel:
             return
         self._stays_float = skip
         self.sharded.take(skip)
-        self._converted = convert_weights(
-            self.model, dtype, skip, leave=sharded_parameters(self.model)
-        )
+        if self.properties.lends_weights:
+            leave = functools.partial(sharded_parameters, self.model)
+            self._lent = LentWeights(self.model, dtype, skip, leave, self._state)
+        else:
+            self._converted = convert_weights(
+                self.model, dtype, skip, leave=sharded_parameters(self.model)
+            )
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
             return
@@ -239,11 +246,14 @@ class ManagedModel:
         handles.append(model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
         handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         if self._submodule_calls is not None:
-            self._handles.extend(self._submodule_calls.install())
+            lent = self._lent
+            own = None if lent is None else set(map(id, lent.tree_of(model).parameters))
+            self._handles.extend(self._submodule_calls.install(own))
         for override in self._overrides:
             self._handles.extend(override.install())
         dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
-        if (dtypes | {self.properties.cast_model_type}) & set(HALF_TYPES):
+        given = set() if self._lent is not None else {self.properties.cast_model_type}
+        if (dtypes | given) & set(HALF_TYPES):
             self._may_have_masters = self.properties.master_weights is not False
             state_dicts = StateDictHooks(model, self._values.saved, self._values.load)
             self._handles.extend(state_dicts.install())
@@ -349,6 +359,8 @@ class ManagedModel:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
+        if self._is_joined():
+            return None
         if self._step is not None and not is_dynamo_compiling() and self._step.enters():
             return None
         taken = None
@@ -369,7 +381,13 @@ class ManagedModel:
                 self._owner.before_forward(model)
             if self._widened.copies:
                 self._widened.take_over()
+        if self._lent is not None:
+            self._lent.begin(model)
         return taken
+
+    def _is_joined(self) -> bool:
+        """Whether a model around this one has lent the weights, and casts in and out."""
+        return self._lent is not None and bool(self._state.thread.lent) and self._lent.is_joined()
 
     @contextlib.contextmanager
     def in_step(self, is_sent_through_call: bool) -> Iterator[None]:
@@ -388,22 +406,33 @@ class ManagedModel:
         finally:
             self._step = before
 
-    def _enter_submodule(self, owner: Any) -> None:
+    def _enter_submodule(self, owner: Any, part: nn.Module) -> None:
         """A part is called from outside."""
         self._state.push(self.policy, owner)
+        if self._lent is not None:
+            self._lent.begin(part)
         if self._may_have_masters:
             self._owner.before_forward(self.model)
         if self._widened.copies:
             self._widened.take_over()
 
+    def _leave_submodule(self, owner: Any, part: nn.Module) -> None:
+        if self._lent is not None:
+            self._lent.end(part)
+        self._state.pop(owner)
+
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
+        if self._is_joined():
+            return None
         if self._step is not None and not is_dynamo_compiling() and self._step.leaves():
             return None
         if output is None and not is_dynamo_compiling():  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
+        if self._lent is not None:
+            self._lent.end(model)
         if self._state.thread.frames:
             self._state.pop(self)
         if self.policy is not None and not is_dynamo_compiling():

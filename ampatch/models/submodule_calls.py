@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import repeat
 from typing import Any
 
@@ -38,8 +38,8 @@ class SubmoduleCalls:
     """Hooks on the submodules of one half model.
 
     `is_inside()` says whether the model's own forward runs in this thread.  `make_inputs(name)`
-    makes what casts a part's inputs.  `push(owner)` puts the model's policy in force, `pop(owner)`
-    takes it out again.
+    makes what casts a part's inputs.  `push(owner, part)` puts the model's policy in force,
+    `pop(owner, part)` takes it out again.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class SubmoduleCalls:
         *,
         is_inside: Callable[[], bool],
         make_inputs: Callable[[str], ModelInputs],
-        push: Callable[[Any], None],
-        pop: Callable[[Any], None],
+        push: Callable[[Any, nn.Module], None],
+        pop: Callable[[Any, nn.Module], None],
     ) -> None:
         self._model = model
         self._is_inside = is_inside
@@ -62,13 +62,19 @@ class SubmoduleCalls:
         self._ids: list[int] = []
         self._hooks: list[Any] = []
 
-    def install(self) -> list[Any]:
-        """Hang the hooks on the parts with half weights; returns their handles."""
+    def install(self, lent: Collection[int] | None = None) -> list[Any]:
+        """Hang the hooks on the parts with half weights, or with those in `lent` (ids).
+
+        Returns their handles.
+        """
         handles: list[Any] = []
         for name, module in self._model.named_modules():
             if not name or isinstance(module, torch.jit.ScriptModule):
                 continue
-            if not any(parameter.dtype in HALF_TYPES for parameter in module.parameters()):
+            if not any(
+                parameter.dtype in HALF_TYPES if lent is None else id(parameter) in lent
+                for parameter in module.parameters()
+            ):
                 continue
             self._inputs[id(module)] = self._make_inputs(f"{type(self._model).__name__}.{name}")
             before, after = Hook(self._enter), Hook(self._leave)
@@ -113,7 +119,7 @@ class SubmoduleCalls:
             return None
         taken = self._inputs[id(module)].take(args, kwargs)
         here.outermost = module
-        self._push(self)
+        self._push(self, module)
         return taken
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -124,6 +130,6 @@ class SubmoduleCalls:
             here.again -= 1
             return None
         here.outermost = None
-        self._pop(self)
+        self._pop(self, module)
         self._inputs[id(module)].write_back()
         return None if here.result is None else cast_tensors(output, here.result)

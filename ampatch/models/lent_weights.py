@@ -1,0 +1,352 @@
+"""O2: half copies of a model's FP32 weights, lent to its modules while a forward runs.
+
+A weight exists once, in FP32, as the model's parameter, which is also what the optimizer holds.
+When the outermost call of the model, or of a part of it, begins, half copies are put in the
+parameters' places in `module._parameters`; when it ends, the parameters are put back.  One node of
+the graph casts many weights (`casting/batched_casts`), so that gradients reach `parameter.grad`
+in FP32 through the parameters' own accumulators.
+
+The nodes are made before the forward, and autograd runs ready nodes by the order in which they were
+made: they would run at the very end of the pass, and all half gradients would wait for them.  So
+they get a high sequence number, with which each runs as soon as its gradients are there.
+
+FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..casting.batched_casts import (
+    below_hooks,
+    cast_together,
+    divide,
+    may_be_planned,
+    may_use_all,
+)
+from ..casting.cast_state import CastState
+from ..torch_private.modules import FLAT_WEIGHTS
+from ..torch_private.nodes import run_when_ready
+from ..torch_private.probes import is_recording
+from .registrations import registrations
+
+StaysFloat = Callable[[nn.Module], bool]
+
+_version_of = operator.attrgetter("_version")
+
+
+class Place(NamedTuple):
+    """An entry of a module's table of parameters, and what is there outside of forwards."""
+
+    table: dict[str, Any]
+    name: str
+    parameter: Tensor
+
+
+class Tree:
+    """A module and its parts: the places that are lent to, with their parameters in buckets.
+
+    Those in `leave` (ids) are left out.
+    """
+
+    def __init__(self, root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> None:
+        self.root = root
+        self.modules = set(map(id, root.modules()))
+        self.places: list[Place] = []
+        self.rnns: list[nn.RNNBase] = []
+        self._generation = registrations.count
+        seen: list[Place] = []
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule) or stays_float(module):
+                continue
+            for name, parameter in module._parameters.items():
+                place = Place(module._parameters, name, parameter)
+                seen.append(place)
+                if _is_lent(parameter) and id(parameter) not in leave:
+                    self.places.append(place)
+            if isinstance(module, nn.RNNBase):
+                self.rnns.append(module)
+        self._seen = tuple(map(list, zip(*seen, strict=True))) or ([], [], [])
+        found = {id(place.parameter): place.parameter for place in self.places}
+        self.parameters = list(found.values())
+        order = {key: index for index, key in enumerate(found)}
+        self.sources = [order[id(place.parameter)] for place in self.places]
+        self.buckets = divide(self.parameters)
+
+    def is_valid(self) -> bool:
+        """Whether the tables hold what was found there."""
+        tables, names, found = self._seen
+        return self._generation == registrations.count and all(
+            map(operator.is_, map(dict.get, tables, names), found)
+        )
+
+    def put(self, tensors: Sequence[Tensor], instead_of: Sequence[Tensor] | None = None) -> None:
+        """Put `tensors`, one for each of `parameters`, in the places.
+
+        With `instead_of` only where one of those is: what the user's code has put there stays.
+        """
+        for (table, name, _), source in zip(self.places, self.sources, strict=True):
+            if instead_of is None or table.get(name) is instead_of[source]:
+                table[name] = tensors[source]
+        for rnn in self.rnns:
+            _follow(rnn)
+
+
+def _is_lent(parameter: Tensor | None) -> bool:
+    """Whether it is a weight that a half copy can stand in for."""
+    return parameter is not None and parameter.dtype is torch.float32
+
+
+def _follow(rnn: nn.RNNBase) -> None:
+    """An RNN has its weights as a list too."""
+    names = getattr(rnn, "_flat_weights_names", None)
+    if names is not None and FLAT_WEIGHTS in vars(rnn):
+        vars(rnn)[FLAT_WEIGHTS] = [getattr(rnn, name, None) for name in names]
+
+
+class Lending:
+    """The half copies of one call, one for each parameter of `tree`."""
+
+    def __init__(self, tree: Tree, copies: list[Tensor], owner: LentWeights) -> None:
+        self.tree = tree
+        self.copies = copies
+        self.thread = threading.current_thread()
+        self.caller = _caller()  # if this frame runs no longer, the call was interrupted
+        self.is_in_place = False
+        self._versions = list(map(_version_of, copies))
+        self._owner = owner
+
+    def put(self) -> None:
+        """Put the copies in place."""
+        self.tree.put(self.copies)
+        self.is_in_place = True
+
+    def take_back(self) -> None:
+        """Put the parameters back; what the forward wrote into copies goes to them."""
+        self.is_in_place = False
+        self.tree.put(self.tree.parameters, instead_of=self.copies)
+        if list(map(_version_of, self.copies)) != self._versions:
+            for parameter, copy, version in zip(
+                self.tree.parameters, self.copies, self._versions, strict=True
+            ):
+                if copy._version != version:
+                    carry(copy, parameter)
+
+    def end_if_interrupted(self) -> None:
+        """Take back what a call left that never ended: Ctrl-C skips hooks."""
+        if not _runs(self.caller):
+            self._owner.drop(self)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The copies are in place meanwhile: what the forward did is done once more."""
+        if self.is_in_place:
+            yield
+            return
+        with self._owner.reserved():
+            found = [table.get(name) for table, name, _ in self.tree.places]
+            self.put()
+            try:
+                yield
+            finally:
+                self.is_in_place = False
+                for (table, name, _), tensor in zip(self.tree.places, found, strict=True):
+                    table[name] = tensor
+                for rnn in self.tree.rnns:
+                    _follow(rnn)
+
+
+def carry(copy: Tensor, parameter: Tensor) -> None:
+    """Write into a parameter what was written into its copy; the rest keeps its FP32 values."""
+    with torch.no_grad():
+        same = parameter.to(copy.dtype) == copy
+        parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
+
+
+def _caller() -> Any:
+    """The innermost frame that is not of ampatch."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("ampatch."):
+        frame = frame.f_back
+    return frame
+
+
+def _runs(frame: Any) -> bool:
+    """Whether a frame is on the stack of this thread."""
+    now: Any = sys._getframe(1)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is not None
+
+
+class LentWeights:
+    """Lends half copies, in `dtype`, of the FP32 weights of one model.
+
+    Weights of modules for which `stays_float` is true are left out, and those in `leave()` (ids).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        stays_float: StaysFloat,
+        leave: Callable[[], Collection[int]],
+        state: CastState,
+    ) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._stays_float = stays_float
+        self._leave = leave
+        self._state = state
+        self._trees: dict[int, Tree] = {}
+        self._lock = threading.Lock()
+        self._running: Lending | None = None
+        self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
+        registrations.watch()
+        self.tree_of(model)
+
+    def tree_of(self, root: nn.Module) -> Tree:
+        """The places of the model, or of a part of it, as they are now."""
+        tree = self._trees.get(id(root))
+        if tree is None or tree.root is not root or not tree.is_valid():
+            tree = Tree(root, self._stays_float, self._leave())
+            if not self._state.thread.lent:  # else copies of another model may be in the places
+                self._trees[id(root)] = tree
+        return tree
+
+    def begin(self, root: nn.Module) -> None:
+        """A call of the model or of a part of it begins; the outermost one lends."""
+        if is_dynamo_compiling():
+            self._put_traced(root)
+            return
+        running = self._running
+        if running is not None and running.thread is threading.current_thread():
+            if _runs(running.caller):
+                self._roots.append(root)
+                return
+            self._end()
+        self._acquire()
+        try:
+            tree = self.tree_of(root)
+            lending = Lending(tree, self._copies(tree), self)
+            self._running, self._roots = lending, [root]
+            self._state.thread.lent.append(lending)
+            lending.put()
+        except BaseException:
+            self._end()
+            raise
+
+    def end(self, root: nn.Module) -> None:
+        """A call has ended."""
+        if is_dynamo_compiling():
+            self._take_back_traced(root)
+            return
+        running = self._running
+        if running is None or running.thread is not threading.current_thread():
+            return
+        while self._roots and self._roots.pop() is not root:
+            pass
+        if not self._roots:
+            self._end()
+
+    def drop(self, lending: Lending) -> None:
+        """That call was interrupted."""
+        if self._running is lending:
+            self._end()
+
+    def is_joined(self) -> bool:
+        """Whether the model is part of another one that has lent its weights in this thread."""
+        running = self._running
+        return any(
+            id(self._model) in lending.tree.modules
+            for lending in self._state.thread.lent
+            if lending is not running
+        )
+
+    def _end(self) -> None:
+        lending, self._running, self._roots = self._running, None, []
+        try:
+            if lending is not None:
+                if lending in self._state.thread.lent:
+                    self._state.thread.lent.remove(lending)
+                lending.take_back()
+        finally:
+            self._lock.release()
+
+    def _acquire(self) -> None:
+        while not self._lock.acquire(timeout=1.0):
+            running = self._running
+            if running is not None and not running.thread.is_alive():
+                self._end()
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """No other thread lends meanwhile."""
+        running = self._running
+        if running is not None and running.thread is threading.current_thread():
+            yield
+            return
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    # Copies
+
+    def _copies(self, tree: Tree) -> list[Tensor]:
+        if is_recording():
+            return [parameter.to(self._dtype) for parameter in tree.parameters]
+        if torch.is_grad_enabled():
+            return self._in_graph(tree)
+        made: list[Tensor] = []
+        for bucket in tree.buckets:
+            made += cast_together(bucket, self._dtype, in_graph=False)
+        return made
+
+    def _in_graph(self, tree: Tree) -> list[Tensor]:
+        alone = below_hooks(list(tree.root.modules()))
+        together_allowed = may_use_all(self._model)
+        by_id: dict[int, Tensor] = {}
+        for bucket in tree.buckets:
+            frozen = [one for one in bucket if not one.requires_grad]
+            if frozen:
+                by_id.update(zip(map(id, frozen), cast_together(frozen, self._dtype, False)))
+            group = [
+                one
+                for one in bucket
+                if together_allowed
+                and one.requires_grad
+                and may_be_planned(one)
+                and id(one) not in alone
+            ]
+            if group:
+                made = cast_together(group, self._dtype, True)
+                run_when_ready(made[0])
+                by_id.update(zip(map(id, group), made))
+            for one in bucket:
+                if id(one) not in by_id:
+                    by_id[id(one)] = copy = one.to(self._dtype)
+                    run_when_ready(copy)
+        return [by_id[id(one)] for one in tree.parameters]
+
+    # Where Dynamo traces
+
+    def _put_traced(self, root: nn.Module) -> None:
+        tree = self._trees[id(root)]
+        copies = [parameter.to(self._dtype) for parameter in tree.parameters]
+        for (table, name, _), source in zip(tree.places, tree.sources):
+            table[name] = copies[source]
+
+    def _take_back_traced(self, root: nn.Module) -> None:
+        for table, name, parameter in self._trees[id(root)].places:
+            table[name] = parameter
