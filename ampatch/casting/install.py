@@ -14,7 +14,6 @@ import torch
 
 from ..log import logger
 from . import (
-    activation_checkpoints,
     autocast_answers,
     backward_policy,
     fused_attention,
@@ -69,10 +68,7 @@ class Installation:
                 *autocast_answers.places(self._state),
             ):
                 self._put_if_there(where, name, make)
-            for owner, name, make in (
-                *backward_policy.parts(self._state),
-                *activation_checkpoints.parts(self._state),
-            ):
+            for owner, name, make in backward_policy.parts(self._state):
                 self._patches.replace(owner, name, make)
             self._library_ops.install()
             fresh_tables(self._patches)

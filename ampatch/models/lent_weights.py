@@ -304,6 +304,9 @@ class LentWeights:
     # Copies
 
     def _copies(self, tree: Tree) -> list[Tensor]:
+        if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
+            with torch.inference_mode(False), torch.no_grad():
+                return self._copies(tree)
         if is_recording():
             return [parameter.to(self._dtype) for parameter in tree.parameters]
         if torch.is_grad_enabled():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..casting import activation_checkpoints
 from ..casting.handlers import FunctionModes
 from ..casting.left_behind import Arrivals
 from ..casting.patches import PatchSet, Replacement
@@ -151,6 +152,11 @@ def tools(registry: Registry) -> list[Tool]:
             "torch.fx and torch.jit.script: casts in graphs, or a warning",
             lambda needs: needs.casts or needs.models,
             lambda: fx_jit.replacements(registry.models.managed, registry.state),
+        ),
+        Tool(
+            "activation checkpoints: the recompute has the forward's casts and half copies",
+            lambda needs: needs.tables or needs.half_models,
+            lambda: activation_checkpoints.parts(registry.state),
         ),
         Tool(
             "forwards of nn.Linear and convolutions: weights read without a call",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -155,10 +157,13 @@ def a_dict_that_the_forward_writes_to(amp):
     forward = model
     if amp.by_hand:
         original = type(model).__mro__[1].forward
-        forward = lambda x, cache: original(model, x.to(amp.half), cache).float()  # noqa: E731
+
+
+        def forward(x, cache):
+            with amp.half_weights(model):
+                return original(model, x.to(amp.half), cache).float()
+
     for x, y in batches(3):
-        if amp.by_hand:
-            amp.masters_to_half()
         amp.step(mse(forward(x, cache), y), optimizer)
         amp.record(cache["hidden"])
 
@@ -168,8 +173,7 @@ def a_method_called_from_outside(amp):
     model, optimizer = amp.start(Block())
     for x, y in batches(3):
         if amp.by_hand:
-            amp.masters_to_half()
-            with amp.casts():
+            with amp.half_weights(model), amp.casts():
                 hidden = model.encode(x.to(amp.half) if amp.is_half_model else x)
         else:
             hidden = model.encode(x)
@@ -182,9 +186,8 @@ def submodules_called_from_outside(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
         if amp.by_hand:
-            amp.masters_to_half()
             x = x.to(amp.half) if amp.is_half_model else x
-        with amp.casts():
+        with amp.half_weights(model) if amp.by_hand else nullcontext(), amp.casts():
             for layer in model:
                 x = layer(x)
         amp.step(mse(x, y), optimizer)
@@ -332,7 +335,7 @@ def a_forward_that_is_a_generator(amp):
 
     model, optimizer = amp.start(Steps())
     for x, y in batches(3):
-        with amp.casts():
+        with amp.half_weights(model) if amp.by_hand else nullcontext(), amp.casts():
             first, second = model(x)
         amp.step(mse(first, y) + mse(second, y), optimizer)
 
