@@ -128,6 +128,11 @@ def _outside_graph(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         return copies(weights, dtype)
 
 
+def cast_in_graph(weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The copies of FP32 `weights` in `dtype`, by one node; gradients may be sparse."""
+    return _in_graph(weights, dtype, _NO_PLAN)
+
+
 def cast_together(
     weights: list[Tensor], dtype: torch.dtype, in_graph: bool, plan: Plan | None = None
 ) -> Sequence[Tensor]:

@@ -14,10 +14,20 @@ from itertools import chain
 from types import CodeType, ModuleType
 
 from ..casting import batched_casts, cast_state, contexts, handlers, policy, weight_cache
-from ..models import conversion, hooks, io_casting, managed_model, module_overrides, submodule_calls
+from ..models import (
+    conversion,
+    hooks,
+    io_casting,
+    lent_weights,
+    managed_model,
+    module_overrides,
+    registrations,
+    submodule_calls,
+)
 from ..torch_private import (
     devices,
     dynamo,
+    nodes,
     probes,
     tensors,
     torch_functions,
@@ -33,11 +43,14 @@ _BEHIND_HOOKS = (
     handlers,
     hooks,
     io_casting,
+    lent_weights,
     managed_model,
     module_overrides,
     policy,
     devices,
+    nodes,
     probes,
+    registrations,
     submodule_calls,
     tensors,
     torch_functions,

@@ -28,15 +28,18 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting.batched_casts import (
     below_hooks,
+    cast_in_graph,
     cast_together,
     divide,
     may_be_planned,
     may_use_all,
 )
 from ..casting.cast_state import CastState
+from ..torch_private.devices import has_values
+from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import FLAT_WEIGHTS
 from ..torch_private.nodes import run_when_ready
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import computes_with_fakes, is_recording
 from .registrations import registrations
 
 StaysFloat = Callable[[nn.Module], bool]
@@ -122,6 +125,7 @@ class Lending:
         self.thread = threading.current_thread()
         self.caller = _caller()  # if this frame runs no longer, the call was interrupted
         self.is_in_place = False
+        self.begun_as: dict[int, Tensor] = {}  # copies that are compared in the end, by place
         self._versions = list(map(_version_of, copies))
         self._owner = owner
 
@@ -133,13 +137,24 @@ class Lending:
     def take_back(self) -> None:
         """Put the parameters back; what the forward wrote into copies goes to them."""
         self.is_in_place = False
-        self.tree.put(self.tree.parameters, instead_of=self.copies)
-        if list(map(_version_of, self.copies)) != self._versions:
-            for parameter, copy, version in zip(
-                self.tree.parameters, self.copies, self._versions, strict=True
-            ):
+        parameters, copies = self.tree.parameters, self.copies
+        self.tree.put(parameters, instead_of=copies)
+        if list(map(_version_of, copies)) != self._versions:
+            for parameter, copy, version in zip(parameters, copies, self._versions, strict=True):
                 if copy._version != version:
                     carry(copy, parameter)
+        for index, before in self.begun_as.items():
+            if not torch.equal(before, copies[index].detach()):
+                carry(copies[index], parameters[index])
+                self._owner.compared.add(id(parameters[index]))
+
+    def compare(self, only: Collection[int] | None) -> None:
+        """See writes through `.data` too, into the copies of these parameters (ids), or of all."""
+        for index, (parameter, copy) in enumerate(
+            zip(self.tree.parameters, self.copies, strict=True)
+        ):
+            if (only is None or id(parameter) in only) and has_values(copy.device):
+                self.begun_as[index] = copy.detach().clone()
 
     def end_if_interrupted(self) -> None:
         """Take back what a call left that never ended: Ctrl-C skips hooks."""
@@ -210,6 +225,8 @@ class LentWeights:
         self._trees: dict[int, Tree] = {}
         self._lock = threading.Lock()
         self._running: Lending | None = None
+        self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
+        self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
         registrations.watch()
         self.tree_of(model)
@@ -238,12 +255,26 @@ class LentWeights:
         try:
             tree = self.tree_of(root)
             lending = Lending(tree, self._copies(tree), self)
+            if self.compared or self._is_first:
+                self._compare(lending)
             self._running, self._roots = lending, [root]
             self._state.thread.lent.append(lending)
             lending.put()
         except BaseException:
             self._end()
             raise
+
+    def _compare(self, lending: Lending) -> None:
+        """See writes through `.data`: of all modules in the first training forward, of those that
+        do it from then on.
+        """
+        if is_recording() or computes_with_fakes():
+            return
+        if self._is_first and torch.is_grad_enabled():
+            self._is_first = False
+            lending.compare(None)
+        else:
+            lending.compare(self.compared)
 
     def end(self, root: nn.Module) -> None:
         """A call has ended."""
@@ -333,14 +364,18 @@ class LentWeights:
                 and id(one) not in alone
             ]
             if group:
-                made = cast_together(group, self._dtype, True)
+                made = cast_in_graph(group, self._dtype)
                 run_when_ready(made[0])
                 by_id.update(zip(map(id, group), made))
             for one in bucket:
                 if id(one) not in by_id:
-                    by_id[id(one)] = copy = one.to(self._dtype)
+                    by_id[id(one)] = copy = self._alone(one)
                     run_when_ready(copy)
         return [by_id[id(one)] for one in tree.parameters]
+
+    def _alone(self, weight: Tensor) -> Tensor:
+        is_plain = type(weight) is nn.Parameter and weight.is_leaf and not is_dtensor(weight)
+        return cast_in_graph([weight], self._dtype)[0] if is_plain else weight.to(self._dtype)
 
     # Where Dynamo traces
 

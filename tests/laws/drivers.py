@@ -224,12 +224,18 @@ class ByHand(Driver):
             for module, name, param in places:
                 module._parameters[name] = copies.get(id(param), param)
                 _flat(module)
+            before = {key: copy.detach().clone() for key, copy in copies.items()}
             yield
         finally:
             for module, name, param in places:
-                module._parameters[name] = param
-                _flat(module)
+                if module._parameters.get(name) is copies.get(id(param)):
+                    module._parameters[name] = param
+                    _flat(module)
             self._lent_to.remove(net)
+        with torch.no_grad():  # what the forward wrote
+            for param in {id(param): param for _, _, param in places if id(param) in copies}.values():
+                written = differ(copies[id(param)], before[id(param)])
+                param.copy_(torch.where(written, copies[id(param)].float(), param))
 
     @contextmanager
     def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
