@@ -54,6 +54,8 @@ from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.judge import LOSS, recommendation
 from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.results import SUMMARY, Results, Row
+from ampatch.sweep.report.starts import note as starts_note
+from ampatch.sweep.report.starts import other_starts
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
 from ampatch.sweep.trial import Trial
@@ -311,12 +313,12 @@ class Sweep:
 
     def _ended(self, run: Run, shown: Progress) -> None:
         reason = self._reason_to_stop(run)
-        known = self._seed_notes()
+        known = self._script_notes()
         self.runs.append(run)
         self.runs.sort(key=lambda run: self._order[run.trial])  # they may end in any order
         self._write()
         shown.ended(run)
-        for note in self._seed_notes():
+        for note in self._script_notes():
             if note not in known:
                 shown.said(note)
         if reason and len(self.runs) < len(self.trials):
@@ -348,7 +350,7 @@ class Sweep:
         notes = self._timing_notes()
         if not paired.available() and any(run.trial.seed for run in self.runs):
             notes.append(paired.MISSING)
-        notes += self._seed_notes()
+        notes += self._script_notes()
         whole = [run.measured for run in self.runs if run.measured and not run.trial.short]
         if any(measured.stopped_at for measured in whole):
             notes.append(
@@ -377,6 +379,23 @@ class Sweep:
                 "compare their speed only within one of them."
             )
         return notes
+
+    def _script_notes(self) -> list[str]:
+        """What the script does that a sweep has to tell: about seeds, autocast and weights."""
+        starts = other_starts(self.runs)
+        notes = [*self._seed_notes(), self._autocast_note()]
+        return [note for note in [*notes, starts_note(self.script, starts, self.runs)] if note]
+
+    def _autocast_note(self) -> str:
+        """Where the script enters torch.autocast itself."""
+        measured = (run.measured for run in self.runs if run.measured is not None)
+        places = list(dict.fromkeys(place for one in measured for place in one.autocast_off))
+        if not places:
+            return ""
+        return (
+            f"{self.script} enters torch.autocast itself ({', '.join(places)}). At O0 these "
+            "regions are off, or O0 would not be FP32; in the other rows they are on."
+        )
 
     def _seed_notes(self) -> list[str]:
         """What a sweep of several seeds says about seeds that the script sets itself."""
