@@ -36,7 +36,8 @@ def add_parser(commands: Any) -> None:
         "       ampatch run [options] -m MODULE [SCRIPT ARGUMENTS]",
         description="Runs SCRIPT as Python would. These options replace the arguments of its "
         "initialize; with --auto a script without AMP code runs in mixed precision. `from apex "
-        "import amp` finds ampatch, unless an apex is installed. Options come before SCRIPT.",
+        "import amp` finds ampatch, unless an apex that has amp is installed. Options come before "
+        "SCRIPT.",
         epilog="Under torchrun: torchrun --nproc-per-node 2 -m ampatch run SCRIPT.",
         allow_abbrev=False,
     )

@@ -114,9 +114,9 @@ def _spec(module: str) -> ModuleSpec:
 
 
 def install_apex() -> None:
-    """Make `from apex import amp` find ampatch, unless an apex is installed."""
-    if "apex" not in sys.modules and importlib.util.find_spec("apex") is None:
-        importlib.import_module("ampatch.compat.apex").install()
+    """Make `from apex import amp` find ampatch, unless an apex with an amp is installed."""
+    if "apex" not in sys.modules:
+        importlib.import_module("ampatch.compat.apex").install_unless_real()
 
 
 def describe(error: BaseException) -> str:

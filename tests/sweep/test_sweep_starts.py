@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from ampatch.cli.main import main
-from ampatch.sweep import Sweep, read_runs
+from ampatch.sweep import read_runs
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.judge import recommendation
 from ampatch.sweep.report.starts import other_starts
@@ -162,9 +162,7 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
     results = swept(
         tmp_path, monkeypatch, body, "--levels", "O0,O1", "--rounds", "1", "--no-autocast"
     )
-    base, other = (
-        next(read_runs(results, label)).measured for label in ("O0", "O1-bfloat16")
-    )
+    base, other = (next(read_runs(results, label)).measured for label in ("O0", "O1-bfloat16"))
     assert base.metrics["halves"].values == [0] and base.metrics["kinds"].values == [1]
     assert other.metrics["halves"].values == [1] and not other.autocast_off
     said = capsys.readouterr().out

@@ -50,9 +50,7 @@ def summarize(
         by_case.setdefault(run.case, []).append(run)
     base = by_case.get(BASE, [])
     starts = {start.run.case: start.in_words() for start in reversed(other_starts(runs))}
-    rows = [
-        _row(case, of_case, base, starts.get(case, "")) for case, of_case in by_case.items()
-    ]
+    rows = [_row(case, of_case, base, starts.get(case, "")) for case, of_case in by_case.items()]
     compared = corrected(
         [
             []
