@@ -47,6 +47,11 @@ def check_script(script: str) -> None:
         )
     if not path.is_file():
         raise ValueError(f"{script}: not a file.\nExpected the path of a Python file.")
+    if path.suffix == ".ipynb":
+        raise ValueError(
+            f"{script}: a notebook. Expected the path of a Python file: `jupyter nbconvert --to "
+            f"script {script}` writes one; lines of % and ! have to leave it."
+        )
 
 
 def run_script(script: str, arguments: Sequence[str]) -> Ending:

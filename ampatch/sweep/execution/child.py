@@ -23,7 +23,8 @@ import torch
 import ampatch
 from ampatch.config import environment
 from ampatch.launch import children
-from ampatch.launch.script import describe, run_script
+from ampatch.launch.program import Program
+from ampatch.launch.script import describe
 from ampatch.sweep.execution import ranks, script_without_amp
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     own_seeds.watch()
     written = WrittenFiles([Path.cwd(), Path(script).parent], [path.parent, path.parent.parent])
     trial_record = None if rank else _Record(path, recorder, own_seeds, autocast_off, written)
-    ending = run_script(script, arguments)
+    ending = Program(script, options.module).run(arguments)
     if options.ranked:
         ranks.leave_word(ending.error)
     if trial_record is not None:
