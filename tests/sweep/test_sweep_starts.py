@@ -79,6 +79,9 @@ def test_nothing_is_recommended_where_a_row_starts_elsewhere():
     assert "first loss 0.5 against 2 of O0 with seed 0" in row.verdict
     assert recommendation(rows).startswith("none") and "first loss 0.5" in recommendation(rows)
     assert (base.outcome, row.outcome, row.comparisons) == ("baseline", "untested", [])
+    rows = summarize([run_of(O0, 2.0), run_of(O0, 0.1, short=True, again=True)])
+    assert "0.1 against 2 of its first run with seed 0" in rows[0].verdict
+    assert recommendation(rows).startswith("none")
 
 
 # Real scripts

@@ -107,9 +107,10 @@ def recommendation(rows: Sequence[Row]) -> str:
     """One line: what to train with, and why."""
     apart = [row for row in rows if row.start]
     if apart:
+        first = next((row for row in apart if row.outcome != "baseline"), apart[0])
         return (
-            f"none: the rows do not start alike. {_name(apart[0])} has a {apart[0].start}; so the "
-            "rows cannot be compared."
+            f"none: the rows do not start alike. {_name(first)} has a {first.start}; so the rows "
+            "cannot be compared."
         )
     if not anything_compared(rows):
         return f"{NOTHING_YET}: {_what_lacks(rows)}."

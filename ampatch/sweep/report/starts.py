@@ -47,8 +47,10 @@ class Start:
 
     def in_words(self) -> str:
         """What differs: `first loss 0.41 against 2.31 of O0 with seed 0`."""
-        seed, other = self.run.trial.seed, self.expected_by.trial.case.label
-        return f"first loss {self.loss:.4g} against {self.expected:.4g} of {other} with seed {seed}"
+        other = self.expected_by.case.label
+        of = "its first run" if self.run.case == self.expected_by.case else other
+        seed = self.run.trial.seed
+        return f"first loss {self.loss:.4g} against {self.expected:.4g} of {of} with seed {seed}"
 
 
 def other_starts(runs: Sequence[Run]) -> list[Start]:
@@ -65,7 +67,7 @@ def note(script: str, starts: Sequence[Start], runs: Iterable[Run]) -> str:
     """What a user should know of them: how they differ, which files may be why, what to do."""
     if not starts:
         return ""
-    first = starts[0]
+    first = next((start for start in starts if start.run.case != BASE), starts[0])
     measured = [run.measured for run in runs if run.measured is not None]
     files = list(dict.fromkeys(name for one in measured for name in one.files_written))
     seen = (
