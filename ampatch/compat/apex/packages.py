@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
+
+from .behind import Behind
 
 VERSION = "0.1+ampatch"
 
@@ -50,8 +53,8 @@ def replacement(name: str) -> str | None:
     return None
 
 
-def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
-    """A module for each name, with the public names of its source."""
+def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
+    """A module for each name, with the public names of its source; others are `behind`'s."""
     modules: dict[str, ModuleType] = {}
     for name, source in contents.items():
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
@@ -62,9 +65,9 @@ def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
             __spec__=spec,
             __loader__=spec.loader,
             __package__=name,
-            __path__=[],
+            __path__=behind.path(name),
             __all__=[key for key in public if not key.startswith("_")],
-            __getattr__=_unknown(name),
+            __getattr__=_unknown(name, behind),
         )
         modules[name] = module
         parent, _, child = name.rpartition(".")
@@ -74,16 +77,19 @@ def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
     return modules
 
 
-def _unknown(module: str) -> Callable[[str], NoReturn]:
-    """The module's `__getattr__`: an error that says what to use."""
+def _unknown(module: str, behind: Behind) -> Callable[[str], Any]:
+    """The module's `__getattr__`: what `behind` has, or an error that says what to use."""
 
-    def lookup(name: str) -> NoReturn:
-        hint = replacement(f"{module}.{name}")
-        tail = f"; {hint}." if hint else "."
-        raise AttributeError(
-            f"module {module!r}, provided by ampatch, has no attribute {name!r}{tail}",
-            name=name,
-        )
+    def lookup(name: str) -> Any:
+        try:
+            return behind.attribute(module, name)
+        except AttributeError as error:
+            hint = replacement(f"{module}.{name}")
+            tail = f"; {hint}." if hint else "."
+            raise AttributeError(
+                f"module {module!r}, provided by ampatch, has no attribute {name!r}{tail}",
+                name=name,
+            ) from error.__cause__
 
     return lookup
 
@@ -101,15 +107,22 @@ class Loader:
 class Finder:
     """Finds ampatch's apex modules and their version; errors for others say what to use."""
 
-    def __init__(self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType]) -> None:
+    def __init__(
+        self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType], behind: Behind
+    ) -> None:
         self.stop: Callable[[], None] = lambda: None  # run by `uninstall`
         self.modules = modules
         self.hidden = hidden
+        self.behind = behind
+        self.from_behind: set[str] = set()  # modules that were found there
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """The spec of a module.  Raises `ImportError` with a hint for modules that are missing."""
         if name in self.modules:
             return self.modules[name].__spec__
+        if name.startswith("apex.") and path and (spec := PathFinder.find_spec(name, path)):
+            self.from_behind.add(name)
+            return spec
         hint = replacement(name)
         if hint is not None:
             raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
