@@ -17,6 +17,9 @@ _MESSAGE_SIZE = 10_000_000  # elements; apex's default
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` with apex's arguments.
 
+    Buffers are not sent: each rank keeps its own statistics of batch norms, and one rank may
+    validate while the others wait.
+
     Args:
         module: the model, on its device.
         message_size: elements in a bucket; torch's own choice unless given.
@@ -56,7 +59,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         bucket = {}
         if message_size != _MESSAGE_SIZE:
             bucket["bucket_cap_mb"] = max(1, message_size * 4 // 2**20)
-        super().__init__(module, find_unused_parameters=bool(delay_allreduce), **bucket)
+        super().__init__(
+            module, broadcast_buffers=False, find_unused_parameters=bool(delay_allreduce), **bucket
+        )
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             rest = gradient_predivide_factor / dist.get_world_size(self.process_group)
             self.register_comm_hook(
