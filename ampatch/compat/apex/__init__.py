@@ -17,6 +17,8 @@ from ampatch import AmpatchError, observe
 from ...session import facade as engine
 from . import (
     amp,
+    amp_c,
+    apex_c,
     fp16_utils,
     internals,
     lists,
@@ -63,6 +65,8 @@ CONTENTS = {
     "apex.contrib.optimizers": optimizers,
     "apex.multi_tensor_apply": multi_tensor_apply,
 }
+KERNELS = {"amp_C": amp_c, "apex_C": apex_c}
+"""apex's compiled modules, which have names of their own; installed ones are not hidden."""
 
 
 def install(force: bool = False) -> None:
@@ -80,7 +84,8 @@ def install(force: bool = False) -> None:
             f"ampatch.compat.apex.install(): a package apex is installed at {place}, and would "
             "be hidden. Uninstall it (pip uninstall apex), or call install(force=True)."
         )
-    modules = build({**CONTENTS, **lists.contents()})
+    kernels = {name: source for name, source in KERNELS.items() if not _is_importable(name)}
+    modules = build({**CONTENTS, **lists.contents(), **kernels})
     # As in apex: `apex.amp._amp_state` is the state, also after an import of the module.
     modules["apex.amp"]._amp_state = state._amp_state
     modules["apex.amp.amp"].__class__ = internals.AmpModule
@@ -140,6 +145,10 @@ def _real_apex() -> str | None:
         return getattr(loaded, "__file__", None)
     spec = importlib.util.find_spec("apex")
     return None if spec is None else spec.origin
+
+
+def _is_importable(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def _hide() -> dict[str, ModuleType]:

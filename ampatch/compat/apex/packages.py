@@ -38,12 +38,21 @@ REPLACEMENTS = {
     "apex.amp.opt_levels": "use amp.initialize(opt_level=...) and _amp_state.opt_properties",
     "apex.multi_tensor_apply": "use torch._foreach_ functions",
     "apex.checkpoint": "use torch.utils.checkpoint",
+    **dict.fromkeys(
+        (f"amp_C.multi_tensor_lamb{kind}" for kind in ("", "_mp", "_stage1_cuda", "_stage2_cuda")),
+        "use FusedLAMB from apex.optimizers",
+    ),
+    "amp_C.multi_tensor_adam": "use torch.optim.AdamW(fused=True)",
+    "amp_C.multi_tensor_adagrad": "use torch.optim.Adagrad(fused=True)",
+    "amp_C.multi_tensor_sgd": "use torch.optim.SGD(fused=True)",
+    "amp_C.multi_tensor_novograd": "use FusedNovoGrad from apex.optimizers",
+    "amp_C": "use torch._foreach_ functions, or torch.optim with foreach=True",
 }
 
 
 def replacement(name: str) -> str | None:
     """What to use instead of `name` (dotted) or of its package; None if unknown."""
-    while name.count("."):
+    while name:
         if name in REPLACEMENTS:
             return REPLACEMENTS[name]
         name = name.rpartition(".")[0]
@@ -110,7 +119,7 @@ class Finder:
         """The spec of a module.  Raises `ImportError` with a hint for modules that are missing."""
         if name in self.modules:
             return self.modules[name].__spec__
-        hint = replacement(name)
+        hint = replacement(name) if name.partition(".")[0] in self.modules else None
         if hint is not None:
             raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
         return None
