@@ -42,7 +42,7 @@ from .copies import ModelCopies
 from .float_values import FloatValues
 from .hooks import Hook
 from .io_casting import ModelInputs
-from .module_overrides import ModuleOverride
+from .module_overrides import ModuleOverride, Running
 from .plain_parameters import PlainParameters
 from .sharded_weights import (
     Place,
@@ -120,6 +120,7 @@ class ManagedModel:
                 self._submodule_calls = self._make_submodule_calls(self._inputs, self.in_dtype)
         self._step: Step | None = None
         self._overrides = overrides
+        self._running = Running()
         self._values = owner.values
         self._widened = owner.values.widened
         self._may_have_masters = False
@@ -241,7 +242,7 @@ class ManagedModel:
         if self._submodule_calls is not None:
             self._handles.extend(self._submodule_calls.install())
         for override in self._overrides:
-            self._handles.extend(override.install())
+            self._handles.extend(override.install(self._running))
         dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
         if (dtypes | {self.properties.cast_model_type}) & set(HALF_TYPES):
             self._may_have_masters = self.properties.master_weights is not False
@@ -325,7 +326,7 @@ class ManagedModel:
                 module, "float", self.properties, self._state
             )
             self._overrides.append(override)
-            self._handles.extend(override.install())
+            self._handles.extend(override.install(self._running))
 
     def _widen(self, places: list[Place]) -> list[tuple[Tensor, Tensor]]:
         """Parameters whose shards are to be FP32 get these values; returns them as they were."""
@@ -351,6 +352,8 @@ class ManagedModel:
                 return self._enter(model, args, kwargs)
         if self._step is not None and not is_dynamo_compiling() and self._step.enters():
             return None
+        if self._overrides and self._running.overrides:
+            self._running.overrides.clear()  # Ctrl-C skips hooks
         taken = None
         if self._inputs is not None:
             taken = self._inputs.take(args, kwargs)

@@ -329,7 +329,7 @@ def test_other_optimizers_norms_and_parallel():
     assert MixedFusedLayerNorm(4)(x.half()).dtype is torch.float32
     assert multi_tensor_applier.available is False
     model = apex.parallel.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(4)))
-    assert isinstance(model[0], nn.SyncBatchNorm)
+    assert isinstance(model[0], apex.parallel.SyncBatchNorm)
     assert isinstance(apex.parallel.SyncBatchNorm(4, fuse_relu=True).eval()(x), torch.Tensor)
     assert issubclass(apex.parallel.DistributedDataParallel, nn.parallel.DistributedDataParallel)
 

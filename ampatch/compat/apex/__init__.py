@@ -18,6 +18,8 @@ from ...log import logger
 from ...session import facade as engine
 from . import (
     amp,
+    amp_c,
+    apex_c,
     behind,
     fp16_utils,
     internals,
@@ -65,6 +67,8 @@ CONTENTS = {
     "apex.contrib.optimizers": optimizers,
     "apex.multi_tensor_apply": multi_tensor_apply,
 }
+KERNELS = {"amp_C": amp_c, "apex_C": apex_c}
+"""apex's compiled modules, which have names of their own; installed ones are not hidden."""
 
 
 def install(force: bool = False) -> None:
@@ -107,7 +111,8 @@ def folders_behind() -> list[str] | None:
 def install_before(folders: Sequence[str]) -> None:
     """Register ours, whatever else there is; what it lacks is found in `folders`."""
     others = behind.Behind(folders)
-    modules = build({**CONTENTS, **lists.contents()}, others)
+    kernels = {name: source for name, source in KERNELS.items() if not _is_importable(name)}
+    modules = build({**CONTENTS, **lists.contents(), **kernels}, others)
     # As in apex: `apex.amp._amp_state` is the state, also after an import of the module.
     modules["apex.amp"]._amp_state = state._amp_state
     modules["apex.amp.amp"].__class__ = internals.AmpModule
@@ -160,6 +165,10 @@ def is_installed() -> bool:
 
 def _finder() -> Finder | None:
     return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+
+
+def _is_importable(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def _hide() -> dict[str, ModuleType]:

@@ -41,12 +41,21 @@ REPLACEMENTS = {
     "apex.amp.opt_levels": "use amp.initialize(opt_level=...) and _amp_state.opt_properties",
     "apex.multi_tensor_apply": "use torch._foreach_ functions",
     "apex.checkpoint": "use torch.utils.checkpoint",
+    "amp_C.multi_tensor_lamb": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_lamb_mp": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_lamb_stage1_cuda": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_lamb_stage2_cuda": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_adam": "use torch.optim.AdamW(fused=True)",
+    "amp_C.multi_tensor_adagrad": "use torch.optim.Adagrad(fused=True)",
+    "amp_C.multi_tensor_sgd": "use torch.optim.SGD(fused=True)",
+    "amp_C.multi_tensor_novograd": "use FusedNovoGrad from apex.optimizers",
+    "amp_C": "use torch._foreach_ functions, or torch.optim with foreach=True",
 }
 
 
 def replacement(name: str) -> str | None:
     """What to use instead of `name` (dotted) or of its package; None if unknown."""
-    while name.count("."):
+    while name:
         if name in REPLACEMENTS:
             return REPLACEMENTS[name]
         name = name.rpartition(".")[0]
@@ -123,7 +132,7 @@ class Finder:
         if name.startswith("apex.") and path and (spec := PathFinder.find_spec(name, path)):
             self.from_behind.add(name)
             return spec
-        hint = replacement(name)
+        hint = replacement(name) if name.partition(".")[0] in self.modules else None
         if hint is not None:
             raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
         return None
