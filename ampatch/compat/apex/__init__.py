@@ -7,6 +7,7 @@ apex is in here.  `import ampatch` does not register the package.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
