@@ -80,8 +80,9 @@ def initialize(
         overrides: precision by module path (globs), module class or function, such as
             `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`, at O1, O2
             and O3.  In a half model (O2, O3) such a module or function computes in its own
-            precision; its inputs and outputs have the dtype of the code around it.  At O0
-            overrides have no effect.
+            precision; its inputs and outputs have the dtype of the code around it: that of
+            the overridden module that called it, else the model's.  At O0 overrides have no
+            effect.
         init_scale: the first dynamic loss scale.
         growth_interval: number of clean steps in a row after which the dynamic scale grows.
         growth_factor: the factor by which it grows, above 1.

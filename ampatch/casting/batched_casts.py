@@ -14,7 +14,8 @@ wait in half.
 A node with an unused output calls the hooks of that weight with None.  So a weight that
 has hooks, lies in a module with backward hooks, or was not used by a forward or not reached
 by a backward pass before, is left out.
-In a forward whose graph gets hooks (`activation.register_hook`) none are cast together.
+In a forward whose graph gets hooks (`activation.register_hook`) none are cast together, nor in
+evaluation mode where a graph is recorded.
 """
 
 from __future__ import annotations
@@ -169,8 +170,14 @@ class Plan:
         self.bucket_of: dict[int, list[Tensor]] = {}
 
     def begin(self) -> bool:
-        """A forward of the model starts: whether weights may be cast together in it."""
+        """A forward of the model starts: whether weights may be cast together in it.
+
+        Not in evaluation mode where a graph is recorded: who asks for one without a step, as
+        libraries that prune, may look in it for the weights behind each layer.
+        """
         if not HOOKS_CAN_BE_SEEN or not may_use_all(self._model):
+            return False
+        if not self._model.training and torch.is_grad_enabled():
             return False
         if self._has_hooks or any(self._hook_tables):
             with self._changing:

@@ -25,6 +25,16 @@ _ABOUT = (
     *("dtype", "scalar type", "data type", "same type", "Type does not"),
     *("'Half'", "'BFloat16'", "c10::Half", "c10::BFloat16", "HalfTensor", "BFloat16Tensor"),
 )
+_KINDS = {
+    **dict.fromkeys(("half", "float16", "bfloat16"), "half"),
+    **dict.fromkeys(("float", "float32"), "single"),
+    **dict.fromkeys(("double", "float64"), "double"),
+    **dict.fromkeys(("bool", "byte", "char", "short", "int", "long"), "whole"),
+    **dict.fromkeys(("uint8", "int8", "int16", "int32", "int64"), "whole"),
+    **dict.fromkeys(("complexhalf", "complexfloat", "complexdouble"), "complex"),
+}
+"""What torch's messages call dtypes, in small letters: `c10::Half`, `torch.HalfTensor`, `Half`."""
+_FLOATING = {"half", "single", "double"}
 _OURS = (__name__.partition(".")[0],)
 _FAR = 64
 """How many steps back in a graph to look for the call that made a tensor half."""
@@ -56,9 +66,9 @@ def note(error: BaseException | None, cause: str) -> None:
 
     `cause` says why anything is half here.
     """
-    if not isinstance(error, (RuntimeError, TypeError, ValueError)) or hasattr(error, _NOTED):
+    if not isinstance(error, (RuntimeError, TypeError, ValueError)):
         return
-    if not any(word in str(error) for word in _ABOUT):
+    if hasattr(error, _NOTED) or not _is_due_to(error, "half"):
         return
     text = _describe(error, cause)
     if text is not None:
@@ -67,7 +77,7 @@ def note(error: BaseException | None, cause: str) -> None:
 
 def note_call(error: RuntimeError, called: Any, args: Any, kwargs: dict, to: torch.dtype) -> None:
     """As `note`, for a call whose arguments were cast to `to`: what they were before."""
-    if hasattr(error, _NOTED) or not any(word in str(error) for word in _ABOUT):
+    if hasattr(error, _NOTED) or not _is_due_to(error, "half" if to in _HALF else "single"):
         return
     given = ", ".join(
         str(value.dtype) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
@@ -78,6 +88,19 @@ def note_call(error: RuntimeError, called: Any, args: Any, kwargs: dict, to: tor
         f"was called with tensors in {given}; those in FP32 and half were cast to {to}. Cast them "
         'to one dtype yourself, or call it under ampatch.precision("float") or disable_casts().',
     )
+
+
+def _is_due_to(error: BaseException, kind: str) -> bool:
+    """Whether a message is about tensors of a kind, alone or beside other floating ones.
+
+    One that names other dtypes has another cause: in FP32 it would be the same.
+    """
+    text = str(error)
+    if not any(word in text for word in _ABOUT):
+        return False
+    words = re.findall(r"[a-z]+\d*", re.sub(r"Tensor|Type|CPU|CUDA", "", text).lower())
+    named = {_KINDS[word] for word in words if word in _KINDS}
+    return named <= {kind} or (kind in named and len(named & _FLOATING) > 1)
 
 
 def _add(error: BaseException, text: str) -> None:

@@ -8,6 +8,7 @@ one's help says of its exit code.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ SUBCOMMANDS = (sweep, report, compare, run, tables, gradients, explain, doctor, 
 NAMES = tuple(module.__name__.rpartition(".")[2] for module in SUBCOMMANDS)
 WITH_SEPARATOR = ("sweep", "gradients", "explain")
 """Subcommands with `--` between their own arguments and those of the script."""
+_LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +41,7 @@ def _run(argv: list[str]) -> int:
     options, unknown = parser.parse_known_args(own)
     if unknown:
         options.parser.error(_unrecognized(own[0], options, unknown))
-    options.arguments = script_arguments
+    options.own, options.arguments = own, script_arguments
     code: int = options.command(options)
     return code
 
@@ -59,9 +61,12 @@ def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str])
     meant = did_you_mean(unknown[0].partition("=")[0], known) if unknown[0][:2] == "--" else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if command in WITH_SEPARATOR:
+        program = options.script or "SCRIPT"
+        if options.module:  # SCRIPT is then the value of an argument of the module
+            program, unknown = f"-m {options.module}", [*unknown, *filter(None, [options.script])]
         message += (
             "\nThe script's own arguments go behind --: "
-            f"ampatch {command} {options.script} -- {' '.join(unknown)}"
+            f"ampatch {command} {program} -- {' '.join(unknown)}"
         )
     return message
 
@@ -69,12 +74,23 @@ def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str])
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """The arguments of the command, and those of the script: argparse would mix them.
 
-    The script's arguments begin at `--`, or for `run` after SCRIPT or MODULE.
+    The script's arguments begin at `--`, or for `run` after SCRIPT or MODULE.  `--local-rank=N`
+    is the script's, wherever it stands: `python -m torch.distributed.launch -m ampatch run ...`
+    puts it in front of `run`.
     """
+    rest = list(itertools.dropwhile(_LOCAL_RANK.fullmatch, argv))
+    if rest and rest[0] in ("run", *WITH_SEPARATOR):
+        own, of_script = _split_of_command(rest)
+        ranks = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, own)]
+        return [word for word in own if word not in ranks], [*ranks, *of_script]
+    return argv, []
+
+
+def _split_of_command(argv: list[str]) -> tuple[list[str], list[str]]:
     if argv[:1] == ["run"]:
         own, rest = run.split(argv[1:])
         return ["run", *own], rest
-    if argv and argv[0] in WITH_SEPARATOR and "--" in argv:
+    if "--" in argv:
         cut = argv.index("--")
         return argv[:cut], argv[cut + 1 :]
     return argv, []

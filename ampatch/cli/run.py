@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ampatch.cli.debugging import run_debugged
+from ampatch.cli.script_options import add_program, program_of
 from ampatch.errors import AmpatchError
+
+if TYPE_CHECKING:
+    from ampatch.launch.program import Program
 
 _VARIABLE = {
     "--opt-level": "AMPATCH_OPT_LEVEL",
@@ -36,7 +40,8 @@ def add_parser(commands: Any) -> None:
         "       ampatch run [options] -m MODULE [SCRIPT ARGUMENTS]",
         description="Runs SCRIPT as Python would. These options replace the arguments of its "
         "initialize; with --auto a script without AMP code runs in mixed precision. `from apex "
-        "import amp` finds ampatch, unless an apex is installed. Options come before SCRIPT.",
+        "import amp` finds ampatch, unless an apex that has amp is installed. Options come before "
+        "SCRIPT.",
         epilog="Under torchrun: torchrun --nproc-per-node 2 -m ampatch run SCRIPT.",
         allow_abbrev=False,
     )
@@ -73,8 +78,7 @@ def add_parser(commands: Any) -> None:
         help="what --debug stops at: what the dynamic loss scale does not absorb, or any inf or "
         "NaN (default: unabsorbed)",
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
-    parser.add_argument("script", nargs="?", metavar="SCRIPT")
+    add_program(parser)
     parser.set_defaults(command=run, parser=parser)
 
 
@@ -95,13 +99,19 @@ def _option(name: str) -> Callable[[str], str]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script or module; returns its exit code."""
-    if options.module is None and options.script is None:
-        options.parser.error("the following arguments are required: SCRIPT")
+    program = program_of(options)
     if options.stop_at is not None and not options.debug:
         options.parser.error("--stop-at goes with --debug")
-    from ampatch.launch import children
+    from ampatch.launch import children, launchers
     from ampatch.launch.script import check_script
 
+    own = options.own[: -len(program.words)]
+    launched = launchers.put_first(program, options.arguments, own)
+    if launched is not None:
+        options.parser.error(
+            f"{program}: it starts other processes, in which there would be no ampatch.\n"
+            f"Expected the launcher first: {launched}"
+        )
     given = {
         "--opt-level": options.opt_level,
         "--dtype": options.dtype,
@@ -110,18 +120,18 @@ def run(options: argparse.Namespace) -> int:
     os.environ.update({_VARIABLE[name]: text for name, text in given.items() if text is not None})
     try:
         children.check(options.auto)
-        if options.script is not None:
-            check_script(options.script)
+        if not program.is_module:
+            check_script(program.name)
     except (AmpatchError, OSError, ValueError) as error:
         options.parser.error(str(error))
     from ampatch.cli.run_notes import RunNotes
 
-    notes = RunNotes(options.script or f"-m {options.module}", given)
+    notes = RunNotes(str(program), given)
     children.start(options.auto, notes.child_started)
 
     def execute() -> int:
         try:
-            code = _execute(options)
+            code = _execute(program, options)
         finally:
             notes.close()
         if code == 0 and not options.auto:
@@ -133,13 +143,11 @@ def run(options: argparse.Namespace) -> int:
     return execute()
 
 
-def _execute(options: argparse.Namespace) -> int:
-    from ampatch.launch.script import ModuleMissing, run_module, run_script
+def _execute(program: Program, options: argparse.Namespace) -> int:
+    from ampatch.launch.script import ModuleMissing
 
-    if options.script is not None:
-        return run_script(options.script, options.arguments).exit_code
     try:
-        return run_module(options.module, options.arguments).exit_code
+        return program.run(options.arguments).exit_code
     except ModuleMissing as error:
         parser: argparse.ArgumentParser = options.parser
         parser.error(str(error))

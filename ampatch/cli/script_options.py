@@ -1,4 +1,4 @@
-"""What `gradients` and `explain` share: options, running the script, printing the answer."""
+"""What commands share that run a script: naming it, and what `gradients` and `explain` need."""
 
 from __future__ import annotations
 
@@ -7,12 +7,49 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ampatch.cli.option_types import positive_count
 from ampatch.errors import AmpatchError
 
+if TYPE_CHECKING:
+    from ampatch.launch.program import Program
+
 DEFAULT_STEPS = 20
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add SCRIPT, and `-m MODULE` in its place."""
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT")
+
+
+def program_of(options: argparse.Namespace) -> Program:
+    """What is to run.  One that is not given, or given twice, ends the command."""
+    from ampatch.launch.program import Program
+
+    if options.script is None and options.module is None:
+        options.parser.error("the following arguments are required: SCRIPT")
+    if options.script is not None and options.module is not None:
+        options.parser.error(
+            f"SCRIPT ({options.script}) and -m {options.module}: expected one of them. The "
+            "arguments of MODULE go behind --."
+        )
+    return Program(options.script or options.module, options.module is not None)
+
+
+def refuse_launcher(options: argparse.Namespace, program: Program, advice: str = "") -> None:
+    """End the command if what it is to run is a launcher; `advice` follows `ampatch COMMAND`."""
+    from ampatch.launch import launchers
+
+    if launchers.put_first(program, options.arguments, ()) is None:
+        return
+    command = options.parser.prog
+    script = " ".join(launchers.trained_by(options.arguments)[:1])
+    options.parser.error(
+        f"{program}: it starts other processes, which {command} does not see.\nExpected the script "
+        f"that it starts: {command} {script}{advice}"
+    )
 
 
 def add_script_command(
@@ -26,10 +63,11 @@ def add_script_command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=title,
-        usage=f"ampatch {name} SCRIPT [options] [-- SCRIPT ARGUMENTS]",
+        usage=f"ampatch {name} SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
+        f"       ampatch {name} -m MODULE [options] [-- MODULE ARGUMENTS]",
         description=f"{description} The output of SCRIPT goes to the standard error.",
     )
-    parser.add_argument("script", metavar="SCRIPT")
+    add_program(parser)
     parser.add_argument(
         "--steps",
         type=positive_count,
@@ -47,17 +85,18 @@ def add_script_command(
 def apply_settings(options: argparse.Namespace) -> None:
     """Check script and settings, then set the variables; a wrong one ends the command."""
     from ampatch.config import environment
-    from ampatch.launch.script import check_script
 
+    options.program = program_of(options)
+    refuse_launcher(options, options.program)
     given = {"AMPATCH_OPT_LEVEL": options.opt_level, "AMPATCH_DTYPE": options.dtype}
     try:
-        check_script(options.script)
+        options.program.file()
         if options.opt_level is not None:
             environment.opt_level("--opt-level", options.opt_level)
         if options.dtype is not None:
             environment.dtype("--dtype", options.dtype)
         environment.read()
-    except (AmpatchError, OSError, ValueError) as error:
+    except (AmpatchError, ImportError, OSError, ValueError) as error:
         options.parser.error(str(error))
     os.environ.update({name: value for name, value in given.items() if value is not None})
 
@@ -66,14 +105,15 @@ def run_steps(options: argparse.Namespace) -> tuple[int, int]:
     """Run the script; returns the exit code of the command and the optimizer steps taken."""
     from ampatch.diagnose.running import run_watched
 
-    ending, steps = run_watched(options.script, options.arguments, options.steps)
+    program = options.program
+    ending, steps = run_watched(program, options.arguments, options.steps)
     if ending.exit_code:
         reason = f": {ending.error}" if ending.error else ""
-        message = f"{options.script} failed after {steps} optimizer steps{reason}."
+        message = f"{program} failed after {steps} optimizer steps{reason}."
     elif steps == options.steps:
-        message = f"Ended {options.script} after {steps} optimizer steps (--steps)."
+        message = f"Ended {program} after {steps} optimizer steps (--steps)."
     elif not steps:
-        message = f"{options.script} never stepped an optimizer: there is no training to look at."
+        message = f"{program} never stepped an optimizer: there is no training to look at."
     else:
         message = ""
     if message:

@@ -17,6 +17,7 @@ from ampatch.cli.option_types import (
     positive_count,
     positive_seconds,
 )
+from ampatch.cli.script_options import add_program, program_of, refuse_launcher
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "sweep",
         help="run a script at several opt levels and compare them",
-        usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]",
+        usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
+        "       ampatch sweep -m MODULE [options] [-- MODULE ARGUMENTS]",
         description="Runs SCRIPT per opt level, half dtype and seed, each in a fresh process, "
         "and prints a table, verdicts and a recommendation. SCRIPT is not edited: its "
         "ampatch.initialize takes opt level and dtype from AMPATCH_OPT_LEVEL and AMPATCH_DTYPE. "
@@ -37,7 +39,7 @@ def add_parser(commands: Any) -> None:
         "each trial) are replaced. A script without such options can read AMPATCH_SEED and "
         "AMPATCH_TRIAL_DIR; one that seeds nothing is seeded before it starts.",
     )
-    parser.add_argument("script", metavar="SCRIPT")
+    add_program(parser)
     _add_what(parser)
     _add_measures(parser)
     _add_how(parser)
@@ -230,10 +232,13 @@ def _sweep(options: argparse.Namespace) -> Sweep:
     from ampatch.sweep import Sweep
 
     parser: argparse.ArgumentParser = options.parser
+    program = program_of(options)
+    refuse_launcher(options, program, advice=" --nproc-per-node N")
     try:
         return Sweep(
-            options.script,
+            program.name,
             options.arguments,
+            module=program.is_module,
             levels=options.levels,
             dtypes=options.dtypes,
             seeds=options.seeds,
@@ -262,7 +267,7 @@ def _sweep(options: argparse.Namespace) -> Sweep:
         )
     except OSError as error:
         parser.error(cause(error))
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         parser.error(str(error))
 
 

@@ -12,12 +12,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampatch
-from ampatch.launch.script import Ending, EnoughSteps, check_script, run_script
+from ampatch.launch.program import Program
+from ampatch.launch.script import Ending, EnoughSteps
 from ampatch.session.facade import current_backward_pass, session_of
 
 from .nonfinite import Debugger
-
-__all__ = ["check_script", "run_watched"]
 
 
 class StepLimit:
@@ -106,13 +105,13 @@ class EndAtFinding:
 
 
 def run_watched(
-    script: str, arguments: Sequence[str], steps: int | None = None
+    program: Program, arguments: Sequence[str], steps: int | None = None
 ) -> tuple[Ending, int]:
-    """Run `script` for up to `steps` optimizer steps; returns its ending and the steps taken.
+    """Run `program` for up to `steps` optimizer steps; returns its ending and the steps taken.
 
     The script's output goes to the standard error, so that the standard output holds only
     the answer of the command.
     """
     with counting(steps) as counted, contextlib.redirect_stdout(sys.stderr):
-        ending = run_script(script, arguments)
+        ending = program.run(arguments)
     return ending, counted.steps

@@ -117,8 +117,10 @@ def _watched(
 
 def _warn(average: Tensor, source: Tensor, name_of: NameOf, warned: list[str]) -> None:
     found = name_of(source)
+    if found is None:  # an optimizer's own average of gradients, mostly
+        return
     _, has_master = name_of(average) or ("", False)
-    if found is None or has_master:
+    if has_master:
         return
     name, _ = found
     warned.append(name)

@@ -29,7 +29,7 @@ class _SetUp:
         self._globals = {
             "PACKAGE_ROOT": PACKAGE_ROOT,
             "IS_AUTO": is_auto,
-            "HAS_APEX": apex.is_installed(),
+            "APEX_BEHIND": apex.folders_behind(),
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -54,10 +54,10 @@ def start(is_auto: bool, spawned: Callable[[], None] = lambda: None) -> None:
         auto.start(environment.read())
 
 
-def start_child(is_auto: bool, has_apex: bool) -> None:
-    """Called first in a spawned child."""
-    if has_apex:
-        apex.install()
+def start_child(is_auto: bool, apex_behind: list[str] | None) -> None:
+    """Called first in a spawned child; `apex_behind` is its parent's `apex.folders_behind()`."""
+    if apex_behind is not None:
+        apex.install_before(apex_behind)
     start(is_auto)
 
 

@@ -47,6 +47,11 @@ def check_script(script: str) -> None:
         )
     if not path.is_file():
         raise ValueError(f"{script}: not a file.\nExpected the path of a Python file.")
+    if path.suffix == ".ipynb":
+        raise ValueError(
+            f"{script}: a notebook. Expected the path of a Python file: `jupyter nbconvert --to "
+            f"script {script}` writes one; lines of % and ! have to leave it."
+        )
 
 
 def run_script(script: str, arguments: Sequence[str]) -> Ending:
@@ -114,9 +119,9 @@ def _spec(module: str) -> ModuleSpec:
 
 
 def install_apex() -> None:
-    """Make `from apex import amp` find ampatch, unless an apex is installed."""
-    if "apex" not in sys.modules and importlib.util.find_spec("apex") is None:
-        importlib.import_module("ampatch.compat.apex").install()
+    """Make `from apex import amp` find ampatch, unless an apex with an amp is installed."""
+    if "apex" not in sys.modules:
+        importlib.import_module("ampatch.compat.apex").install_unless_real()
 
 
 def describe(error: BaseException) -> str:

@@ -349,7 +349,7 @@ class LentWeights:
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:
         alone = below_hooks(list(tree.root.modules()))
-        together_allowed = may_use_all(self._model)
+        together_allowed = self._model.training and may_use_all(self._model)
         by_id: dict[int, Tensor] = {}
         for bucket in tree.buckets:
             frozen = [one for one in bucket if not one.requires_grad]

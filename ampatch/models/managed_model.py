@@ -44,7 +44,7 @@ from .float_values import FloatValues
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .lent_weights import LentWeights
-from .module_overrides import ModuleOverride
+from .module_overrides import ModuleOverride, Running
 from .plain_parameters import PlainParameters
 from .sharded_weights import (
     Place,
@@ -122,6 +122,7 @@ class ManagedModel:
                 self._submodule_calls = self._make_submodule_calls(self._inputs, self.in_dtype)
         self._step: Step | None = None
         self._overrides = overrides
+        self._running = Running()
         self._values = owner.values
         self._widened = owner.values.widened
         self._may_have_masters = False
@@ -250,7 +251,7 @@ class ManagedModel:
             own = None if lent is None else set(map(id, lent.tree_of(model).parameters))
             self._handles.extend(self._submodule_calls.install(own))
         for override in self._overrides:
-            self._handles.extend(override.install())
+            self._handles.extend(override.install(self._running))
         dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
         given = set() if self._lent is not None else {self.properties.cast_model_type}
         if (dtypes | given) & set(HALF_TYPES):
@@ -335,7 +336,7 @@ class ManagedModel:
                 module, "float", self.properties, self._state
             )
             self._overrides.append(override)
-            self._handles.extend(override.install())
+            self._handles.extend(override.install(self._running))
 
     def _widen(self, places: list[Place]) -> list[tuple[Tensor, Tensor]]:
         """Parameters whose shards are to be FP32 get these values; returns them as they were."""
@@ -363,6 +364,8 @@ class ManagedModel:
             return None
         if self._step is not None and not is_dynamo_compiling() and self._step.enters():
             return None
+        if self._overrides and self._running.overrides:
+            self._running.overrides.clear()  # Ctrl-C skips hooks
         taken = None
         if self._inputs is not None:
             taken = self._inputs.take(args, kwargs)

@@ -6,6 +6,7 @@ Of several rules in `overrides` that name a module the last one given wins.
 from __future__ import annotations
 
 import fnmatch
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,14 +20,26 @@ from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey
 from ..torch_private.modules import ORTHOGONAL_MAPS
+from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_mode_on
-from .conversion import caster, has_statistics, is_instance_norm, map_tensors
+from .conversion import cast_tensors, caster, has_statistics, is_instance_norm, map_tensors
 from .hooks import Hook
 from .sharded_weights import float_modules
 
 
+class Running(threading.local):
+    """The overrides of one model that run in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.overrides: list[ModuleOverride] = []
+
+
 class ModuleOverride:
-    """One submodule that runs in another precision than the rest of its model."""
+    """One submodule that runs in another precision than the rest of its model.
+
+    What it returns is for the code around it: in the precision of the override that called it,
+    and without one in `out_dtype` (None: as it is).
+    """
 
     def __init__(
         self,
@@ -39,11 +52,15 @@ class ModuleOverride:
         self.module = module
         self._state = state
         self._policy = policy
+        self._dtype = dtype
         self._cast_in = caster(dtype)
-        self._cast_out = None if out_dtype is None else caster(out_dtype)
+        self._out_dtype = out_dtype
+        self._running = Running()
+        self._last_wanted = out_dtype
 
-    def install(self) -> list[Any]:
+    def install(self, running: Running) -> list[Any]:
         """Hang the hooks on the submodule; returns their handles."""
+        self._running = running
         return [
             self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
             self.module.register_forward_hook(Hook(self._leave), always_call=True),
@@ -55,6 +72,7 @@ class ModuleOverride:
                 return self._enter(module, args, kwargs)
         if self._policy is not None:
             self._state.push(self._policy, self)
+        self._running.overrides.append(self)
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -63,7 +81,22 @@ class ModuleOverride:
                 return self._leave(module, args, output)
         if self._policy is not None:
             self._state.pop(self)
-        return None if self._cast_out is None else map_tensors(output, self._cast_out)
+        running = self._running.overrides
+        if running and running[-1] is self:
+            running.pop()
+        to = self._wanted()
+        return None if to is None else cast_tensors(output, to)
+
+    def _wanted(self) -> torch.dtype | None:
+        """The dtype that the code around this call wants; None: any."""
+        running = self._running.overrides
+        if is_dynamo_compiling():
+            return running[-1]._dtype if running else self._out_dtype
+        if running:
+            self._last_wanted = running[-1]._dtype
+        elif current_backward_pass() == -1:  # else a recomputation, which gives what it gave before
+            self._last_wanted = self._out_dtype
+        return self._last_wanted
 
 
 def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Module, str]:
@@ -104,16 +137,17 @@ def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(module, ORTHOGONAL_MAPS))
 
 
-def stays_float(properties: Properties, found: dict[nn.Module, str]) -> Callable[[nn.Module], bool]:
+def stays_float(
+    model: nn.Module, properties: Properties, found: dict[nn.Module, str]
+) -> Callable[[nn.Module], bool]:
     """Says of a module whether its weights stay in FP32 when the model goes to half."""
     keep = properties.cast_model_type in HALF_TYPES and bool(properties.keep_batchnorm_fp32)
-    floats = {
-        child
-        for module, precision in found.items()
-        if precision == "float"
-        for child in module.modules()
-    }
-    halves = {module for module, precision in found.items() if precision == "half"}
+    floats: set[nn.Module] = set()
+    for module in model.modules():  # from the outside inwards
+        if found.get(module) == "float":
+            floats.update(module.modules())
+        elif found.get(module) == "half":
+            floats.difference_update(module.modules())
     return lambda module: (
-        module in floats or (keep and has_statistics(module) and module not in halves)
+        module in floats or (keep and has_statistics(module) and found.get(module) != "half")
     )

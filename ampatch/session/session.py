@@ -175,7 +175,7 @@ class Session:
         )
         self.models.add(managed)
         if properties.casts_model:
-            managed.convert(module_overrides.stays_float(properties, found))
+            managed.convert(module_overrides.stays_float(model, properties, found))
             if managed.mixes:
                 self.mix(managed)
         managed.install()

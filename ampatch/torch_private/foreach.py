@@ -20,6 +20,7 @@ TORCH_NAMES = {
     "addcmul_": "_foreach_addcmul_",
     "copy_": "_foreach_copy_",
     "lerp_": "_foreach_lerp_",
+    "mul": "_foreach_mul",
     "mul_": "_foreach_mul_",
     "norm": "_foreach_norm",
     "sqrt": "_foreach_sqrt",
@@ -50,6 +51,7 @@ addcdiv_ = _of_torch("addcdiv_")
 addcmul_ = _of_torch("addcmul_")
 copy_ = _of_torch("copy_")
 lerp_ = _of_torch("lerp_")
+mul = _of_torch("mul")
 mul_ = _of_torch("mul_")
 norm = _of_torch("norm")
 sqrt = _of_torch("sqrt")

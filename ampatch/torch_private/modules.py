@@ -20,6 +20,13 @@ try:
 except ImportError:
     BATCH_NORMS = TORCH_BATCH_NORMS
 
+SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
+    name: vars(nn.SyncBatchNorm)[name]
+    for name in ("_check_input_dim", "_check_non_zero_input_channels")
+    if name in vars(nn.SyncBatchNorm)
+}
+"""Methods that `nn.SyncBatchNorm.forward` calls, for a class that borrows that forward."""
+
 try:
     from torch.nn.modules.instancenorm import _InstanceNorm
 

@@ -265,6 +265,42 @@ def test_evaluation_before_training(model, first):
         assert torch.equal(out, network()(X))
 
 
+def behind_each_layer(model) -> list[list[tuple]]:
+    """The shapes of the weights behind the cast nodes of each layer, as libraries look for them."""
+    layers: dict = {}
+    handles = [
+        layer.register_forward_hook(lambda layer, args, out: layers.update({out.grad_fn: layer}))
+        for layer in (model[0], model[2])
+    ]
+    model(X)
+    for handle in handles:
+        handle.remove()
+    found = []
+    for node in layers:
+        waiting = [inner for inner, _ in node.next_functions if "Tanh" not in str(inner)]
+        shapes = []
+        while waiting:
+            inner = waiting.pop()
+            if hasattr(inner, "variable"):
+                shapes.append(tuple(inner.variable.shape))
+            elif inner is not None:
+                waiting += [further for further, _ in inner.next_functions]
+        found.append(sorted(shapes))
+    return found
+
+
+def test_in_evaluation_mode_a_graph_leads_from_each_layer_to_its_own_weights(model):
+    """torch-pruning and its like walk it so, and find an IndexError where it leads to others."""
+    loss_of(model).backward()
+    model.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = behind_each_layer(network().eval())
+    assert behind_each_layer(model) == expected == [[(6,), (6, 4)], [(3,), (3, 6)]]
+    model.zero_grad()
+    loss_of(model).backward()
+    assert_equal(grads(model), plain_grads())
+
+
 def test_without_private_names_of_torch(model, monkeypatch):
     monkeypatch.setattr(batched_casts, "HOOKS_CAN_BE_SEEN", False)
     loss_of(model).backward()

@@ -200,6 +200,52 @@ def test_a_patched_call_outside_any_model(half, o1):
     assert f"cast to {half}" in text
 
 
+OTHER_CAUSES = {
+    "a mask of another type": lambda y: y.masked_fill_(torch.ones(3, 4, dtype=torch.uint8), 0.0),
+    "indices that are no whole numbers": lambda y: F.embedding(y, torch.zeros(4, 4)),
+    "an index of another type": lambda y: torch.zeros(3, 4).gather(0, y),
+    "targets of another type": lambda y: F.nll_loss(y, torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("call", OTHER_CAUSES.values(), ids=OTHER_CAUSES)
+def test_an_error_about_other_dtypes_has_no_note(call, level, half):
+    """In FP32 it is the same."""
+
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            return call(super().forward(x))
+
+    model, x = Wrong(4, 4), torch.randn(3, 4)
+    with pytest.raises(RuntimeError) as plain:
+        model(x)
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    with pytest.raises(type(plain.value)) as caught:
+        model(x)
+    assert "ampatch" not in said(caught.value)
+
+
+ABOUT_HALF = {
+    "two types named": lambda y: torch.dot(y[0], torch.zeros(4)),
+    "named as classes": lambda y: nn.GRU(4, 4)(y),
+    "half alone": lambda y: torch.view_as_real(torch.fft.fft2(y.contiguous())),
+    "none named": lambda y: torch.zeros(3, 4).scatter_(0, torch.zeros(3, 4).long(), y),
+}
+
+
+@pytest.mark.parametrize("call", ABOUT_HALF.values(), ids=ABOUT_HALF)
+def test_an_error_that_half_has_caused_has_a_note(call):
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            return call(super().forward(x))
+
+    model = ampatch.initialize(Wrong(4, 4), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        model(torch.randn(3, 4))
+    assert "Wrong is at O2" in said(caught.value)
+
+
 def test_other_errors_are_left_as_they_are(half, o1):
     with pytest.raises(RuntimeError) as caught:
         torch.mm(torch.randn(2, 2), torch.randn(3, 2))

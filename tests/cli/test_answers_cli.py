@@ -15,6 +15,7 @@ from warm_python import environment, on_a_terminal, python
 from ampatch.cli import main, script_options
 from ampatch.cli import run as run_module
 from ampatch.diagnose import doctor, running
+from ampatch.launch import program
 
 TRAINING = """
     import sys
@@ -114,6 +115,18 @@ def test_explain_in_a_terminal(script, tmp_path):
     assert "done" in lines and any("Sequential.1 (out_features=2)" in line for line in lines)
 
 
+@pytest.mark.parametrize("command", ["explain", "gradients"])
+def test_a_module_as_by_python_m(command, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(
+        f"from . import steps_of\n{textwrap.dedent(TRAINING)}assert __package__ == 'package'\n"
+    )
+    (tmp_path / "package" / "__init__.py").write_text("steps_of = int\n")
+    done = run(command, "--json", "-m", "package.train", "--", 4, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) and "step 3" in done.stderr
+
+
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Scripts run here, which is quicker than in a process of their own."""
@@ -125,7 +138,7 @@ def in_this_process(monkeypatch):
             return running.Ending(1, f"AssertionError: {error}")
         return running.Ending(0)
 
-    monkeypatch.setattr(running, "run_script", execute)
+    monkeypatch.setattr(program, "run_script", execute)
     monkeypatch.setattr(sys, "argv", ["train.py"])
 
 

@@ -139,6 +139,20 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
         (("sweep",), "the following arguments are required: SCRIPT"),
         (("sweep", "gone.py"), "gone.py: there is no such script"),
         (("sweep", "."), ".: not a file"),
+        *(
+            ((command, "notebook.ipynb"), "jupyter nbconvert --to script notebook.ipynb")
+            for command in ("run", "sweep", "explain", "gradients")
+        ),
+        *(
+            (("sweep", "-m", name), f"-m {name}: there is no such module")
+            for name in ("gone", "train.py", "train.gone", ".train", "email")
+        ),
+        (("explain", "-m", "gone"), "-m gone: there is no such module"),
+        (("sweep", "train.py", "-m", "train"), "SCRIPT (train.py) and -m train: expected one"),
+        (
+            ("explain", "-m", "train", "--lr", "1"),
+            "behind --: ampatch explain -m train -- --lr 1",
+        ),
         (("sweep", "train.py", "--levels", "O0,O5x"), "unknown level 'O5x'"),
         (("sweep", "train.py", "--epochs", "2"), "behind --: ampatch sweep train.py -- --epochs 2"),
         (("sweep", "train.py", "--timeout", "-1"), "argument --timeout: -1 is not above 0"),
@@ -168,6 +182,7 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
 )
 def test_a_wrong_command_line_is_refused(arguments, message, script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebook.ipynb").write_text("{}")
     with pytest.raises(SystemExit) as stop:
         main.main(arguments)
     assert stop.value.code == 2

@@ -207,7 +207,8 @@ def test_what_is_missing_names_a_replacement():
 def test_a_real_apex_is_not_hidden_unless_forced(tmp_path, monkeypatch):
     compat.uninstall()
     (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("real = True\n")
+    (tmp_path / "apex" / "__init__.py").write_text("from . import amp\n")
+    (tmp_path / "apex" / "amp.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ampatch.AmpatchError, match="force=True"):
         compat.install()
@@ -217,6 +218,78 @@ def test_a_real_apex_is_not_hidden_unless_forced(tmp_path, monkeypatch):
     assert importlib.import_module("apex") is not real
     compat.uninstall()
     assert sys.modules.pop("apex") is real
+    del sys.modules["apex.amp"]
+
+
+def installed_apex(tmp_path, monkeypatch, **files):
+    """A package apex in front of all others; `ours` takes its place, or does not."""
+    for name, text in files.items():
+        path = tmp_path / "apex" / (name.replace("__in__", "/__init__") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    compat.uninstall()
+    compat.install()
+
+
+TODAYS = {
+    "__init__": "from . import optimizers\ndef check_cudnn(): return 'behind'\nRANKS = 'amp'\n",
+    "optimizers__in__": "from .fused_adam import FusedAdam\nfrom .fused_lars import FusedLARS\n",
+    "optimizers/fused_adam": "raise ImportError('no kernels')\n",
+    "optimizers/fused_lars": "class FusedLARS: place = 'behind'\n",
+    "contrib__in__": "",
+    "contrib/xentropy__in__": "from apex import check_cudnn\nkernel = check_cudnn()\n",
+    "transformer__in__": "import no_such_kernels\n",
+}
+
+
+def test_an_apex_without_amp_gives_way_and_its_kernels_stay(tmp_path, monkeypatch, caplog):
+    installed_apex(tmp_path, monkeypatch, **TODAYS)
+    import apex
+    from apex import amp
+    from apex.contrib import xentropy
+    from apex.contrib.xentropy import kernel
+    from apex.optimizers import FusedAdam, FusedLARS
+
+    assert amp.initialize is ampatch.compat.apex.amp.initialize
+    assert FusedAdam is ampatch.compat.apex.optimizers.FusedAdam
+    assert (kernel, xentropy.kernel, FusedLARS.place) == ("behind",) * 3
+    assert apex.check_cudnn() == "behind" and not hasattr(apex, "nonsense")
+    with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
+        import apex.transformer
+    with pytest.raises(ImportError, match="scaled_dot_product_attention"):
+        importlib.import_module("apex.contrib.fmha")
+    [said] = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path / "apex") in said and "no amp" in said and "kernels" in said
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_folder_without_init_gives_way(has_folder, tmp_path, monkeypatch, caplog):
+    """As an empty git submodule, or a checkout of apex, whose package is a folder below."""
+    files = {"apex__in__": "", "apex/amp__in__": "", "setup": "raise OSError"}
+    (tmp_path / "apex").mkdir()
+    installed_apex(tmp_path, monkeypatch, **(files if has_folder else {}))
+    from apex import amp
+
+    assert amp.initialize is ampatch.compat.apex.amp.initialize
+    [said] = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path / "apex") in said and "__init__.py" in said
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"__init__": "", "amp__in__": ""},
+        {"__init__": "class amp: pass\n"},
+        {"__init__": "import torch.cuda.amp as amp\n"},
+        {"amp__in__": ""},  # a namespace with an amp
+    ],
+)
+def test_an_apex_with_amp_is_left_alone(files, tmp_path, monkeypatch):
+    with pytest.raises(ampatch.AmpatchError, match="force=True"):
+        installed_apex(tmp_path, monkeypatch, **files)
+    compat.install_unless_real()
+    assert not compat.is_installed()
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
@@ -256,7 +329,7 @@ def test_other_optimizers_norms_and_parallel():
     assert MixedFusedLayerNorm(4)(x.half()).dtype is torch.float32
     assert multi_tensor_applier.available is False
     model = apex.parallel.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(4)))
-    assert isinstance(model[0], nn.SyncBatchNorm)
+    assert isinstance(model[0], apex.parallel.SyncBatchNorm)
     assert isinstance(apex.parallel.SyncBatchNorm(4, fuse_relu=True).eval()(x), torch.Tensor)
     assert issubclass(apex.parallel.DistributedDataParallel, nn.parallel.DistributedDataParallel)
 

@@ -137,6 +137,48 @@ def batch_norm() -> nn.BatchNorm2d:
     return norm
 
 
+def small_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 4, 3), batch_norm(), nn.Flatten(), nn.Linear(36, 2))
+
+
+def half_of(rank: int, values: torch.Tensor) -> torch.Tensor:
+    return values[:3] if rank == 0 else values[3:]
+
+
+def synchronized(rank: int, wrapper: type) -> dict:
+    """A network with batch norms over the ranks, in DDP: three images on each rank."""
+    from apex.parallel import convert_syncbn_model
+
+    model = wrapper(convert_syncbn_model(small_network()))
+    output = model(half_of(rank, images()[0]))
+    output.square().mean().backward()
+    norm = model.module[1]
+    return {
+        "output": output.detach(),
+        "grads": [param.grad for param in model.parameters()],
+        "running": [norm.running_mean, norm.running_var],
+    }
+
+
+def validated(rank: int) -> dict:
+    """apex's DDP around a batch norm of each rank's own; rank 0 validates between two steps."""
+    from apex.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(small_network())
+    own = half_of(rank, images()[0])
+    seen = []
+    for _ in range(2):
+        model(own).square().mean().backward()
+        if rank == 0:
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(own))
+            model.train()
+    norm = model.module[1]
+    return {"running": [norm.running_mean, norm.running_var], "validated": seen}
+
+
 def on_a_rank(rank: int) -> dict:
     compat.install()
     try:
@@ -146,6 +188,9 @@ def on_a_rank(rank: int) -> dict:
             "norm": normalized(rank, channel_last=False),
             "channel_last": normalized(rank, channel_last=True),
             "half": normalized(rank, channel_last=False, dtype=torch.float16),
+            "apex's DDP": synchronized(rank, compat.parallel.DistributedDataParallel),
+            "torch's DDP": synchronized(rank, nn.parallel.DistributedDataParallel),
+            "validated": validated(rank),
         }
     finally:
         compat.uninstall()
@@ -222,6 +267,35 @@ def test_batch_norm_over_the_ranks_is_that_of_the_whole_batch(both, name):
         running = [norm.running_mean, norm.running_var]
         torch.testing.assert_close(one["running"], running, atol=atol, rtol=1e-3)
         assert one["count"] == 1
+
+
+@pytest.mark.parametrize("name", ["apex's DDP", "torch's DDP"])
+def test_batch_norm_over_the_ranks_in_ddp(both, name):
+    model = small_network()
+    output = model(images()[0])
+    output.square().mean().backward()
+    grads = [param.grad for param in model.parameters()]
+    outputs = torch.cat([found[name]["output"] for found in both])
+    torch.testing.assert_close(outputs, output.detach(), atol=2e-5, rtol=1e-4)
+    for found in both:
+        torch.testing.assert_close(found[name]["grads"], grads, atol=2e-5, rtol=1e-3)
+        running = [model[1].running_mean, model[1].running_var]
+        torch.testing.assert_close(found[name]["running"], running, atol=2e-5, rtol=1e-4)
+
+
+def test_apexs_ddp_sends_no_buffers(both):
+    """So that one rank may validate alone; each keeps its own statistics."""
+    for rank, found in enumerate(both):
+        model = small_network()
+        own = half_of(rank, images()[0])
+        seen = []
+        for _ in range(2):
+            model(own)
+            seen.append(model.eval()(own).detach())
+            model.train()
+        running = [model[1].running_mean, model[1].running_var]
+        torch.testing.assert_close(found["validated"]["running"], running)
+        torch.testing.assert_close(found["validated"]["validated"], seen if rank == 0 else [])
 
 
 # One process

@@ -35,6 +35,14 @@ LACKING = {
                 test_a_model_at_o0_beside_one_at_o1[eager]
                 test_a_model_at_o0_beside_one_at_o1[aot_eager]
             """,
+            "test_overrides": """
+                test_overrides_in_overrides_are_compiled[False-O1]
+                test_overrides_in_overrides_are_compiled[False-O2]
+                test_overrides_in_overrides_are_compiled[False-O3]
+                test_overrides_in_overrides_are_compiled[True-O1]
+                test_overrides_in_overrides_are_compiled[True-O2]
+                test_overrides_in_overrides_are_compiled[True-O3]
+            """,
             "test_ways_of_running": """
                 test_compile_of_a_model[eager-after]
                 test_compile_of_a_model[aot_eager-after]

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -395,6 +396,30 @@ def test_processes_of_the_script_find_apex_too(tmp_path):
         *(f"{method} {batches}" for method in ("spawn", "forkserver")),
         "(0, 'apex.amp', '__mp_main__')",
     ]
+
+
+@pytest.mark.parametrize("files", [{}, {"__init__": "", "kernels": "found = 'behind'\n"}])
+def test_an_apex_without_amp_gives_way_in_processes_of_the_script_too(files, tmp_path):
+    """An empty folder beside the script; today's apex, whose other modules stay reachable."""
+    (tmp_path / "apex").mkdir()
+    for name, text in files.items():
+        (tmp_path / "apex" / f"{name}.py").write_text(text)
+    text = CHILDREN.replace('("spawn", "forkserver")', "()")
+    kernels = "from apex.kernels import found\nassert found == 'behind'\n" if files else ""
+    (tmp_path / "train.py").write_text(kernels + textwrap.dedent(text))
+    done = ampatch_run(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (0, "(0, 'apex.amp', '__mp_main__')\n"), done.stderr
+    assert done.stderr.count("takes the place of") == 1
+
+
+def test_an_installed_apex_with_amp_is_what_the_script_gets(tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex" / "amp.py").write_text("name = 'the real one'\n")
+    write(tmp_path / "train.py", "from apex import amp\nprint(amp.name)\n")
+    done = ampatch_run(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (0, "the real one\n"), done.stderr
+    assert "takes the place" not in done.stderr
 
 
 def test_processes_of_a_module(tmp_path):

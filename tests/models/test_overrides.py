@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ampatch
 
@@ -218,3 +222,116 @@ def test_orthogonal_weights_of_half_models_are_computed_in_fp32(level, orthogona
     weight = model[1].weight
     assert weight.dtype is H
     torch.testing.assert_close(weight.float() @ weight.float().T, torch.eye(4), rtol=0, atol=0.02)
+
+
+# An override inside an override: the code around it is the outer one's
+
+
+class Decoder(nn.Module):
+    """Its own code works with numbers that float16 cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.recomputes = False
+
+    def forward(self, x):
+        inner = partial(checkpoint, self.inner, use_reentrant=False)
+        return (inner if self.recomputes else self.inner)(x) * 1e6 * 1e-6
+
+
+class Coder(nn.Module):
+    """`uses_part`: its own code calls a part of the decoder too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.decoder, self.last = nn.Linear(4, 4), Decoder(), nn.Linear(4, 4)
+        self.uses_part = False
+
+    def forward(self, x):
+        x = self.decoder(self.first(x))
+        return self.last(self.decoder.inner(x) if self.uses_part else x)
+
+
+NESTED = {
+    "float in float": {"decoder*": "float"},
+    "half in float": {"decoder": "float", "decoder.inner": "half"},
+    "float in half in float": {
+        "decoder": "float", "decoder.inner": "half", "decoder.inner.1": "float"
+    },
+}  # fmt: skip
+
+
+def results(model: nn.Module, run=None) -> list[torch.Tensor]:
+    """What a call gives, and the gradients of the weights."""
+    output = model(X) if run is None else run(X)
+    output.float().square().mean().backward()
+    return [output, *(weight.grad for weight in model.parameters())]
+
+
+def nested(level: str, overrides: dict, **attributes) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model with these overrides in float16, and what it gives in FP32."""
+    torch.manual_seed(0)
+    model = Coder()
+    vars(model).update(attributes)
+    expected = results(copy.deepcopy(model))
+    ampatch.initialize(
+        model, opt_level=level, dtype=torch.float16, overrides=overrides, verbosity=0
+    )
+    return model, expected
+
+
+def assert_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("overrides", NESTED.values(), ids=NESTED)
+def test_what_an_inner_override_gives_goes_on_in_the_outer_ones_precision(level, overrides):
+    model, expected = nested(level, overrides)
+    seen = []
+    model.decoder.inner.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    assert_alike(results(model), expected)
+    assert seen == [torch.float32]
+    is_half = "half" in overrides.values()
+    part = model.decoder.inner[0]
+    assert part.weight.dtype is (torch.float16 if is_half and level != "O1" else torch.float32)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_part_of_an_override_that_the_models_own_code_calls(level):
+    """What it gives is for that code, which is in half."""
+    model, expected = nested(level, {"decoder*": "float"}, uses_part=True)
+    seen = []
+    model.decoder.inner.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    assert_alike(results(model), expected)
+    assert seen == [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_overrides_in_overrides_are_recomputed_as_they_were(level):
+    model, expected = nested(level, {"decoder*": "float"})
+    model.decoder.recomputes = True
+    assert_alike(results(model), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("uses_part", [False, True])
+def test_overrides_in_overrides_are_compiled(level, uses_part):
+    model, expected = nested(level, {"decoder*": "float"}, uses_part=uses_part)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_alike(results(model, fast), expected)
+
+
+def test_overrides_in_overrides_after_an_interrupted_forward():
+    model, expected = nested("O2", {"decoder*": "float"})
+    handle = model.decoder.inner.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    handle.remove()
+    assert_alike(results(model), expected)
+
+
+def interrupt(*call) -> None:
+    raise KeyboardInterrupt

@@ -134,6 +134,14 @@ def twice_through_a_retained_graph(model):
     return grads(model)
 
 @scenario
+def evaluation_mode(model):
+    model.eval()
+    out = model(X)
+    out.float().sum().backward()
+    weights = {inner for inner, _ in out.grad_fn.next_functions if "Cast" in inner.name()}
+    return [*grads(model), len(weights)]
+
+@scenario
 def a_second_derivative(model):
     inputs = X.clone().requires_grad_()
     first = torch.autograd.grad(model(inputs).float()[:, 1:].pow(2).sum(),
@@ -221,7 +229,7 @@ def test_training_has_the_bits_of_the_python_way(same_bits_with_native):
 
 def test_unusual_graphs_and_calls_too(same_bits_with_native):
     found = same_bits_with_native(GRAPHS)
-    assert len(found) == 20
+    assert len(found) == 22
     calls = found["calls_of_every_kind torch.bfloat16"]
     assert calls["wrong"].startswith("RuntimeError") and calls["double"].dtype.is_floating_point
     assert calls["keywords"].dtype == calls["tuples"].dtype

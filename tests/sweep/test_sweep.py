@@ -18,6 +18,7 @@ import ampatch
 from ampatch.sweep import Sweep, read_results, read_runs, sweep
 from ampatch.sweep.json_files import read_json
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.provenance import called
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -346,6 +347,27 @@ def test_the_script_finds_itself_as_python_would_run_it(directory):
     assert (
         directory / "itself/runs/O0.seed0.repeat0.log"
     ).read_text() == "found ['--', '-x'] [2]\n"
+
+
+def test_a_module_as_by_python_m(directory, monkeypatch):
+    package = directory / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    training = textwrap.dedent(TRAINING) + textwrap.dedent(INITIALIZE)
+    (package / "train.py").write_text(
+        f"from . import __name__ as package\n{training}"
+        "losses = [step() for _ in range(3)]\nprint(package, __name__, sys.argv[1:])\n"
+    )
+    monkeypatch.chdir(directory)
+    swept = Sweep("package.train", ["--lr", "1"], module=True, levels=["O0"])
+    assert "package" not in sys.modules
+    [row] = swept.run().rows
+    assert (row.status, row.steps) == ("ok", 3)
+    assert swept.directory == Path("ampatch-sweep/package.train")
+    log = swept.directory / "runs/O0.seed0.repeat0.log"
+    assert log.read_text() == "package __main__ ['--lr', '1']\n"
+    results = read_results(swept.directory)
+    assert results.script == "-m package.train" and called(results) == "-m package.train --lr 1"
 
 
 # The sweep's own end

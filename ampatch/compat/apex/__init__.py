@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from ampatch import AmpatchError, observe
 
+from ...log import logger
 from ...session import facade as engine
 from . import (
     amp,
+    amp_c,
+    apex_c,
+    behind,
     fp16_utils,
     internals,
     lists,
@@ -63,6 +68,8 @@ CONTENTS = {
     "apex.contrib.optimizers": optimizers,
     "apex.multi_tensor_apply": multi_tensor_apply,
 }
+KERNELS = {"amp_C": amp_c, "apex_C": apex_c}
+"""apex's compiled modules, which have names of their own; installed ones are not hidden."""
 
 
 def install(force: bool = False) -> None:
@@ -70,24 +77,50 @@ def install(force: bool = False) -> None:
 
     Also makes `importlib.metadata.version("apex")` succeed.
 
-    Raises `AmpatchError` if a real apex could be imported and `force` is not set;
-    with `force` it is hidden until `uninstall`.
+    Raises `AmpatchError` if a real apex with an amp could be imported and `force` is not set;
+    with `force` it is hidden until `uninstall`.  An apex without amp, and a folder without
+    `__init__.py`, give way, which is logged; what ours lacks is still found there.
     """
     if is_installed():
         return
-    if not force and (place := _real_apex()) is not None:
+    found = behind.find()
+    if found is None or (found.has_amp and force):
+        install_before(())
+    elif found.has_amp:
         raise AmpatchError(
-            f"ampatch.compat.apex.install(): a package apex is installed at {place}, and would "
-            "be hidden. Uninstall it (pip uninstall apex), or call install(force=True)."
+            f"ampatch.compat.apex.install(): a package apex is installed at {found.place}, and "
+            "would be hidden. Uninstall it (pip uninstall apex), or call install(force=True)."
         )
-    modules = build({**CONTENTS, **lists.contents()})
+    else:
+        logger.warning(found.given_way())
+        install_before(found.folders)
+
+
+def install_unless_real() -> None:
+    """`install()`, if there is no other apex with an amp."""
+    found = behind.find()
+    if found is None or not found.has_amp:
+        install()
+
+
+def folders_behind() -> list[str] | None:
+    """The folders of the apex whose place ours has taken; None while ours is not installed."""
+    finder = _finder()
+    return None if finder is None else finder.behind.folders
+
+
+def install_before(folders: Sequence[str]) -> None:
+    """Register ours, whatever else there is; what it lacks is found in `folders`."""
+    others = behind.Behind(folders)
+    kernels = {name: source for name, source in KERNELS.items() if not _is_importable(name)}
+    modules = build({**CONTENTS, **lists.contents(), **kernels}, others)
     # As in apex: `apex.amp._amp_state` is the state, also after an import of the module.
     modules["apex.amp"]._amp_state = state._amp_state
     modules["apex.amp.amp"].__class__ = internals.AmpModule
     modules[
         "apex.parallel.LARC"
     ].__class__ = _CallableLARC  # the class and its module have the same name
-    finder = Finder(modules, _hide())
+    finder = Finder(modules, _hide(), others)
     sys.meta_path.insert(0, finder)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
@@ -121,6 +154,8 @@ def uninstall() -> None:
     for name, module in finder.modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
+    for name in finder.from_behind:
+        sys.modules.pop(name, None)
     sys.modules.update(finder.hidden)
 
 
@@ -133,13 +168,8 @@ def _finder() -> Finder | None:
     return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
 
 
-def _real_apex() -> str | None:
-    """The path of an importable apex; None for a namespace, as of a checkout beside the script."""
-    loaded = sys.modules.get("apex")
-    if loaded is not None:
-        return getattr(loaded, "__file__", None)
-    spec = importlib.util.find_spec("apex")
-    return None if spec is None else spec.origin
+def _is_importable(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def _hide() -> dict[str, ModuleType]:

@@ -1,14 +1,21 @@
-"""apex.multi_tensor_apply: not available, which scripts ask before they use it."""
+"""apex.multi_tensor_apply: what hands lists of tensors to the functions of amp_C."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """apex's fused kernels over lists of tensors; torch has `torch._foreach_*` for its own."""
+    """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
+
+    `available` is False: scripts that ask want all of apex's kernels, and take PyTorch's way
+    without them.  A call needs no question: `amp_C` has the functions that scripts call.
+    """
 
     available = False
     warned = True
@@ -16,13 +23,14 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int = 2048 * 32) -> None:
         self.chunk_size = chunk_size
 
-    def __call__(self, *args: Any) -> NoReturn:
-        """Raises `RuntimeError`: look at `available` first."""
-        raise RuntimeError(
-            "multi_tensor_applier is not available (multi_tensor_applier.available is False): "
-            "apex's kernels are not part of ampatch. Use torch.optim's fused=True or foreach=True, "
-            "and torch.nn.utils.clip_grad_norm_."
-        )
+    def __call__(
+        self,
+        op: Callable,
+        noop_flag_buffer: Tensor,
+        tensor_lists: Sequence[list[Tensor]],
+        *args: Any,
+    ) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 multi_tensor_applier = MultiTensorApply()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
+
+from .behind import Behind
 
 VERSION = "0.1+ampatch"
 
@@ -38,20 +41,29 @@ REPLACEMENTS = {
     "apex.amp.opt_levels": "use amp.initialize(opt_level=...) and _amp_state.opt_properties",
     "apex.multi_tensor_apply": "use torch._foreach_ functions",
     "apex.checkpoint": "use torch.utils.checkpoint",
+    "amp_C.multi_tensor_lamb": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_lamb_mp": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_lamb_stage1_cuda": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_lamb_stage2_cuda": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_adam": "use torch.optim.AdamW(fused=True)",
+    "amp_C.multi_tensor_adagrad": "use torch.optim.Adagrad(fused=True)",
+    "amp_C.multi_tensor_sgd": "use torch.optim.SGD(fused=True)",
+    "amp_C.multi_tensor_novograd": "use FusedNovoGrad from apex.optimizers",
+    "amp_C": "use torch._foreach_ functions, or torch.optim with foreach=True",
 }
 
 
 def replacement(name: str) -> str | None:
     """What to use instead of `name` (dotted) or of its package; None if unknown."""
-    while name.count("."):
+    while name:
         if name in REPLACEMENTS:
             return REPLACEMENTS[name]
         name = name.rpartition(".")[0]
     return None
 
 
-def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
-    """A module for each name, with the public names of its source."""
+def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
+    """A module for each name, with the public names of its source; others are `behind`'s."""
     modules: dict[str, ModuleType] = {}
     for name, source in contents.items():
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
@@ -62,9 +74,9 @@ def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
             __spec__=spec,
             __loader__=spec.loader,
             __package__=name,
-            __path__=[],
+            __path__=behind.path(name),
             __all__=[key for key in public if not key.startswith("_")],
-            __getattr__=_unknown(name),
+            __getattr__=_unknown(name, behind),
         )
         modules[name] = module
         parent, _, child = name.rpartition(".")
@@ -74,16 +86,19 @@ def build(contents: Mapping[str, Any]) -> dict[str, ModuleType]:
     return modules
 
 
-def _unknown(module: str) -> Callable[[str], NoReturn]:
-    """The module's `__getattr__`: an error that says what to use."""
+def _unknown(module: str, behind: Behind) -> Callable[[str], Any]:
+    """The module's `__getattr__`: what `behind` has, or an error that says what to use."""
 
-    def lookup(name: str) -> NoReturn:
-        hint = replacement(f"{module}.{name}")
-        tail = f"; {hint}." if hint else "."
-        raise AttributeError(
-            f"module {module!r}, provided by ampatch, has no attribute {name!r}{tail}",
-            name=name,
-        )
+    def lookup(name: str) -> Any:
+        try:
+            return behind.attribute(module, name)
+        except AttributeError as error:
+            hint = replacement(f"{module}.{name}")
+            tail = f"; {hint}." if hint else "."
+            raise AttributeError(
+                f"module {module!r}, provided by ampatch, has no attribute {name!r}{tail}",
+                name=name,
+            ) from error.__cause__
 
     return lookup
 
@@ -101,16 +116,23 @@ class Loader:
 class Finder:
     """Finds ampatch's apex modules and their version; errors for others say what to use."""
 
-    def __init__(self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType]) -> None:
+    def __init__(
+        self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType], behind: Behind
+    ) -> None:
         self.stop: Callable[[], None] = lambda: None  # run by `uninstall`
         self.modules = modules
         self.hidden = hidden
+        self.behind = behind
+        self.from_behind: set[str] = set()  # modules that were found there
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """The spec of a module.  Raises `ImportError` with a hint for modules that are missing."""
         if name in self.modules:
             return self.modules[name].__spec__
-        hint = replacement(name)
+        if name.startswith("apex.") and path and (spec := PathFinder.find_spec(name, path)):
+            self.from_behind.add(name)
+            return spec
+        hint = replacement(name) if name.partition(".")[0] in self.modules else None
         if hint is not None:
             raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
         return None

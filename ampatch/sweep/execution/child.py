@@ -23,15 +23,18 @@ import torch
 import ampatch
 from ampatch.config import environment
 from ampatch.launch import children
-from ampatch.launch.script import describe, run_script
+from ampatch.launch.program import Program
+from ampatch.launch.script import describe
 from ampatch.sweep.execution import ranks, script_without_amp
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
+from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.child_options import ChildOptions
 from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
 from ampatch.sweep.execution.untouched import stop_untouched
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
+from ampatch.sweep.measure.written_files import WrittenFiles
 from ampatch.torch_private import backward_threads
 
 _GUARD = """
@@ -60,15 +63,17 @@ def main(argv: Sequence[str]) -> int:
         steps=options.steps,
         output=sys.stdout.fileno() if options.mark_output and not rank else None,
     )
-    _start_engine(options, recorder)
+    autocast_off = AutocastOff()
+    _start_engine(options, recorder, autocast_off)
     if options.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(options.seed)
     own_seeds = OwnSeeds(options.seed, options.override_seeds, options.ranked)
     own_seeds.watch()
-    trial_record = None if rank else _Record(path, recorder, own_seeds)
-    ending = run_script(script, arguments)
+    written = WrittenFiles([Path.cwd(), Path(script).parent], [path.parent, path.parent.parent])
+    trial_record = None if rank else _Record(path, recorder, own_seeds, autocast_off, written)
+    ending = Program(script, options.module).run(arguments)
     if options.ranked:
         ranks.leave_word(ending.error)
     if trial_record is not None:
@@ -84,10 +89,19 @@ class _Record:
     log is added: the exit handler of this class comes last, because it was there first.
     """
 
-    def __init__(self, path: Path, recorder: Recorder, own_seeds: OwnSeeds) -> None:
+    def __init__(
+        self,
+        path: Path,
+        recorder: Recorder,
+        own_seeds: OwnSeeds,
+        autocast_off: AutocastOff,
+        written: WrittenFiles,
+    ) -> None:
         self._path = path
         self._recorder = recorder
         self._own_seeds = own_seeds
+        self._autocast_off = autocast_off
+        self._written = written
         self._error = ""
         self._notices: int | None = None  # those that are in the file
         self._process = os.getpid()
@@ -105,6 +119,8 @@ class _Record:
         measured.error = error or measured.error
         measured.seed_calls = self._own_seeds.calls
         measured.seed_read = self._own_seeds.seed_read
+        measured.autocast_off = self._autocast_off.places
+        measured.files_written = self._written.names()
         write_json(self._path, measured)
 
     def _complete(self) -> None:
@@ -121,7 +137,7 @@ def _ignore(steps: int, loss: float | None) -> None:
     """For ranks but the first, which report nothing."""
 
 
-def _start_engine(options: ChildOptions, recorder: Recorder) -> None:
+def _start_engine(options: ChildOptions, recorder: Recorder, autocast_off: AutocastOff) -> None:
     """Set up what the case asks for, and connect the recorder."""
     if options.autocast:  # before an apex package copies the public functions
         AutocastBaseline(getattr(torch, options.autocast), recorder).install()
@@ -131,6 +147,8 @@ def _start_engine(options: ChildOptions, recorder: Recorder) -> None:
     else:
         ampatch.observe(recorder)
         stop_untouched()
+        if environment.read().opt_level == "O0":
+            autocast_off.install()
 
 
 def _measured(recorder: Recorder) -> Measured:

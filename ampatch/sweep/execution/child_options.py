@@ -17,6 +17,7 @@ class ChildOptions:
     tf32: bool = False
     autocast: str = ""  # the half type of the autocast baseline; "" for other trials
     auto: bool = False  # the script has no AMP code
+    module: bool = False  # the script is the name of a module
     mark_output: bool = False
     guard: int | None = None  # a pipe that closes when the sweep has ended
     ranked: bool = False  # started by torchrun, as one of several ranks

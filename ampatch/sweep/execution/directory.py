@@ -41,14 +41,14 @@ _LOCK = ".lock"
 _FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
 
 
-def choose(out: str | Path | None, script: str, resume: bool, overwrite: bool) -> Path:
-    """`out`, or by default `ampatch-sweep/` and the script's name, numbered if that is taken.
+def choose(out: str | Path | None, title: str, resume: bool, overwrite: bool) -> Path:
+    """`out`, or by default `ampatch-sweep/` and the title, numbered if that is taken.
 
     With `resume` or `overwrite` it is the last one that exists.
     """
     if out is not None:
         return Path(out)
-    names = (f"{Path(script).stem}{ending}" for ending in _endings())
+    names = (f"{title}{ending}" for ending in _endings())
     paths = (Path("ampatch-sweep") / name for name in names)
     last = next(paths)
     while (last / SUMMARY).exists():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ampatch.config.environment import VARIABLES
+from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.sweep.execution import ranks, trial_directory
 from ampatch.sweep.execution.child_options import ChildOptions
@@ -44,7 +45,7 @@ class Runner:
     A runner can be pickled: engines run it on other machines.
     """
 
-    script: str
+    program: Program
     arguments: Sequence[str]
     directory: Path
     steps: int | None = None
@@ -134,6 +135,7 @@ class Runner:
             override_seeds=self.override_seeds,
             steps=None if counts_its_steps(self.arguments) else self.steps,
             tf32=case.tf32,
+            module=self.program.is_module,
             auto=self.auto,
             autocast=(case.dtype or "") if case.engine == "autocast" else "",
             mark_output=bool(self.metrics),
@@ -146,7 +148,7 @@ class Runner:
         module = [*launcher, "ampatch.sweep.execution.child", str(files.record)]
         directory = str(files.directory.resolve())
         arguments = placeholders(self.arguments, trial.seed, self.steps, directory)
-        return [*module, options.to_text(), self.script, *arguments]
+        return [*module, options.to_text(), self.program.name, *arguments]
 
 
 def _watch(

@@ -26,15 +26,12 @@ import importlib.util
 import os
 import random
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
-from ampatch.launch.script import PACKAGE_ROOT
+from ampatch.sweep.execution.own_lines import own_line
 from ampatch.sweep.measure.record import SeedCall
 from ampatch.sweep.plan import SEED_VARIABLE
 from ampatch.torch_private.devices import seeding_functions
@@ -47,14 +44,6 @@ _GLOBAL = {
 }
 """The functions that seed what is global, but for devices, and the modules that have them."""
 _OF_GENERATOR = "torch.Generator().manual_seed"
-_LIBRARIES = tuple(
-    os.path.join(os.path.realpath(path), "")
-    for path in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        os.path.dirname(os.path.dirname(torch.__file__)),
-        os.path.join(PACKAGE_ROOT, "ampatch"),
-    )
-)
 
 
 def seed_everything(seed: int) -> None:
@@ -136,7 +125,7 @@ class OwnSeeds:
         if not given or given[0] is None:  # a seed of the operating system's choice
             return args, kwargs
         if name not in self._of_devices:  # torch.manual_seed stands beside it
-            place = _own_line(sys._getframe(1)) or "a library"
+            place = own_line(sys._getframe(1)) or "a library"
             self._note(SeedCall(name, _text(given[0]), place, is_generator=False))
         if not self._override:
             return args, kwargs
@@ -160,7 +149,7 @@ class OwnSeeds:
     def _default_rng(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def default_rng(seed: Any = None) -> Any:
-            place = _own_line(sys._getframe(1), nearest=True)
+            place = own_line(sys._getframe(1), nearest=True)
             if isinstance(seed, int) and place and os.getpid() == self._process:
                 call = SeedCall("numpy.random.default_rng", _text(seed), place, is_generator=True)
                 self._note(call)
@@ -179,7 +168,7 @@ class OwnSeeds:
         class Kind(type(plain)):
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
                 generator = plain(*args, **kwargs)
-                place = _own_line(sys._getframe(1), nearest=True)
+                place = own_line(sys._getframe(1), nearest=True)
                 if place and os.getpid() == process and len(made) < MOST_CALLS:
                     made.append((generator, place))
                 return generator
@@ -214,16 +203,3 @@ class OwnSeeds:
 
 def _text(seed: Any) -> str:
     return repr(seed)[:40]
-
-
-def _own_line(frame: FrameType | None, nearest: bool = False) -> str:
-    """`train.py:12`: the line of the script's own files at `frame`, or at the next caller's.
-
-    "" where there is none, and with `nearest` where `frame` itself is another file's.
-    """
-    while frame is not None:
-        file = os.path.realpath(frame.f_code.co_filename)
-        if not file.startswith(_LIBRARIES) and os.path.exists(file):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = None if nearest else frame.f_back
-    return ""

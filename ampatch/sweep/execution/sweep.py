@@ -15,7 +15,7 @@ import torch
 from ampatch._version import __version__
 from ampatch.config.validation import whole_number
 from ampatch.errors import AmpatchError
-from ampatch.launch.script import check_script
+from ampatch.launch.program import Program
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.default_dtypes import default_dtypes
 from ampatch.sweep.execution.directory import Directory, choose
@@ -54,6 +54,8 @@ from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.judge import LOSS, recommendation
 from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.results import SUMMARY, Results, Row
+from ampatch.sweep.report.starts import note as starts_note
+from ampatch.sweep.report.starts import other_starts
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
 from ampatch.sweep.trial import Trial
@@ -68,9 +70,10 @@ class Sweep:
     """A script and the trials to run it in; `runs` grows while `run` goes on.
 
     Args:
-        script: the script's file.
+        script: the script's file, or with `module` the name of a module.
         arguments: the script's own, in which `{seed}`, `{steps}` and `{trial_dir}` (an empty
             directory for each trial) are replaced.
+        module: run `script` as by `python -m`.
         levels: some of "O0" to "O3"; by default all.
         dtypes: half dtypes, of "float16" and "bfloat16"; by default those that
             `ampatch doctor` calls fast on this machine, and bfloat16 if it calls none so.
@@ -104,8 +107,8 @@ class Sweep:
     On a CUDA device there is a row `O0+tf32` beside O0.  `O0` has PyTorch's defaults: matrix
     products in FP32, cuDNN's convolutions as `torch.backends.cudnn.allow_tf32` says.
 
-    Raises `FileNotFoundError`, `TypeError` or `ValueError` for what cannot be run, and
-    `OSError` for a directory that cannot be written.  Holds the directory until `close`,
+    Raises `FileNotFoundError`, `ImportError`, `TypeError` or `ValueError` for what cannot be run,
+    and `OSError` for a directory that cannot be written.  Holds the directory until `close`,
     which `run` calls.
     """
 
@@ -114,6 +117,7 @@ class Sweep:
         script: str,
         arguments: Sequence[str] = (),
         *,
+        module: bool = False,
         levels: Iterable[str] | None = None,
         dtypes: Iterable[str] | None = None,
         seeds: int = 1,
@@ -140,12 +144,13 @@ class Sweep:
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
-        check_script(str(script))
-        self.script = str(script)
+        self._program = Program(str(script), module)
+        self._file = self._program.file()
+        self.script = str(self._program)
         self.arguments = [str(argument) for argument in arguments]
         if levels is None:
             levels = WITHOUT_AMP if auto else LEVELS
-        path = choose(out, self.script, resume, overwrite)
+        path = choose(out, self._program.title, resume, overwrite)
         rows = functools.partial(
             cases,
             _listed(levels),
@@ -193,9 +198,9 @@ class Sweep:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._started = now if earlier is None else earlier.started
         self._provenance = (
-            provenance.begun(self.script)
+            provenance.begun(self._file)
             if earlier is None
-            else provenance.resumed(self.script, earlier.provenance)
+            else provenance.resumed(self._file, earlier.provenance)
         )
         self._write()
 
@@ -237,7 +242,7 @@ class Sweep:
         them.  What was submitted ends with this call.
         """
         runner = Runner(
-            self.script,
+            self._program,
             self.arguments,
             self._held.runs,
             steps=self._steps,
@@ -311,12 +316,12 @@ class Sweep:
 
     def _ended(self, run: Run, shown: Progress) -> None:
         reason = self._reason_to_stop(run)
-        known = self._seed_notes()
+        known = self._script_notes()
         self.runs.append(run)
         self.runs.sort(key=lambda run: self._order[run.trial])  # they may end in any order
         self._write()
         shown.ended(run)
-        for note in self._seed_notes():
+        for note in self._script_notes():
             if note not in known:
                 shown.said(note)
         if reason and len(self.runs) < len(self.trials):
@@ -348,7 +353,7 @@ class Sweep:
         notes = self._timing_notes()
         if not paired.available() and any(run.trial.seed for run in self.runs):
             notes.append(paired.MISSING)
-        notes += self._seed_notes()
+        notes += self._script_notes()
         whole = [run.measured for run in self.runs if run.measured and not run.trial.short]
         if any(measured.stopped_at for measured in whole):
             notes.append(
@@ -378,6 +383,23 @@ class Sweep:
             )
         return notes
 
+    def _script_notes(self) -> list[str]:
+        """What the script does that a sweep has to tell: about seeds, autocast and weights."""
+        starts = other_starts(self.runs)
+        notes = [*self._seed_notes(), self._autocast_note()]
+        return [note for note in [*notes, starts_note(self.script, starts, self.runs)] if note]
+
+    def _autocast_note(self) -> str:
+        """Where the script enters torch.autocast itself."""
+        measured = (run.measured for run in self.runs if run.measured is not None)
+        places = list(dict.fromkeys(place for one in measured for place in one.autocast_off))
+        if not places:
+            return ""
+        return (
+            f"{self.script} enters torch.autocast itself ({', '.join(places)}). At O0 these "
+            "regions are off, or O0 would not be FP32; in the other rows they are on."
+        )
+
     def _seed_notes(self) -> list[str]:
         """What a sweep of several seeds says about seeds that the script sets itself."""
         if all(trial.seed == 0 for trial in self.trials):
@@ -396,8 +418,8 @@ class Sweep:
     def _settings(self, dtypes: list[str], seeds: int, repeats: int, rounds: int) -> dict[str, Any]:
         """The settings that a resumed sweep must share."""
         return {
-            "script": str(Path(self.script).resolve()),
-            "script_sha256": hashlib.sha256(Path(self.script).read_bytes()).hexdigest(),
+            "script": self.script if self._program.is_module else str(self._file.resolve()),
+            "script_sha256": hashlib.sha256(self._file.read_bytes()).hexdigest(),
             "arguments": self.arguments,
             "dtypes": dtypes,
             "rows": [case.label for case in self.cases],

@@ -19,12 +19,12 @@ _SECONDS = 20  # for one call of git
 _OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")  # of another repository
 
 
-def begun(script: str) -> dict[str, str]:
+def begun(script: Path) -> dict[str, str]:
     """What is known of a sweep of `script` before its first run."""
-    return {"command": command_line(sys.orig_argv), "git": repository(Path(script))}
+    return {"command": command_line(sys.orig_argv), "git": repository(script)}
 
 
-def resumed(script: str, earlier: dict[str, str]) -> dict[str, str]:
+def resumed(script: Path, earlier: dict[str, str]) -> dict[str, str]:
     """The same of a sweep that goes on; what differs now stands beside it."""
     now = {name: value for name, value in begun(script).items() if earlier.get(name) != value}
     return {**earlier, **{f"{name}, resumed": value for name, value in now.items()}}

@@ -77,6 +77,8 @@ class Measured:
     error: str = ""  # of the exception that ended the script
     seed_calls: list[SeedCall] = field(default_factory=list)
     seed_read: bool = False  # the script read AMPATCH_SEED
+    autocast_off: list[str] = field(default_factory=list)  # at O0: lines of the script's regions
+    files_written: list[str] = field(default_factory=list)  # into the working directory
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measured:

@@ -105,6 +105,13 @@ def anything_compared(rows: Sequence[Row]) -> bool:
 
 def recommendation(rows: Sequence[Row]) -> str:
     """One line: what to train with, and why."""
+    apart = [row for row in rows if row.start]
+    if apart:
+        first = next((row for row in apart if row.outcome != "baseline"), apart[0])
+        return (
+            f"none: the rows do not start alike. {_name(first)} has a {first.start}; so the rows "
+            "cannot be compared."
+        )
     if not anything_compared(rows):
         return f"{NOTHING_YET}: {_what_lacks(rows)}."
     fit = [row for row in rows if row.outcome in ("within", "better", "untested")]
@@ -176,6 +183,9 @@ def _what_lacks(rows: Sequence[Row]) -> str:
 
 
 def _quality(row: Row) -> str:
+    if row.start and row.outcome != "failed":
+        what = "the baseline, but" if row.outcome == "baseline" else "accuracy not compared:"
+        return f"{what} it does not start as the others: {row.start}"
     if row.outcome == "baseline":
         return "the baseline"
     if row.outcome == "failed":

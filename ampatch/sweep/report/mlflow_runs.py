@@ -74,7 +74,7 @@ def write_runs(directory: str | Path) -> str:
 
 
 def _experiment(client: Any, sweep: Tracked) -> str:
-    name = f"{Path(sweep.results.script).stem} {sweep.results.started}"
+    name = f"{provenance.title(sweep.results)} {sweep.results.started}"
     known = client.get_experiment_by_name(name)
     if known is not None:
         return known.experiment_id

@@ -7,6 +7,7 @@ picture can be traced when it is alone in a paper's folder.
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from ampatch.sweep.report.results import Results
 from ampatch.torch_private.devices import TOOLKITS
@@ -32,7 +33,18 @@ def facts(results: Results) -> dict[str, str]:
 
 def called(results: Results) -> str:
     """The script with its arguments."""
-    return shlex.join([results.script, *results.arguments])
+    return shlex.join([*split_script(results.script), *results.arguments])
+
+
+def split_script(script: str) -> list[str]:
+    """The words of `Results.script`: a path, or `-m` and the name of a module."""
+    return script.split() if script.startswith("-m ") else [script]
+
+
+def title(results: Results) -> str:
+    """`train` of `train.py`, `package.train` of a module."""
+    words = split_script(results.script)
+    return words[1] if len(words) > 1 else Path(results.script).stem
 
 
 def lines(results: Results) -> list[str]:

@@ -123,6 +123,7 @@ class Row:
     seconds: float = 0.0  # of all its processes
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
     outcome: str = "untested"  # or baseline, within, worse, better, failed
+    start: str = ""  # how a first loss differs from O0's with the same seed; see `starts.py`
     verdict: str = ""
 
     @property

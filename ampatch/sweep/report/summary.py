@@ -32,6 +32,7 @@ from ampatch.sweep.report.judge import LOSS, Samples, compare, corrected, judged
 from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.pace import pace_of
 from ampatch.sweep.report.results import Row, Spread
+from ampatch.sweep.report.starts import other_starts
 from ampatch.sweep.trial import BASE, Case
 
 
@@ -48,11 +49,12 @@ def summarize(
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
     base = by_case.get(BASE, [])
-    rows = [_row(case, of_case, base) for case, of_case in by_case.items()]
+    starts = {start.run.case: start.in_words() for start in reversed(other_starts(runs))}
+    rows = [_row(case, of_case, base, starts.get(case, "")) for case, of_case in by_case.items()]
     compared = corrected(
         [
             []
-            if case == BASE
+            if case == BASE or case in starts
             else compare(
                 samples_of(of_case), samples_of(base), judged, better or {}, seeds_matter(base)
             )
@@ -92,7 +94,7 @@ def seeds_matter(runs: Iterable[Run]) -> bool:
     return not others or any(other != first for other in others)
 
 
-def _row(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Row:
+def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Row:
     """The figures of a row, without a verdict."""
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
     trouble = [said for said in map(status, runs) if said != OK]
@@ -132,6 +134,7 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Row:
         loss_scale=measured[0].loss_scale if measured else None,
         seconds=sum(run.seconds for run in runs),
         outcome=outcome_of(case == BASE, bool(trouble)),
+        start=start,
     )
 
 

@@ -103,7 +103,7 @@ def _project() -> str:
 
 
 def _group(sweep: Tracked) -> str:
-    return f"{Path(sweep.results.script).stem} {sweep.results.started}"
+    return f"{provenance.title(sweep.results)} {sweep.results.started}"
 
 
 def _id(sweep: Tracked, run: Run) -> str:

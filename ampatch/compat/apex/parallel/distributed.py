@@ -2,20 +2,32 @@
 
 # No `from __future__ import annotations`: torch compares those of a communication hook.
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["DistributedDataParallel", "Reducer", "create_syncbn_process_group"]
+from ..apex_c import flatten, unflatten
+
+__all__ = ["DistributedDataParallel", "Reducer", "create_syncbn_process_group", "flat_dist_call"]
 
 _MESSAGE_SIZE = 10_000_000  # elements; apex's default
+
+_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+_SENDS_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+)
+"""torch's option to send buffers in each forward: newer ones warn of the older name."""
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` with apex's arguments.
+
+    A forward sends no buffers: each rank keeps its own statistics of batch norms, and one rank may
+    validate while the others wait.
 
     Args:
         module: the model, on its device.
@@ -56,7 +68,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         bucket = {}
         if message_size != _MESSAGE_SIZE:
             bucket["bucket_cap_mb"] = max(1, message_size * 4 // 2**20)
-        super().__init__(module, find_unused_parameters=bool(delay_allreduce), **bucket)
+        super().__init__(
+            module,
+            find_unused_parameters=bool(delay_allreduce),
+            **{_SENDS_BUFFERS: False},
+            **bucket,
+        )
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             rest = gradient_predivide_factor / dist.get_world_size(self.process_group)
             self.register_comm_hook(
@@ -130,6 +147,26 @@ class Reducer:
         for grad in grads:
             dist.all_reduce(grad)
             grad.div_(ranks)
+
+
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable, extra_args: Iterable[Any] | None = None
+) -> None:
+    """`call(flat, *extra_args)`, a collective, on all tensors of a dtype as one, in place.
+
+    With `torch.distributed.all_reduce` they are averaged.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    with torch.no_grad():
+        for alike in kinds.values():
+            flat = flatten(alike)
+            call(flat, *(extra_args or ()))
+            if call is dist.all_reduce:
+                flat /= dist.get_world_size()
+            for tensor, values in zip(alike, unflatten(flat, alike)):
+                tensor.copy_(values)
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

@@ -8,13 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ampatch.torch_private.modules import BATCH_NORMS, INSTANCE_NORMS
+from ampatch.torch_private.modules import BATCH_NORMS, INSTANCE_NORMS, SYNC_BATCH_NORM_CHECKS
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model"]
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(BATCH_NORMS[0]):
     """`torch.nn.SyncBatchNorm` that also works on the CPU.
+
+    As in apex it does not derive from that class: DistributedDataParallel refuses any of these
+    in a model on the CPU.
 
     With `channel_last` the channels are the last dimension of the input, with
     `fuse_relu` the output goes through a ReLU.
@@ -31,7 +34,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
@@ -41,7 +45,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if channels_first.is_cpu and self._uses_ranks():
             output = self._normalized(channels_first)
         else:
-            output = super().forward(channels_first)
+            output = nn.SyncBatchNorm.forward(self, channels_first)
         if self.channel_last:
             output = output.movedim(1, -1)
         if z is not None:
@@ -75,6 +79,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+for _name, _check in SYNC_BATCH_NORM_CHECKS.items():
+    setattr(SyncBatchNorm, _name, _check)
 
 
 class _Sum(torch.autograd.Function):

@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ampatch.config.environment import OF_THE_PROCESS
+from ampatch.launch.program import Program
 from ampatch.sweep.execution.engines.options import Where
 from ampatch.sweep.execution.engines.protocol import (
     RETRIES,
@@ -247,7 +248,7 @@ def _run(
     """The run, or the exception for the sweep's process, and the log."""
     if os.path.isdir(directory):  # otherwise Ray has brought the working directory
         os.chdir(directory)
-    wrong = _mistake(runner.script, expected)
+    wrong = _mistake(runner.program, expected)
     if wrong:
         return EngineError(f"--engine ray: {wrong}"), b""
     with contextlib.suppress(exceptions.RayActorError):  # as in `_news`; the outcome tells it too
@@ -262,13 +263,15 @@ def _run(
             return error, log.read_bytes() if log.exists() else b""
 
 
-def _mistake(script: str, expected: dict[str, str]) -> str:
+def _mistake(program: Program, expected: dict[str, str]) -> str:
     """Why this node cannot run trials of the sweep; "" if it can."""
     node = socket.gethostname()
-    if not Path(script).is_file():
+    try:
+        program.file()
+    except (ImportError, OSError):
         return (
-            f"node {node} has no {script}. Expected a file system that all nodes share, or a sweep "
-            "started by `ray job submit --working-dir`."
+            f"node {node} has no {program}. Expected a file system that all nodes share, or a "
+            "sweep started by `ray job submit --working-dir`."
         )
     here = _same_versions()
     if here != expected:

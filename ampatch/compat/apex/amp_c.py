@@ -1,0 +1,77 @@
+"""amp_C: apex's functions over lists of tensors that scripts call by themselves.
+
+They compute in FP32 and round once.  `noop_flag` becomes 1 where something is not finite; the
+host does not wait for it.  `chunk_size` is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampatch.session.facade import foreach
+
+__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale"]
+
+
+@torch.no_grad()
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float
+) -> None:
+    """`out = given * scale` for `[given, out]`, two lists; notes what is not finite in `given`."""
+    given, out = tensor_lists
+    _note(noop_flag, given)
+    _put(out, foreach.mul(_wide(given), scale))
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Sequence[list[Tensor]],
+    a: float,
+    b: float,
+    arg_to_check: int,
+) -> None:
+    """`out = a * x + b * y` for `[x, y, out]`, three lists.
+
+    Notes what is not finite in `x` (`arg_to_check` is 0), `y` (1) or both (-1).
+    """
+    x, y, out = tensor_lists
+    _note(noop_flag, {0: x, 1: y, -1: [*x, *y]}[arg_to_check])
+    _put(out, foreach.add(foreach.mul(_wide(x), a), foreach.mul(_wide(y), b)))
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Sequence[list[Tensor]],
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """The norm of all numbers in `[tensors]`, one element; with `per_tensor` that of each too."""
+    (given,) = tensor_lists
+    if not given:
+        return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
+    each = torch.stack(list(foreach.norm(_wide(given))))
+    norm = torch.linalg.vector_norm(each).reshape(1)
+    noop_flag.masked_fill_(~norm.isfinite().all(), 1)
+    return norm, each if per_tensor else each[:0]
+
+
+def _wide(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.float() for tensor in tensors]
+
+
+def _put(out: list[Tensor], values: list[Tensor]) -> None:
+    if values:
+        foreach.copy_(out, values)
+
+
+def _note(noop_flag: Tensor, tensors: list[Tensor]) -> None:
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if filled:
+        largest = torch.stack([one.float() for one in foreach.norm(filled, float("inf"))])
+        noop_flag.masked_fill_(~largest.isfinite().all(), 1)

@@ -1,0 +1,102 @@
+"""The apex that is imported where ours is not: has it an amp, and what of it stays reachable?
+
+Today's apex has kernels and no amp, and a folder without `__init__.py`, such as an empty git
+submodule, is a package of nothing.  Ours takes the place of both.  What ours lacks comes from
+the one behind it: its submodules by the `__path__` of ours, its names by their modules.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Found:
+    """An apex that is not ours: where it is, and the folders of its submodules."""
+
+    place: str
+    folders: tuple[str, ...]
+    is_namespace: bool  # folders without __init__.py
+    has_amp: bool
+
+    def given_way(self) -> str:
+        """What is said where ours takes its place."""
+        if self.is_namespace:
+            return (
+                f"ampatch's apex takes the place of {self.place}, which has no __init__.py and no "
+                "amp (a git submodule that was not fetched?)."
+            )
+        return (
+            f"ampatch's apex takes the place of {self.place}, which has no amp. What ampatch's "
+            "lacks, such as kernels in apex.contrib, is still imported from there."
+        )
+
+
+def find() -> Found | None:
+    """The apex that is imported, or would be, while ours is not installed."""
+    loaded = sys.modules.get("apex")
+    spec = importlib.util.find_spec("apex") if loaded is None else loaded.__spec__
+    if spec is None:
+        return None
+    folders = tuple(spec.submodule_search_locations or ())
+    is_namespace = spec.origin is None
+    place = ", ".join(folders) if is_namespace else str(spec.origin)
+    return Found(place, folders, is_namespace, _has_amp(spec, folders))
+
+
+def _has_amp(spec: ModuleSpec, folders: Sequence[str]) -> bool:
+    """Whether `from apex import amp` would find one.  Imports nothing."""
+    submodule = PathFinder.find_spec("apex.amp", list(folders)) if folders else None
+    if submodule is not None and submodule.origin is not None:
+        return True
+    if spec.origin is None:
+        return False
+    get_code = getattr(spec.loader, "get_code", None)
+    code = None if get_code is None else get_code("apex")
+    return code is None or "amp" in code.co_names  # what cannot be read may have it
+
+
+class Behind:
+    """What an apex in `folders` has, for modules of ours with the same names."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self.folders = list(folders)
+        self._modules: dict[str, ModuleType | None] = {}
+
+    def path(self, name: str) -> list[str]:
+        """Where submodules of `name` (such as "apex.contrib") are."""
+        places = [os.path.join(folder, *name.split(".")[1:]) for folder in self.folders]
+        return [place for place in places if os.path.isdir(place)]
+
+    def attribute(self, module: str, name: str) -> Any:
+        """What `module` has under `name` there.  Raises `AttributeError`."""
+        if name.startswith("__"):  # Python's own questions
+            raise AttributeError(name)
+        if module not in self._modules:
+            self._load(module)
+        there = self._modules[module]
+        if there is None:
+            raise AttributeError(name)
+        return getattr(there, name)
+
+    def _load(self, name: str) -> None:
+        """Run the module beside ours, which stays in `sys.modules`."""
+        parent = name.rpartition(".")[0]
+        folders = self.path(parent) if parent else list(map(os.path.dirname, self.folders))
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None or spec.origin is None or spec.loader is None:
+            self._modules[name] = None
+            return
+        module = importlib.util.module_from_spec(spec)
+        self._modules[name] = module  # what it imports may ask for a name of it
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as error:  # hasattr() must get an answer
+            raise AttributeError(f"{spec.origin} cannot be imported: {error}") from error

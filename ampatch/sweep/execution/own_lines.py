@@ -1,0 +1,34 @@
+"""Which line of the script's own files led to a call: for notes that name it."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ampatch.launch.script import PACKAGE_ROOT
+
+_LIBRARIES = tuple(
+    os.path.join(os.path.realpath(path), "")
+    for path in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        os.path.dirname(os.path.dirname(torch.__file__)),
+        os.path.join(PACKAGE_ROOT, "ampatch"),
+    )
+)
+
+
+def own_line(frame: FrameType | None, nearest: bool = False) -> str:
+    """`train.py:12`: the line of the script's own files at `frame`, or at the next caller's.
+
+    "" where there is none, and with `nearest` where `frame` itself is another file's.
+    """
+    while frame is not None:
+        file = os.path.realpath(frame.f_code.co_filename)
+        if not file.startswith(_LIBRARIES) and os.path.exists(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = None if nearest else frame.f_back
+    return ""

@@ -1,0 +1,121 @@
+"""Do all rows start from the same weights?  Their first losses with equal seeds say it.
+
+Before the first optimizer step nothing but half's rounding lies between a row and O0.  A row
+whose first loss differs by more began from something else: most often from a file that an
+earlier trial wrote, such as `w.pt`, which the script loads if it is there.  Then the rows say
+nothing about opt levels, and none is recommended.
+
+How much may rounding do?  The unit roundoff u is 2**-11 in float16 and 2**-8 in bfloat16.
+Measured at
+O1, O2 and O3 on the CPU: `examples/digits.py` and `char_lm.py` differ from O0 by 0.06 u at
+most; residual nets of 50 layers, encoders of 12, MLPs and a VAE by 2 u; ten batch norms in a row
+over four samples, which enlarge each other's rounding, by 31 u, the most that was found.  So 32 u
+are allowed.  Rows in FP32 get 2**-10, for kernels that add up in another order or, on a GPU, by
+another algorithm; TF32 keeps as many bits as float16.
+
+The loss that this is relative to is the larger of the two, or O0's usual one where that is larger:
+some losses begin near 0.  A row in half may also differ as O0's loss does from step to step at
+the start: what is drawn at random within the model can be another draw in another type.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.trial import BASE, Case
+
+ALLOWED = 32  # units of roundoff
+ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8}
+TF32 = 2**-11
+FP32 = 2**-15
+EARLY = 20  # losses from which it is seen how far they differ from step to step
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run whose first loss is not that of the first run with its seed."""
+
+    run: Run
+    loss: float
+    expected_by: Run
+    expected: float
+
+    def in_words(self) -> str:
+        """What differs: `first loss 0.41 against 2.31 of O0 with seed 0`."""
+        other = self.expected_by.case.label
+        of = "its first run" if self.run.case == self.expected_by.case else other
+        seed = self.run.trial.seed
+        return f"first loss {self.loss:.4g} against {self.expected:.4g} of {of} with seed {seed}"
+
+
+def other_starts(runs: Sequence[Run]) -> list[Start]:
+    """The runs that began elsewhere than the first run with their seed, of O0 if there is one."""
+    by_seed: dict[int, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.case != BASE):
+        if run.measured is not None:
+            by_seed.setdefault(run.trial.seed, []).append(run)
+    found = (_other_start(run, first) for first, *others in by_seed.values() for run in others)
+    return [start for start in found if start is not None]
+
+
+def note(script: str, starts: Sequence[Start], runs: Iterable[Run]) -> str:
+    """What a user should know of them: how they differ, which files may be why, what to do."""
+    if not starts:
+        return ""
+    first = next((start for start in starts if start.run.case != BASE), starts[0])
+    measured = [run.measured for run in runs if run.measured is not None]
+    files = list(dict.fromkeys(name for one in measured for name in one.files_written))
+    seen = (
+        f"Files that trials wrote into the working directory: {', '.join(files)}. "
+        f"{script} seems to go on from one of them."
+        if files
+        else f"{script} seems to go on from a file that an earlier trial wrote, or to draw numbers "
+        "that no seed decides."
+    )
+    return (
+        f"The rows do not start alike: {first.run.trial.label} has a {first.in_words()}, which is "
+        f"more than rounding explains. {seen} What a trial writes and would find again belongs in "
+        "its own directory: {trial_dir} among the script's arguments, or the variable "
+        "AMPATCH_TRIAL_DIR."
+    )
+
+
+def _other_start(run: Run, first: Run) -> Start | None:
+    ours, theirs = run.measured or Measured(), first.measured or Measured()
+    for name in ours.losses.keys() & theirs.losses.keys():
+        value, expected = _before_any_step(ours.losses[name]), _before_any_step(theirs.losses[name])
+        if value is None or expected is None:
+            continue
+        roundoff = max(_roundoff(run.case), _roundoff(first.case))
+        if abs(value - expected) > _allowed(value, theirs.losses[name], roundoff):
+            return Start(run, value, first, expected)
+    return None
+
+
+def _before_any_step(losses: Series) -> float | None:
+    """The first loss, if it is a number and no optimizer has stepped before it."""
+    if not losses.values or losses.steps[0] or not math.isfinite(losses.values[0]):
+        return None
+    return losses.values[0]
+
+
+def _allowed(value: float, expected: Series, roundoff: float) -> float:
+    finite = [abs(loss) for loss in expected.values if math.isfinite(loss)]
+    size = max(abs(value), finite[0], statistics.median(finite))
+    rounding = ALLOWED * roundoff * size
+    return rounding if roundoff == FP32 else max(rounding, _step_to_step(expected))
+
+
+def _step_to_step(losses: Series) -> float:
+    early = losses.values[:EARLY]
+    apart = [abs(later - loss) for loss, later in itertools.pairwise(early)]
+    return statistics.median(filter(math.isfinite, apart)) if any(map(math.isfinite, apart)) else 0
+
+
+def _roundoff(case: Case) -> float:
+    return ROUNDOFF[case.dtype] if case.dtype else TF32 if case.tf32 else FP32

@@ -1,0 +1,200 @@
+"""amp_C, apex_C and what calls them: lists of tensors, against the formulas."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ampatch.compat import apex as compat
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(3, 4), (5,), (), (0,)]
+CHUNK = 65536
+
+
+@pytest.fixture(autouse=True)
+def apex_package():
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    data = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=data).to(dtype) for shape in SHAPES]
+
+
+def flag() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", DTYPES)
+def test_scale(dtype, out):
+    import amp_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+
+    grads, noop = tensors(dtype), flag()
+    outs = [torch.empty_like(grad, dtype=out) for grad in grads]
+    multi_tensor_applier(amp_C.multi_tensor_scale, noop, [grads, outs], 1 / 3)
+    for grad, made in zip(grads, outs, strict=True):
+        assert torch.equal(made, (grad.float() * (1 / 3)).to(out))
+    large, small = [torch.tensor([1e6])], [torch.empty(1, dtype=torch.float16)]
+    amp_C.multi_tensor_scale(CHUNK, noop, [large, small], 1e-3)
+    assert small[0].item() == 1000 and noop.item() == 0
+
+
+def test_a_list_is_scaled_in_place():
+    import amp_C
+
+    weights = [nn.Parameter(tensor) for tensor in tensors()]
+    expected = [weight.detach() * 2 for weight in weights]
+    amp_C.multi_tensor_scale(CHUNK, flag(), [weights, weights], 2.0)
+    assert all(map(torch.equal, weights, expected))
+
+
+def test_axpby():
+    import amp_C
+
+    first, second = tensors(torch.float16), tensors(seed=1)
+    outs = [torch.empty_like(one) for one in second]
+    amp_C.multi_tensor_axpby(CHUNK, flag(), [first, second, outs], 0.5, 3.0, -1)
+    for x, y, made in zip(first, second, outs, strict=True):
+        torch.testing.assert_close(made, (0.5 * x.double() + 3 * y.double()).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_l2norm(dtype):
+    import amp_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+
+    grads, noop = [tensor * 300 for tensor in tensors(dtype)], flag()  # squares: more than float16
+    each = torch.stack([grad.double().norm() for grad in grads])
+    norm, none = multi_tensor_applier(amp_C.multi_tensor_l2norm, noop, [grads], False)
+    assert norm.shape == (1,) and norm.dtype is torch.float32 and none.numel() == 0
+    torch.testing.assert_close(norm[0].double(), each.norm())
+    norm, per_tensor = amp_C.multi_tensor_l2norm(CHUNK, noop, [grads], True)
+    torch.testing.assert_close(per_tensor.double(), each)
+    assert norm.item() > 0 and noop.item() == 0
+    assert amp_C.multi_tensor_l2norm(CHUNK, noop, [[]])[0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_noted(bad):
+    import amp_C
+
+    good = [torch.ones(2), torch.ones(2)]
+    broken, outs = [torch.ones(2), torch.tensor([1.0, bad])], [torch.empty(2), torch.empty(2)]
+
+    def noted(function, *args) -> bool:
+        noop = flag()
+        function(CHUNK, noop, *args)
+        return bool(noop.item())
+
+    assert noted(amp_C.multi_tensor_scale, [broken, outs], 1.0)
+    assert not outs[1].isfinite().all()  # it goes on
+    assert noted(amp_C.multi_tensor_l2norm, [broken])
+    for both, checks in (([broken, good], (-1, 0)), ([good, broken], (-1, 1))):
+        for check in (-1, 0, 1):
+            found = noted(amp_C.multi_tensor_axpby, [*both, outs], 1.0, 1.0, check)
+            assert found is (check in checks)
+
+
+def test_they_are_the_same_within_a_session():
+    """Functions in the tables do not cast what is in a list."""
+    import amp_C
+    from apex import amp
+
+    expected = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert all(
+        map(torch.equal, amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True), expected)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flatten_and_unflatten(dtype):
+    import apex_C
+
+    given = tensors(dtype)
+    given[0] = given[0].t()  # with gaps between its rows
+    flat = apex_C.flatten(given)
+    assert flat.dtype is dtype and flat.tolist() == [
+        x for one in given for x in one.flatten().tolist()
+    ]
+    parts = apex_C.unflatten(flat, given)
+    assert all(map(torch.equal, parts, given))
+    flat.zero_()
+    assert not any(part.any() for part in parts)  # they are views, as scripts rely on
+
+
+def reduced(rank: int) -> dict:
+    compat.install()
+    try:
+        from apex.parallel.distributed import flat_dist_call
+
+        values = [torch.full((2, 2), rank + 1.0), torch.full((3,), rank + 2.0, dtype=torch.float16)]
+        flat_dist_call(values, dist.all_reduce)
+        weights = [nn.Parameter(torch.full((2,), float(rank))), torch.full((1,), rank)]
+        flat_dist_call([weight.data for weight in weights], dist.broadcast, (1,))
+        return {"averaged": values, "sent": [weight.tolist() for weight in weights]}
+    finally:
+        compat.uninstall()
+
+
+def test_flat_dist_call(ranks):
+    """As in apex, what is reduced is averaged."""
+    for found in ranks(reduced):
+        assert [one.unique().tolist() for one in found["averaged"]] == [[1.5], [2.5]]
+        assert found["averaged"][1].dtype is torch.float16
+        assert found["sent"] == [[1.0, 1.0], [1]]
+
+
+def test_asking_first_leads_to_torchs_own():
+    """Scripts that ask want more kernels than there are."""
+    from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+
+    assert not multi_tensor_applier.available
+    assert MultiTensorApply(8)(lambda *args: args, "flag", ["lists"], 1, 2) == (
+        *(8, "flag", ["lists"], 1, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("multi_tensor_lamb", "FusedLAMB"),
+        ("multi_tensor_lamb_stage1_cuda", "FusedLAMB"),
+        ("multi_tensor_adam", "torch.optim.AdamW"),
+        ("multi_tensor_sgd", "torch.optim.SGD"),
+        ("multi_tensor_unheard_of", "_foreach_"),
+    ],
+)
+def test_missing_kernels_name_a_replacement(name, says):
+    import amp_C
+
+    with pytest.raises(ImportError, match=says):
+        exec(f"from amp_C import {name}")
+    with pytest.raises(AttributeError, match=says):
+        getattr(amp_C, name)
+
+
+def test_installed_kernels_stay():
+    compat.uninstall()
+    installed = types.ModuleType("amp_C")
+    sys.modules["amp_C"] = installed
+    try:
+        compat.install()
+        assert importlib.import_module("amp_C") is installed
+        compat.uninstall()
+        assert sys.modules["amp_C"] is installed
+    finally:
+        del sys.modules["amp_C"]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("apex_C")

@@ -1,0 +1,129 @@
+"""Launchers of several processes: given as the script, and in front of ampatch."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+from run_command import write
+from warm_python import environment
+
+from ampatch.cli import main
+from ampatch.cli.main import _split
+
+TRAINING = """
+    import os, sys
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with open(f"rank{os.environ['RANK']}", "w") as file:
+        print(model(torch.ones(1, 4)).dtype, *sys.argv[1:], file=file)
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "typed, expected",
+    [
+        (
+            "--auto --dtype bfloat16 -m torch.distributed.run --nproc-per-node 2 train.py --lr 1",
+            "python -m torch.distributed.run --nproc-per-node 2 -m ampatch run --auto "
+            "--dtype bfloat16 train.py --lr 1",
+        ),
+        (
+            "--opt-level O1 -m torch.distributed.launch --nproc_per_node=2 train.py",
+            "python -m torch.distributed.launch --nproc_per_node=2 -m ampatch run --opt-level O1 "
+            "train.py",
+        ),
+        (
+            "--auto bin/torchrun --standalone -m package.train 'a b'",
+            "bin/torchrun --standalone -m ampatch run --auto -m package.train 'a b'",
+        ),
+        ("torchrun train.py -m x", "torchrun -m ampatch run train.py -m x"),
+        (
+            "lib/torch/distributed/run.py --nproc-per-node 2 train.py",
+            "python -m torch.distributed.run --nproc-per-node 2 -m ampatch run train.py",
+        ),
+        (
+            "--auto accelerate launch --num_processes 2 train.py --lr 1",
+            "accelerate launch --num_processes 2 -m ampatch run --auto train.py --lr 1",
+        ),
+        (
+            "-m accelerate.commands.launch --cpu train.py",
+            "python -m accelerate.commands.launch --cpu -m ampatch run train.py",
+        ),
+        (
+            "deepspeed --num_gpus 2 --module package.train --lr 1",
+            "deepspeed --num_gpus 2 --module ampatch run -m package.train --lr 1",
+        ),
+        ("--auto torchrun", "torchrun -m ampatch run --auto SCRIPT"),
+    ],
+)
+def test_a_launcher_given_as_the_script(typed, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main.main(["run", *shlex.split(typed)])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.rstrip().endswith(f"Expected the launcher first: {expected}")
+
+
+def test_other_commands_of_a_launchers_program_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main.main(["run", "accelerate", "config"])
+    assert "there is no such script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "typed, expected",
+    [
+        ("explain torchrun -- --nproc-per-node 2 train.py", "ampatch explain train.py"),
+        ("gradients -m torch.distributed.run -- train.py", "ampatch gradients train.py"),
+        ("sweep torchrun -- train.py --lr 1", "ampatch sweep train.py --nproc-per-node N"),
+    ],
+)
+def test_commands_that_watch_one_process_want_the_script(typed, expected, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(shlex.split(typed))
+    assert stop.value.code == 2
+    assert (
+        capsys.readouterr().err.rstrip().endswith(f"Expected the script that it starts: {expected}")
+    )
+
+
+@pytest.mark.parametrize("rank", ["--local-rank=1", "--local_rank=1"])
+@pytest.mark.parametrize(
+    "line, own",
+    [
+        ("RANK run --auto train.py --lr 1", "run --auto train.py"),
+        ("run RANK --auto train.py --lr 1", "run --auto train.py"),
+        ("run --auto RANK -m train --lr 1", "run --auto -m train"),
+        ("RANK explain train.py -- --lr 1", "explain train.py"),
+    ],
+)
+def test_the_rank_that_a_launcher_hands_over_is_the_scripts(line, own, rank):
+    assert _split(line.replace("RANK", rank).split()) == (own.split(), [rank, "--lr", "1"])
+
+
+@pytest.mark.parametrize(
+    "launcher", [["torch.distributed.launch"], ["torch.distributed.launch", "--use-env"]]
+)
+def test_two_ranks_under_torchs_old_launcher(launcher, tmp_path):
+    write(tmp_path / "train.py", TRAINING)
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "--nproc-per-node", "2", "--standalone", "-m", "ampatch"]
+        + ["run", "--auto", "--dtype", "bfloat16", "train.py", "--lr", "1"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [[] if "--use-env" in launcher else [f"--local-rank={rank}"] for rank in range(2)]
+    assert [(tmp_path / f"rank{rank}").read_text().split() for rank in range(2)] == [
+        ["torch.bfloat16", *rank, "--lr", "1"] for rank in ranks
+    ]

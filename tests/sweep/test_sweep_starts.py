@@ -1,0 +1,173 @@
+"""Rows that are not what they are called: O0 in half, or from another row's weights."""
+
+import json
+import math
+import textwrap
+
+import pytest
+
+from ampatch.cli.main import main
+from ampatch.sweep import read_runs
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.judge import recommendation
+from ampatch.sweep.report.starts import other_starts
+from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.trial import Case, Trial
+
+O0, BFLOAT16, FLOAT16 = Case("O0"), Case("O1", "bfloat16"), Case("O1", "float16")
+
+
+def run_of(case, first, then=(1.0,) * 30, seed=0, loss_id="0", steps=None, **kind):
+    values = [first, *then]
+    losses = {loss_id: Series(steps or list(range(len(values))), values)}
+    measured = Measured(opt_level=case.opt_level, skipped=[False] * 30, losses=losses)
+    return Run(Trial(case, seed, **kind), 0, 1.0, measured)
+
+
+def starts_apart(case, first, base=2.0, **options):
+    return bool(other_starts([run_of(O0, base, **options), run_of(case, first, **options)]))
+
+
+@pytest.mark.parametrize(
+    "case, within, beyond",
+    [  # 32 units of roundoff: of 2**-11 and 2**-8 relative to the loss; FP32 2**-10
+        (FLOAT16, 2.0 * (1 + 31 * 2**-11), 2.0 * (1 + 34 * 2**-11)),
+        (BFLOAT16, 2.0 * (1 - 31 * 2**-8), 2.0 * (1 - 34 * 2**-8)),
+        (Case("O0", tf32=True), 2.0 * (1 + 31 * 2**-11), 2.0 * (1 + 34 * 2**-11)),
+    ],
+)
+def test_half_may_round_and_no_more(case, within, beyond):
+    assert not starts_apart(case, within)
+    assert starts_apart(case, beyond)
+
+
+def test_the_second_o0_is_compared_too():
+    again = run_of(O0, 2.003, short=True, again=True)
+    [start] = other_starts([run_of(O0, 2.0), again])
+    assert start.run is again
+    assert not other_starts([run_of(O0, 2.0), run_of(O0, 2.001, short=True, again=True)])
+    assert not other_starts([run_of(O0, 2.0), run_of(O0, 3.0, seed=1)])  # another seed
+
+
+def test_a_loss_that_begins_near_zero_is_measured_by_its_later_size():
+    """As a policy's first loss, or that of a critic."""
+    assert not starts_apart(BFLOAT16, 1e-3, base=1e-9, then=(0.02, -0.03) * 10)
+    assert starts_apart(BFLOAT16, 1e-3, base=1e-9, then=(1e-3,) * 20)
+
+
+def test_a_loss_that_differs_from_step_to_step_may_differ_in_half_too():
+    """Noise drawn in half may be other noise."""
+    assert not starts_apart(BFLOAT16, 1.6, then=(1.5, 2.1) * 10)
+    assert starts_apart(BFLOAT16, 1.2, then=(1.5, 2.1) * 10)
+    assert starts_apart(Case("O0", settings=(("loss_scale", 2.0),)), 1.6, then=(1.5, 2.1) * 10)
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_an_overflow_is_no_other_start(lost):
+    assert not starts_apart(FLOAT16, lost)
+    assert not starts_apart(FLOAT16, 2.0, base=lost)
+
+
+def test_losses_behind_a_step_say_nothing_of_the_start():
+    """A generator's first loss comes behind the discriminator's step, which float16 may skip."""
+    assert not starts_apart(FLOAT16, 0.7, steps=list(range(1, 32)), loss_id="1")
+    assert not other_starts([run_of(O0, 2.0), run_of(FLOAT16, 0.7, loss_id="1")])
+
+
+def test_nothing_is_recommended_where_a_row_starts_elsewhere():
+    base, row = rows = summarize([run_of(O0, 2.0), run_of(BFLOAT16, 0.5)])
+    assert "first loss 0.5 against 2 of O0 with seed 0" in row.verdict
+    assert recommendation(rows).startswith("none") and "first loss 0.5" in recommendation(rows)
+    assert (base.outcome, row.outcome, row.comparisons) == ("baseline", "untested", [])
+    rows = summarize([run_of(O0, 2.0), run_of(O0, 0.1, short=True, again=True)])
+    assert "0.1 against 2 of its first run with seed 0" in rows[0].verdict
+    assert recommendation(rows).startswith("none")
+
+
+# Real scripts
+
+TRAINING = """
+    import os
+    import torch
+    import ampatch as amp
+
+    inputs, targets = torch.randn(64, 8), torch.randint(4, (64,))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), lr=0.01))
+"""
+
+
+def swept(folder, monkeypatch, body, *options):
+    """Run `ampatch sweep` in `folder`; returns the folder of its results."""
+    (folder / "train.py").write_text(textwrap.dedent(TRAINING) + textwrap.dedent(body))
+    monkeypatch.chdir(folder)
+    assert main(["sweep", "train.py", "--dtypes", "bfloat16", "--out", "results", *options]) == 0
+    return folder / "results"
+
+
+@pytest.mark.usefixtures("warm_trials")
+def test_a_script_that_goes_on_from_its_own_file(tmp_path, monkeypatch, capsys):
+    body = """
+        if os.path.exists("w.pt"):
+            model.load_state_dict(torch.load("w.pt"))
+        for _ in range(30):
+            loss = torch.nn.functional.cross_entropy(model(inputs).float(), targets)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        torch.save(model.state_dict(), "w.pt")
+    """
+    results = swept(tmp_path, monkeypatch, body, "--levels", "O0,O1")
+    said = capsys.readouterr().out
+    recommended = said.partition("Recommendation: ")[2]
+    assert recommended.startswith("none: the rows do not start alike")
+    for text in (said, (results / "report.html").read_text(), (results / "summary.md").read_text()):
+        assert "w.pt" in text and "AMPATCH_TRIAL_DIR" in text.replace("\\", "")
+    data = json.loads((results / "summary.json").read_text())
+    assert "w.pt" in " ".join(data["notes"])
+    assert "first loss" in data["rows"][1]["verdict"]
+    assert {name for run in read_runs(results) for name in run.measured.files_written} == {"w.pt"}
+
+
+@pytest.mark.usefixtures("warm_trials")
+def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, capsys):
+    body = """
+        from torch import autocast as early
+        from torch.amp import autocast
+        from torch.cuda.amp import autocast as of_cuda
+        from torch.cpu.amp import autocast as of_cpu
+
+        @autocast("cpu", dtype=torch.bfloat16)
+        def decorated():
+            return inputs @ inputs.T
+
+        dtypes = {str(decorated().dtype)}
+        for region in (
+            early("cpu", dtype=torch.bfloat16),
+            torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True),
+            of_cpu(dtype=torch.bfloat16),
+            of_cuda(),
+        ):
+            with region:
+                dtypes.add(str((inputs @ inputs.T).dtype))
+                assert not (os.environ["AMPATCH_OPT_LEVEL"] == "O0" and torch.is_autocast_enabled())
+        amp.log_metrics(kinds=len(dtypes), halves=sum(dtype != "torch.float32" for dtype in dtypes))
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    """
+    results = swept(
+        tmp_path, monkeypatch, body, "--levels", "O0,O1", "--rounds", "1", "--no-autocast"
+    )
+    base, other = (next(read_runs(results, label)).measured for label in ("O0", "O1-bfloat16"))
+    assert base.metrics["halves"].values == [0] and base.metrics["kinds"].values == [1]
+    assert other.metrics["halves"].values == [1] and not other.autocast_off
+    said = capsys.readouterr().out
+    for text in (said, (results / "report.html").read_text(), (results / "summary.md").read_text()):
+        assert "train.py enters torch.autocast itself (train.py:" in text
