@@ -19,8 +19,11 @@ from .scale_settings import SETTINGS, ScaleSettings
 from .validation import positive_number, truth_value, whole_number, word
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-import os
-LENT = os.environ.get("AMPATCH_LENT", "1") == "1"
+
+LENDING = {0: False}
+"""Internal switch, until O2's half parameters and their masters are gone: whether O2 leaves weights
+in FP32 and lends half copies to the modules while a forward runs (`models/lent_weights.py`).
+"""
 
 _DTYPE_NAMES = {
     "float16": torch.float16,
@@ -72,7 +75,8 @@ class Properties:
     @property
     def lends_weights(self) -> bool:
         """Whether weights stay FP32 and modules get half copies while a forward runs (O2)."""
-        return self.cast_model_type in HALF_TYPES and self.master_weights is not False and bool(LENT)
+        is_half = self.cast_model_type in HALF_TYPES
+        return LENDING[0] and is_half and self.master_weights is not False
 
     @property
     def scale_settings(self) -> ScaleSettings:

@@ -19,6 +19,9 @@ import contextlib
 import operator
 import sys
 import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.batched_casts import (
+    alike,
     below_hooks,
     cast_in_graph,
     cast_together,
@@ -35,12 +39,22 @@ from ..casting.batched_casts import (
     may_use_all,
 )
 from ..casting.cast_state import CastState
+from ..errors import AmpatchError
 from ..torch_private.devices import has_values
 from ..torch_private.dtensors import is_dtensor
-from ..torch_private.modules import FLAT_WEIGHTS
+from ..torch_private.modules import FLAT_WEIGHTS, GLOBAL_BACKWARD_TABLES, backward_tables
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import computes_with_fakes, is_recording
 from .registrations import registrations
+
+PATIENCE = 300.0
+"""Seconds that a forward waits for one in another thread, before it counts as one without end."""
+
+lenders: weakref.WeakKeyDictionary[nn.Module, LentWeights] = weakref.WeakKeyDictionary()
+"""By the models that have them."""
+
+_waiting: dict[threading.Thread, LentWeights] = {}
+"""Threads that wait, and for whose copies."""
 
 StaysFloat = Callable[[nn.Module], bool]
 
@@ -82,8 +96,17 @@ class Tree:
         found = {id(place.parameter): place.parameter for place in self.places}
         self.parameters = list(found.values())
         order = {key: index for index, key in enumerate(found)}
-        self.sources = [order[id(place.parameter)] for place in self.places]
-        self.buckets = divide(self.parameters)
+        self._sources = [order[id(place.parameter)] for place in self.places]
+        self._tables = [place.table for place in self.places]
+        self._names = [place.name for place in self.places]
+        self.buckets = divide(self.parameters)  # together they are `parameters`, in this order
+        self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
+        for module in root.modules():
+            self._hook_tables += backward_tables(module)
+
+    def below_hooks(self) -> set[int]:
+        """Ids of the parameters of modules with backward hooks, and of their parts."""
+        return below_hooks(list(self.root.modules())) if any(self._hook_tables) else set()
 
     def is_valid(self) -> bool:
         """Whether the tables hold what was found there."""
@@ -97,11 +120,33 @@ class Tree:
 
         With `instead_of` only where one of those is: what the user's code has put there stays.
         """
-        for (table, name, _), source in zip(self.places, self.sources, strict=True):
-            if instead_of is None or table.get(name) is instead_of[source]:
-                table[name] = tensors[source]
+        tables, names = self._tables, self._names
+        new = list(map(tensors.__getitem__, self._sources))
+        if instead_of is not None:
+            known = list(map(instead_of.__getitem__, self._sources))
+            found = list(map(dict.get, tables, names))
+            if not all(map(operator.is_, found, known)):
+                new = [
+                    theirs if theirs is not ours else mine
+                    for mine, theirs, ours in zip(new, found, known, strict=True)
+                ]
+                self.put_found(new)
+                return
+        deque(map(dict.__setitem__, tables, names, new), maxlen=0)
         for rnn in self.rnns:
             _follow(rnn)
+
+    def put_found(self, tensors: list[Any]) -> None:
+        """Put them in the places that are still in their tables."""
+        for table, name, tensor in zip(self._tables, self._names, tensors, strict=True):
+            if name in table:
+                table[name] = tensor
+        for rnn in self.rnns:
+            _follow(rnn)
+
+    def found(self) -> list[Any]:
+        """What is in the places now."""
+        return list(map(dict.get, self._tables, self._names))
 
 
 def _is_lent(parameter: Tensor | None) -> bool:
@@ -168,16 +213,13 @@ class Lending:
             yield
             return
         with self._owner.reserved():
-            found = [table.get(name) for table, name, _ in self.tree.places]
+            found = self.tree.found()
             self.put()
             try:
                 yield
             finally:
                 self.is_in_place = False
-                for (table, name, _), tensor in zip(self.tree.places, found, strict=True):
-                    table[name] = tensor
-                for rnn in self.tree.rnns:
-                    _follow(rnn)
+                self.tree.put_found(found)
 
 
 def carry(copy: Tensor, parameter: Tensor) -> None:
@@ -228,7 +270,9 @@ class LentWeights:
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
+        lenders[model] = self
         registrations.watch()
+        self._stop_watching = weakref.finalize(self, registrations.stop)
         self.tree_of(model)
 
     def tree_of(self, root: nn.Module) -> Tree:
@@ -313,11 +357,49 @@ class LentWeights:
         finally:
             self._lock.release()
 
+    def close(self) -> None:
+        """Nothing is lent any more."""
+        if self._running is not None:
+            self._end()
+        self._trees.clear()
+        if lenders.get(self._model) is self:
+            del lenders[self._model]
+        self._stop_watching()
+
     def _acquire(self) -> None:
-        while not self._lock.acquire(timeout=1.0):
-            running = self._running
-            if running is not None and not running.thread.is_alive():
-                self._end()
+        """Wait until no other thread has copies in the places: the tables are there for all."""
+        if self._lock.acquire(blocking=False):
+            return
+        me = threading.current_thread()
+        _waiting[me] = self
+        try:
+            begun = time.monotonic()
+            while not self._lock.acquire(timeout=0.1):
+                running = self._running
+                if running is None:
+                    continue
+                if not running.thread.is_alive():
+                    self._end()
+                elif self._waits_for(me) or time.monotonic() - begun > PATIENCE:
+                    raise AmpatchError(
+                        f"{type(self._model).__name__}: a forward in thread {me.name!r} waits for "
+                        f"one in thread {running.thread.name!r}, which does not end: at O2 the "
+                        "forwards of one model in several threads take turns. Call the model in "
+                        "one thread, or a copy.deepcopy of it in each."
+                    )
+        finally:
+            _waiting.pop(me, None)
+
+    def _waits_for(self, thread: threading.Thread) -> bool:
+        """Whether the thread that has the copies waits, perhaps through others, for `thread`."""
+        seen: set[int] = set()
+        held: LentWeights | None = self
+        while held is not None and held._running is not None and id(held) not in seen:
+            seen.add(id(held))
+            if held._running.thread is thread:
+                return True
+            held = _waiting.get(held._running.thread)
+        return False
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
@@ -348,42 +430,67 @@ class LentWeights:
         return made
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:
-        alone = below_hooks(list(tree.root.modules()))
-        together_allowed = self._model.training and may_use_all(self._model)
-        by_id: dict[int, Tensor] = {}
+        alone = tree.below_hooks()
+        are_together = self._model.training and may_use_all(self._model)
+        made: list[Tensor] = []
         for bucket in tree.buckets:
-            frozen = [one for one in bucket if not one.requires_grad]
-            if frozen:
-                by_id.update(zip(map(id, frozen), cast_together(frozen, self._dtype, False)))
-            group = [
-                one
-                for one in bucket
-                if together_allowed
-                and one.requires_grad
-                and may_be_planned(one)
-                and id(one) not in alone
-            ]
-            if group:
-                made = cast_in_graph(group, self._dtype)
-                run_when_ready(made[0])
-                by_id.update(zip(map(id, group), made))
-            for one in bucket:
-                if id(one) not in by_id:
-                    by_id[id(one)] = copy = self._alone(one)
-                    run_when_ready(copy)
-        return [by_id[id(one)] for one in tree.parameters]
+            if are_together and not alone and alike(bucket[0], bucket) is bucket:
+                made += self._cast(bucket)
+            else:
+                made += self._apart(bucket, alone if are_together else None)
+        return made
+
+    def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
+        """Weights that all want a gradient, or none of which does."""
+        if not weights[0].requires_grad:
+            return cast_together(weights, self._dtype, in_graph=False)
+        made = cast_in_graph(weights, self._dtype)
+        run_when_ready(made[0])
+        return made
+
+    def _apart(self, bucket: list[Tensor], alone: Collection[int] | None) -> list[Tensor]:
+        """Some of a bucket go by themselves: those with hooks, in `alone` (ids; None: all), ..."""
+        copies: dict[int, Tensor] = {}
+        frozen = [one for one in bucket if not one.requires_grad]
+        group = [
+            one
+            for one in bucket
+            if alone is not None
+            and one.requires_grad
+            and may_be_planned(one)
+            and id(one) not in alone
+        ]
+        for weights in (frozen, group):
+            if weights:
+                copies.update(zip(map(id, weights), self._cast(weights), strict=True))
+        return [copies[id(one)] if id(one) in copies else self._alone(one) for one in bucket]
 
     def _alone(self, weight: Tensor) -> Tensor:
-        is_plain = type(weight) is nn.Parameter and weight.is_leaf and not is_dtensor(weight)
-        return cast_in_graph([weight], self._dtype)[0] if is_plain else weight.to(self._dtype)
+        if type(weight) is nn.Parameter and weight.is_leaf and not is_dtensor(weight):
+            return self._cast([weight])[0]
+        made = weight.to(self._dtype)
+        run_when_ready(made)
+        return made
 
     # Where Dynamo traces
 
+    def lend_to_replica(self, replica: nn.Module) -> None:
+        """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
+        for own, part in zip(self._model.modules(), replica.modules(), strict=True):
+            if self._stays_float(own):
+                continue
+            for name, weight in list(vars(part).items()):
+                if isinstance(weight, Tensor) and name in own._parameters and _is_lent(weight):
+                    vars(part)[name] = weight.to(self._dtype)
+            if isinstance(part, nn.RNNBase):
+                _follow(part)
+
     def _put_traced(self, root: nn.Module) -> None:
-        tree = self._trees[id(root)]
-        copies = [parameter.to(self._dtype) for parameter in tree.parameters]
-        for (table, name, _), source in zip(tree.places, tree.sources):
-            table[name] = copies[source]
+        copies: dict[int, Tensor] = {}
+        for table, name, parameter in self._trees[id(root)].places:
+            if id(parameter) not in copies:
+                copies[id(parameter)] = parameter.to(self._dtype)
+            table[name] = copies[id(parameter)]
 
     def _take_back_traced(self, root: nn.Module) -> None:
         for table, name, parameter in self._trees[id(root)].places:

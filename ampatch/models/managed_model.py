@@ -268,6 +268,9 @@ class ManagedModel:
         if self._submodule_calls is not None:
             self._submodule_calls.forget()
         self._copies.uninstall()
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
         undo = UndoAll("ampatch: a model's weights get their FP32 values")
         undo.do(self.sharded.release)
         for entry in self._converted:
@@ -385,7 +388,10 @@ class ManagedModel:
             if self._widened.copies:
                 self._widened.take_over()
         if self._lent is not None:
-            self._lent.begin(model)
+            if getattr(model, "_is_replica", False):
+                self._lent.lend_to_replica(model)
+            else:
+                self._lent.begin(model)
         return taken
 
     def _is_joined(self) -> bool:
@@ -434,7 +440,7 @@ class ManagedModel:
             return None
         if output is None and not is_dynamo_compiling():  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
-        if self._lent is not None:
+        if self._lent is not None and not getattr(model, "_is_replica", False):
             self._lent.end(model)
         if self._state.thread.frames:
             self._state.pop(self)

@@ -12,14 +12,16 @@ from torch.nn.modules.module import (
 
 
 class Registrations:
-    """`count` grows with each registration, while somebody watches."""
+    """`count` grows with each registration in the process, while somebody watches."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._watchers = 0
         self._handles: list[Any] = []
 
     def watch(self) -> None:
-        """Begin to count."""
+        """Begin to count, until as many calls of `stop`."""
+        self._watchers += 1
         if not self._handles:
             self._handles = [
                 register_module_parameter_registration_hook(self._note),
@@ -27,8 +29,9 @@ class Registrations:
             ]
 
     def stop(self) -> None:
-        """Take the hooks out."""
-        while self._handles:
+        """Take the hooks out, if nobody else watches."""
+        self._watchers -= 1
+        while not self._watchers and self._handles:
             self._handles.pop().remove()
 
     def _note(self, module: nn.Module, name: str, value: Any) -> None:

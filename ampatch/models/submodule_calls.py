@@ -25,6 +25,7 @@ from ..torch_private.probes import current_backward_pass
 from .conversion import cast_tensors
 from .hooks import Hook
 from .io_casting import ModelInputs
+from .lent_weights import lenders
 
 
 class _Here(threading.local):
@@ -108,7 +109,7 @@ class SubmoduleCalls:
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         here = self._here
-        if is_dynamo_compiling() or self._is_inside():
+        if is_dynamo_compiling() or self._is_inside() or module in lenders:
             return None
         if here.outermost is not None:
             here.again += here.outermost is module

@@ -2,7 +2,7 @@
 
 A situation is written once against the methods that `Ampatch` and `ByHand` share.  `ByHand` does
 what the opt level means with PyTorch's own means and nothing of ours: autocast around forwards
-(O1), half copies of the weights during a forward (O2), a half model (O3); losses are scaled by hand.
+(O1), FP32 copies of half weights (O2), a half model (O3); losses are scaled by hand.
 `test_situations.py` compares it with `torch.amp.GradScaler`.
 """
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 import ampatch
+from ampatch.config.opt_levels import LENDING
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 INIT_SCALE = 1024.0
@@ -122,6 +123,10 @@ class Ampatch(Driver):
         """Around calls outside a model's forward: at O1 the session casts everywhere."""
         return contextlib.nullcontext()
 
+    def half_weights(self, model: nn.Module) -> AbstractContextManager:
+        """Around parts of a model that are called by themselves."""
+        return contextlib.nullcontext()
+
     def no_casts(self) -> AbstractContextManager:
         """Around calls that are not to be cast."""
         return ampatch.disable_casts()
@@ -169,8 +174,10 @@ class ByHand(Driver):
 
     def __init__(self, level: str, half: torch.dtype) -> None:
         super().__init__(level, half)
-        self._lent_to: list[nn.Module] = []  # models whose forward runs, at O2
-        self._copies: dict[nn.Module, dict[int, Tensor]] = {}  # of its last forward
+        self.pairs: dict[Tensor, Tensor] = {}  # weight of the model: its FP32 master
+        self._half_known: dict[Tensor, Tensor] = {}  # the half weight as it was derived
+        self._master_known: dict[Tensor, Tensor] = {}  # the master it was derived from
+        self.in_pass = False
         self._scale = 1.0
         self._dynamic = False
 
@@ -180,94 +187,139 @@ class ByHand(Driver):
         self._dynamic = wanted == "dynamic"
         self._scale = settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
         nets, optimizers = _made(net, make, self.device)
+        trained = [p for o in filter(None, optimizers) for g in o.param_groups for p in g["params"]]
         for one in nets:
-            self._convert(one)
+            self._convert(one, trained)
         for optimizer in filter(None, optimizers):
             optimizer.__class__ = _stepping(self, type(optimizer))
+            self._adopt(optimizer)
         return self._started(net, nets, optimizers)
 
-    def _convert(self, net: nn.Module) -> None:
-        """At O3 weights are half; FP32 buffers stay, but for half norms'."""
-        for module in net.modules() if self.level == "O3" else ():
+    def _convert(self, net: nn.Module, trained: list[Tensor]) -> None:
+        """Weights that are trained get a master; buffers stay FP32, but for half norms'."""
+        fp32 = _BatchNorm if self.level == "O2" else ()
+        masters = {id(p) for p in trained if p.requires_grad} if self.level == "O2" else set()
+        for module in net.modules() if self.is_half_model else ():
+            if isinstance(module, fp32):
+                continue
             for param in module.parameters(recurse=False):
                 if param.dtype is torch.float32:
+                    if id(param) in masters:
+                        self._make_master(param)
                     param.data = param.data.to(self.half)
             for buffer in module.buffers(recurse=False):
                 if isinstance(module, _NormBase) and buffer.is_floating_point():
                     buffer.data = buffer.data.to(self.half)
+        for param in self.pairs:
+            self._derived(param)
         net.__class__ = _calling(self, type(net))
 
-    @contextmanager
-    def half_weights(self, net: nn.Module, again: bool = False) -> Iterator[None]:
-        """At O2 the model has half copies of its FP32 weights, but for those of batch norms.
+    def _make_master(self, param: Tensor) -> None:
+        self.pairs[param] = param.detach().float().clone().requires_grad_()
+        param.__class__ = _with_master(self)
 
-        `again`: those of its last forward.
-        """
-        if self.level != "O2" or net in self._lent_to:
-            yield
-            return
-        places = [
-            (module, name, param)
-            for module in net.modules()
-            for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
-            if param.dtype is torch.float32 and not isinstance(module, _BatchNorm)
-        ]
-        if not again:
-            weights = {id(param): param for _, _, param in places}
-            copies = {key: Rounded.apply(weight, self.half) for key, weight in weights.items()}
-            if torch.is_grad_enabled():
-                self._copies[net] = copies
-        else:
-            copies = self._copies[net]
-        self._lent_to.append(net)
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """The optimizer steps on masters; half weights that train from now on get one."""
+        if self.level == "O2":
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.requires_grad and param.dtype is self.half and param not in self.pairs:
+                        self._make_master(param)
+                        self._derived(param)
+                group["params"] = [self.pairs.get(p, p) for p in group["params"]]
+            for own in vars(optimizer).values():  # as LBFGS keeps one
+                if isinstance(own, list) and own and isinstance(own[0], Tensor):
+                    own[:] = [self.pairs.get(p, p) for p in own]
+
+    def _derived(self, param: Tensor) -> None:
+        self._half_known[param] = param.detach().clone()
+        self._master_known[param] = self.pairs[param].detach().clone()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def masters_to_half(self) -> None:
+        """Where a master was written, its half weight follows."""
+        for param, master in self.pairs.items():
+            moved = differ(master, self._master_known[param])
+            if moved.any():
+                param.data.copy_(torch.where(moved, master.to(self.half), param.data))
+                self._master_known[param] = master.detach().clone()
+                self._half_known[param] = torch.where(moved, param.data, self._half_known[param])
+
+    @contextmanager
+    def half_weights(self, net: nn.Module) -> Iterator[None]:
+        """What the model's parts compute with is half, and as the masters are."""
+        self.masters_to_half()
+        yield
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Where a half weight was written, its master takes the value."""
+        self.masters_to_half()
+        for param, master in self.pairs.items():
+            written = differ(param.data, self._half_known[param])
+            master.copy_(torch.where(written, param.data.float(), master))
+            self._derived(param)
+
+    @contextmanager
+    def masters_in_place(self) -> Iterator[None]:
+        """The model holds its masters."""
+        halves = {tensor: tensor.data for tensor in self.pairs}
+        for tensor, master in self.pairs.items():
+            tensor.data = master.data
         try:
-            for module, name, param in places:
-                module._parameters[name] = copies.get(id(param), param)
-                _flat(module)
-            before = {key: copy.detach().clone() for key, copy in copies.items()}
             yield
         finally:
-            for module, name, param in places:
-                if module._parameters.get(name) is copies.get(id(param)):
-                    module._parameters[name] = param
-                    _flat(module)
-            self._lent_to.remove(net)
-        with torch.no_grad():  # what the forward wrote
-            for param in {id(param): param for _, _, param in places if id(param) in copies}.values():
-                written = differ(copies[id(param)], before[id(param)])
-                param.copy_(torch.where(written, copies[id(param)].float(), param))
+            for tensor, half in halves.items():
+                tensor.data = half
 
     @contextmanager
     def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
         optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        params = {p: None for o in optimizers for g in o.param_groups for p in g["params"]}
-        with self._collecting(list(params), self._scale), ExitStack() as recomputing:
-            for net in self._copies:  # checkpoints run parts of the forward again
-                recomputing.enter_context(self.half_weights(net, again=True))
+        for optimizer in optimizers:
+            self._adopt(optimizer)
+        masters = {p: None for o in optimizers for g in o.param_groups for p in g["params"]}
+        with self._collecting(list(masters), self._scale):
             yield loss.float() * self._scale
-        if self._dynamic and not all(finite(p.grad) for p in params):
+        if self._dynamic and not all(finite(p.grad) for p in masters):
             self._scale /= 2
 
     def plain_backward(self, loss: Tensor) -> None:
         self.record(loss)
-        loss.backward()
+        if not self.pairs:
+            return loss.backward()
+        for _, optimizer in self.started:
+            self._adopt(optimizer)
+        params = [p for _, o in self.started for g in o.param_groups for p in g["params"]]
+        with self._collecting(params, 1.0):
+            loss.backward()
 
     @contextmanager
-    def _collecting(self, params: list[Tensor], scale: float) -> Iterator[None]:
-        """Set earlier gradients aside; add what a pass leaves, unscaled."""
-        earlier = [param.grad for param in params]
-        for param in params:
+    def _collecting(self, masters: list[Tensor], scale: float) -> Iterator[None]:
+        """Set earlier gradients aside; add what a pass leaves in the model, unscaled, in FP32."""
+        owner = {id(master): param for param, master in self.pairs.items()}
+        params = [owner.get(id(master), master) for master in masters]
+        earlier = [master.grad for master in masters]
+        self.in_pass = True
+        for param in (*params, *masters):
             param.grad = None
-        passed: list[Tensor | None] = [None] * len(params)
         try:
             yield
-            passed = [param.grad for param in params]
-        finally:  # a pass that breaks off leaves what was there before
-            for param, before, new in zip(params, earlier, passed, strict=True):
-                if new is not None:
-                    new = new / scale
-                    before = new if before is None else before.add_(new)
-                param.grad = before
+            passed = [(param.grad, master.grad) for param, master in zip(params, masters)]
+        except BaseException:  # a pass that breaks off leaves what was there before
+            passed = [(None, None)] * len(params)
+            raise
+        finally:
+            for param in params:
+                param.grad = None
+            self.in_pass = False
+            for param, master, before, new in zip(params, masters, earlier, passed, strict=True):
+                own = () if param is master else new[1:]  # the loss may reach a master itself
+                added = [g.to(master.dtype) / scale for g in (new[0], *own) if g is not None]
+                for grad in added:  # into the memory that is there, as autograd adds
+                    before = grad.clone() if before is None else before.add_(grad)
+                master.grad = before
 
     def step_is_skipped(self, optimizer: Optimizer) -> bool:
         """Under a dynamic scale a step on infs or NaNs is left out."""
@@ -286,7 +338,9 @@ class ByHand(Driver):
         return super(type(model), model).__call__(*args)
 
     def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
+        self.take_over()
         optimizer.add_param_group({"params": params, **options})
+        self._adopt(optimizer)
 
     def set_scale(self, value: float) -> None:
         self._scale = value
@@ -295,7 +349,7 @@ class ByHand(Driver):
         fresh = copy.deepcopy(model)
         groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
         params = dict(enumerate(p for g in optimizer.param_groups for p in g["params"]))
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = {id(self.pairs.get(p, p)): name for name, p in model.named_parameters()}
         for group in groups:
             owned = [names[id(params[index])] for index in group["params"]]
             group["params"] = [fresh.get_parameter(name) for name in owned]
@@ -305,10 +359,103 @@ class ByHand(Driver):
 
     def renew(self) -> None:
         """What a second `initialize` keeps is everything, so there is nothing to do."""
+        self.take_over()
         self._scale = INIT_SCALE if self._dynamic else self._scale
 
     def scale(self) -> float:
         return self._scale
+
+
+class LentByHand(ByHand):
+    """The oracle of lent weights: at O2 parameters stay FP32 and forwards have half copies."""
+
+    def __init__(self, level: str, half: torch.dtype) -> None:
+        super().__init__(level, half)
+        self._lent_to: list[nn.Module] = []  # models whose forward runs
+        self._copies: dict[nn.Module, dict[int, Tensor]] = {}  # of its last forward with a graph
+
+    def _convert(self, net: nn.Module, trained: list[Tensor]) -> None:
+        if self.level != "O2":
+            return super()._convert(net, trained)
+        for module in net.modules():
+            for buffer in module.buffers(recurse=False):
+                is_norm = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm)
+                if is_norm and buffer.is_floating_point():
+                    buffer.data = buffer.data.to(self.half)
+        net.__class__ = _calling(self, type(net))
+
+    @contextmanager
+    def half_weights(self, net: nn.Module, again: bool = False) -> Iterator[None]:
+        """All FP32 weights but those of batch norms; `again`: the copies of the last forward."""
+        if self.level != "O2" or net in self._lent_to:
+            yield
+            return
+        places = [
+            (module, name, param)
+            for module in net.modules()
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
+            if param.dtype is torch.float32 and not isinstance(module, _BatchNorm)
+        ]
+        weights = {id(param): param for _, _, param in places}
+        copies = self._copies[net] if again else self._rounded(weights)
+        if torch.is_grad_enabled():
+            self._copies[net] = copies
+        before = {key: copy.detach().clone() for key, copy in copies.items()}
+        for module, name, param in places:
+            self._put(module, name, copies.get(id(param), param))
+        self._lent_to.append(net)
+        try:
+            yield
+        finally:
+            self._lent_to.remove(net)
+            for module, name, param in places:
+                if module._parameters.get(name) is copies.get(id(param)):
+                    self._put(module, name, param)
+            for key, param in weights.items():
+                self._take(param, copies.get(key, param), before.get(key, param))
+
+    def _rounded(self, weights: dict[int, Tensor]) -> dict[int, Tensor]:
+        with torch.inference_mode(False):
+            graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            with torch.set_grad_enabled(graph):
+                return {key: Rounded.apply(param, self.half) for key, param in weights.items()}
+
+    def _put(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        module._parameters[name] = tensor
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [module._parameters[one] for one in module._flat_weights_names]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _take(self, param: Tensor, copy: Tensor, before: Tensor) -> None:
+        """What the forward wrote into a copy goes to the parameter."""
+        written = differ(copy, before)
+        if written.any():
+            param.copy_(torch.where(written, copy.to(param.dtype), param))
+
+    @contextmanager
+    def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
+        with super().scaled(loss, optimizers) as scaled, ExitStack() as recomputing:
+            for net in self._copies:  # checkpoints run parts of the forward again
+                recomputing.enter_context(self.half_weights(net, again=True))
+            yield scaled
+
+
+def by_hand(level: str, half: torch.dtype) -> ByHand:
+    """The oracle of what O2 is now: lent weights, or half parameters with masters."""
+    return (LentByHand if LENDING[0] else ByHand)(level, half)
+
+
+class Rounded(torch.autograd.Function):
+    """`weight.to(half)`, whose gradient may be sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, half: torch.dtype) -> Tensor:
+        return weight.to(half)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float(), None
 
 
 def _made(net: Any, make: Any, device: str) -> tuple[list[nn.Module], list[Any]]:
@@ -325,10 +472,11 @@ def _made(net: Any, make: Any, device: str) -> tuple[list[nn.Module], list[Any]]
 
 
 def _calling(oracle: ByHand, kind: type) -> type:
-    """The model's class with the oracle's forward; copies of the model are plain."""
+    """The model's class with the oracle's forward and state dict; copies of the model are plain."""
 
     class Calling(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            oracle.masters_to_half()
             if not oracle.is_half_model:
                 with oracle.casts():
                     return super().__call__(*args, **kwargs)
@@ -338,50 +486,66 @@ def _calling(oracle: ByHand, kind: type) -> type:
             return to(torch.float32, result)
 
         def state_dict(self, *args: Any, **kwargs: Any) -> dict:
-            found = super().state_dict(*args, **kwargs)
+            oracle.take_over()
+            with oracle.masters_in_place():
+                found = super().state_dict(*args, **kwargs)
             for key, value in found.items():
                 found[key] = value.float() if value.dtype is oracle.half else value
             return found
 
+        def load_state_dict(self, state: dict, *args: Any, **kwargs: Any) -> Any:
+            oracle.take_over()
+            with oracle.masters_in_place():
+                result = super().load_state_dict(state, *args, **kwargs)
+            oracle.masters_to_half()
+            return result
+
         def __deepcopy__(self, memo: dict) -> nn.Module:
             plain = copy.copy(self)
             plain.__class__ = kind
+            state = self.state_dict()
             found = copy.deepcopy(plain, memo)
-            if oracle.level == "O3":
-                for value in (*found.parameters(), *found.buffers()):
-                    value.data = value.data.float() if value.dtype is oracle.half else value.data
+            for name, value in (*found.named_parameters(), *found.named_buffers()):
+                if name in state:
+                    value.data = state[name].float() if value.dtype is oracle.half else state[name]
+                    value.data = value.data.clone()
+                    value.__class__ = nn.Parameter if isinstance(value, nn.Parameter) else Tensor
             return found
 
     Calling.__name__ = Calling.__qualname__ = kind.__name__
     return Calling
 
 
-class Rounded(torch.autograd.Function):
-    """`weight.to(half)`, whose gradient may be sparse."""
+def _with_master(oracle: ByHand) -> type:
+    """A half parameter whose `grad` is its master's; within a backward pass, its own."""
+    own = torch._C.TensorBase.grad
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, half: torch.dtype) -> Tensor:
-        return weight.to(half)
+    class HalfParameter(nn.Parameter):
+        @property
+        def grad(self) -> Tensor | None:
+            return own.__get__(self) if oracle.in_pass else oracle.pairs[self].grad
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float(), None
+        @grad.setter
+        def grad(self, grad: Tensor | None) -> None:
+            if oracle.in_pass:
+                own.__set__(self, grad)
+            else:
+                oracle.pairs[self].grad = None if grad is None else grad.float()
 
-
-def _flat(module: nn.Module) -> None:
-    """An RNN has its weights in a list too."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+    return HalfParameter
 
 
 def _stepping(oracle: ByHand, kind: type) -> type:
-    """The optimizer's class; a step may be skipped."""
+    """The optimizer's class; a step first takes over what was written, and may be skipped."""
 
     class Stepping(kind):
         def step(self, closure: Callable | None = None) -> Any:
+            oracle.take_over()
             if closure is None and oracle.step_is_skipped(self):
                 return None
-            return super().step(*([] if closure is None else [closure]))
+            result = super().step(*([] if closure is None else [closure]))
+            oracle.masters_to_half()
+            return result
 
     Stepping.__name__ = Stepping.__qualname__ = kind.__name__
     return Stepping

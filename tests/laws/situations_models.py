@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -158,7 +156,6 @@ def a_dict_that_the_forward_writes_to(amp):
     if amp.by_hand:
         original = type(model).__mro__[1].forward
 
-
         def forward(x, cache):
             with amp.half_weights(model):
                 return original(model, x.to(amp.half), cache).float()
@@ -187,7 +184,7 @@ def submodules_called_from_outside(amp):
     for x, y in batches(3):
         if amp.by_hand:
             x = x.to(amp.half) if amp.is_half_model else x
-        with amp.half_weights(model) if amp.by_hand else nullcontext(), amp.casts():
+        with amp.half_weights(model), amp.casts():
             for layer in model:
                 x = layer(x)
         amp.step(mse(x, y), optimizer)
@@ -335,7 +332,7 @@ def a_forward_that_is_a_generator(amp):
 
     model, optimizer = amp.start(Steps())
     for x, y in batches(3):
-        with amp.half_weights(model) if amp.by_hand else nullcontext(), amp.casts():
+        with amp.half_weights(model), amp.casts():
             first, second = model(x)
         amp.step(mse(first, y) + mse(second, y), optimizer)
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from drivers import INIT_SCALE, SGD, Ampatch, ByHand, differ
+from drivers import INIT_SCALE, SGD, Ampatch, ByHand, by_hand, differ
 from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 import ampatch
@@ -40,7 +40,7 @@ def check(row: Situation, level: str, half: str, caplog: pytest.LogCaptureFixtur
         with pytest.raises(Exception, match=row.refuses):
             row.run(ours)
         return
-    oracle = ByHand("O0" if row.against == "FP32" else level, HALVES[half])
+    oracle = by_hand("O0" if row.against == "FP32" else level, HALVES[half])
     expected = everything(row, oracle)
     with caplog.at_level(logging.INFO, logger="ampatch"):
         found = everything(row, ours)
@@ -125,7 +125,7 @@ def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate, bad):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_the_oracle_of_half_models_is_the_textbooks(level, half):
-    """A half model; at O2 the textbook has FP32 masters, which are rounded back after the step."""
+    """A half model; at O2 gradients go to FP32 copies, which are rounded back after the step."""
     model = mlp()
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     model.to(half)
@@ -143,4 +143,5 @@ def test_the_oracle_of_half_models_is_the_textbooks(level, half):
             for param, one in zip(model.parameters(), stepped, strict=True):
                 param.copy_(one)
         oracle.step(mse(by_hand(x), y), by_hand_optimizer)
-    assert all(map(torch.equal, by_hand.parameters(), stepped))
+    assert all(map(torch.equal, by_hand.parameters(), model.parameters()))
+    assert all(map(torch.equal, ampatch.master_params(by_hand_optimizer), stepped))
