@@ -13,7 +13,7 @@ from ..config.opt_levels import ARGUMENTS, Properties, properties_for
 from ..config.overrides import Overrides, parse
 from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
-from ..log import logger, set_verbosity
+from ..log import ONCE, logger, set_verbosity
 from ..session.registry import registry
 from ..session.session import Session
 from ..session.transfer import Transfer
@@ -151,7 +151,7 @@ def initialize(
         registry.observers.notify("on_replaced", changes)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
-        logger.warning(note)
+        logger.warning(note, extra=ONCE)
     logger.info("Initialized: %s", properties)
     return models if optimizers is None else (models, optimizers)
 

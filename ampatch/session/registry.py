@@ -132,6 +132,17 @@ class Registry:
             )
         return found
 
+    def known_optimizers(self) -> list[Any]:
+        """The optimizers that the open sessions were given, as far as they are still in use."""
+        return [
+            optimizer
+            for session in self.sessions
+            for optimizer in (
+                *(managed.optimizer for managed in session.optimizers.alive()),
+                *session.optimizers.alive_unmanaged(),
+            )
+        ]
+
     # Patches and policies
 
     def refresh(self) -> None:

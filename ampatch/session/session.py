@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -476,7 +477,9 @@ def _no_half_of(master: Tensor) -> None:
 
 
 def _scaler(properties: Properties) -> Any:
-    return make_scaler(properties.loss_scale, **dataclasses.asdict(properties.scale_settings))
+    is_needed = properties.opt_level != "O0" and properties.dtype is torch.float16
+    settings = dataclasses.asdict(properties.scale_settings)
+    return make_scaler(properties.loss_scale, is_needed, **settings)
 
 
 dynamo_skip.run_eagerly(

@@ -236,6 +236,18 @@ def test_a_dynamic_scale_does_not_become_a_static_one(caplog):
     assert "65536 is not of a static scaler; the static scale stays 1" in caplog.text
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_float16_run_resumed_in_bfloat16_needs_no_scale(level, caplog):
+    """Nothing is to be done, so nothing is recommended."""
+    start(loss_scale=None, opt_level=level, dtype=torch.bfloat16)
+    with caplog.at_level("INFO", logger="ampatch"):
+        ampatch.load_state_dict({"loss_scaler0": APEX})
+    assert ampatch.loss_scale() == 1.0
+    assert "is not needed here: gradients have the range of FP32" in caplog.text
+    assert "set_loss_scale" not in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
 def test_a_static_scale_does_not_become_a_dynamic_one(caplog):
     """From 1.0 it would take 32000 steps to grow back."""
     start(loss_scale=1.0)

@@ -54,7 +54,8 @@ class CountsInItsGroup(torch.optim.Optimizer):
     """
 
     def __init__(self, params, lr):
-        super().__init__(params, dict(lr=lr, bias_correction=True, betas=(0.9, 0.99), eps=1e-4))
+        options = {"lr": lr, "bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-4}
+        super().__init__(params, options)
 
     @torch.no_grad()
     def step(self):
