@@ -65,8 +65,10 @@ class Session:
     ) -> None:
         self._module_rules, function_rules = rules
         self.properties = properties
-        self.models: Members[ManagedModel] = Members(self, registry.models)
-        self.optimizers: Members[ManagedOptimizer] = Members(self, registry.optimizers)
+        self.models: Members[ManagedModel] = Members(self, registry.models, registry.end_sessions)
+        self.optimizers: Members[ManagedOptimizer] = Members(
+            self, registry.optimizers, registry.end_sessions
+        )
         self.policies = Policies(properties, function_rules, has_apex_tables)
         self.masters = Masters(self.optimizers)
         self.weights = ModelWeights(self.models, has_apex_tables)
