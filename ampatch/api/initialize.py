@@ -146,6 +146,7 @@ def initialize(
     with Transfer(registry, listed_models, listed_optimizers) as transfer:
         session.open(listed_models, listed_optimizers, transfer.trained)
     registry.close_empty()
+    registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)
     registry.observers.notify("on_initialize", properties)
     if registry.observers.are_there and (changes := replaced(asked, *own, properties)):
         registry.observers.notify("on_replaced", changes)
@@ -193,6 +194,7 @@ def add_models(models: Any, to: Any = None) -> Any:
         argument_checks.not_sharded(new, session.properties, registry.models.managed)
         argument_checks.weights_convert(new, session.properties)
     session.add_models(new)
+    registry.ranks.expect(argument_checks.wrappers_around(new), session)
     return models
 
 

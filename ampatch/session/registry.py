@@ -32,6 +32,7 @@ from .half_weights import HalfWeights
 from .index import Index
 from .observers import Observers
 from .policies import mixes
+from .rank_settings import RankSettings
 from .torch_tools import TorchTools, needs_of, tools, watches
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Registry:
         self.models = Index(operator.attrgetter("model"))
         self.half_weights = HalfWeights(self)
         self.wrapped = WrappedModels(self.half_weights.keepers)
+        self.ranks = RankSettings(self)
         managed_of = functools.partial(wrapped_optimizers.managed, self.optimizers)
         self.schedulers = HeldSchedulers(managed_of)
         self.opens_as_apex = False  # sessions that open now follow apex's tables

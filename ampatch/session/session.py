@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from ..casting.policy import Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
 from ..errors import UndoAll
-from ..interop import ddp, dynamo_skip, fx_jit
+from ..interop import ddp, dynamo_skip, fx_jit, rank_agreement
 from ..models import float_copies, float_values, module_overrides
 from ..models.float_values import FloatValues
 from ..models.managed_model import ManagedModel
@@ -35,7 +35,7 @@ from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
 from ..scaling.skip_report import SkipReports
 from ..torch_private import half_grads
-from . import half_weights, masters, members, policies
+from . import half_weights, masters, members, policies, rank_settings
 from .masters import Masters, ModelWeights
 from .members import Members
 from .observers import ObservedBlock
@@ -486,7 +486,7 @@ def _scaler(properties: Properties) -> Any:
 
 dynamo_skip.run_eagerly(
     *(sys.modules[__name__], members, masters, half_weights, policies),
-    *(float_values, ddp, float_copies, half_grads),
+    *(float_values, ddp, float_copies, half_grads, rank_agreement, rank_settings),
     *(gradient_flow, gradient_state, other_blocks, master_weights, half_gradients),
     *(handed_out, writers, writes, comparison, tensor_lists),
 )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from .dtensors import local_of
 
 
 def add_comm_hook(wrapper: Any, state: Any, hook: Callable) -> bool:
@@ -23,4 +29,29 @@ def add_comm_hook(wrapper: Any, state: Any, hook: Callable) -> bool:
         return False  # one of those built into torch, which are not listed
     finally:
         listed.clear()
+    return True
+
+
+def store_of_ranks() -> Any:
+    """The store by which the ranks found each other; None where this torch does not give it.
+
+    The ranks of torch's fake backend do not exist, and their store refuses every call.
+    """
+    if torch.distributed.get_backend() == "fake":
+        return None
+    module = getattr(torch.distributed, "distributed_c10d", None)
+    give = getattr(module, "_get_default_store", None)
+    return None if give is None else give()
+
+
+def pass_verification(group: Any, parameters: Sequence[Tensor]) -> bool:
+    """Take part in DDP's verification of shapes, in which each rank waits for all others.
+
+    It raises torch's error where they differ.  False where this torch has it under another name.
+    """
+    verify = getattr(torch.distributed, "_verify_params_across_processes", None)
+    if verify is None:
+        return False
+    group = torch.distributed.group.WORLD if group is None else group
+    verify(group, [local_of(one) for one in parameters], None)
     return True

@@ -14,7 +14,7 @@ try:
     _compiled_now = CompileContext.try_get
 except (ImportError, AttributeError):
 
-    def _compiled_now() -> None:  # type: ignore[misc]
+    def _compiled_now() -> None:
         """Without a way to ask, nothing is being compiled."""
 
 
