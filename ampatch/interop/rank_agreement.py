@@ -191,6 +191,8 @@ def _shown(first: Settings, second: Settings) -> tuple[str, str]:
     for part, settings in first.items():
         differing = [name for name, value in settings.items() if second[part].get(name) != value]
         differing += [name for name in second[part] if name not in settings]
+        if "opt_level" in differing:  # most of the others follow from it
+            differing = [name for name in ("opt_level", "dtype") if name in differing]
         for text, own in zip(texts, (settings, second[part]), strict=True):
             text += [f"{name}={own.get(name, 'unused')}" for name in differing]
     return ", ".join(texts[0]), ", ".join(texts[1])

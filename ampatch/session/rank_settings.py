@@ -106,7 +106,7 @@ def _of_scalers(session: Session) -> dict[str, str]:
     shown = {"loss_scale": ", ".join(map(str, scales))}
     if "dynamic" in scales:
         settings = dataclasses.asdict(properties.scale_settings)
-        shown |= {name: f"{value:g}" for name, value in settings.items()}
+        shown |= {name: str(value) for name, value in settings.items()}
     return shown
 
 

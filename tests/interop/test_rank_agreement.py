@@ -204,7 +204,7 @@ def test_other_process_groups_have_their_own_settings(four_ranks):
     """Two pairs of ranks train two models; in the second one the ranks differ."""
     messages = four_ranks(_in_pairs)
     assert messages[:2] == [None, None] and messages[2] == messages[3]
-    assert "Rank 2 has init_scale=65536; rank 3 has init_scale=1024" in messages[2]
+    assert "Rank 2 has init_scale=65536.0; rank 3 has init_scale=1024.0" in messages[2]
 
 
 def _in_pairs(rank):

@@ -13,6 +13,7 @@ same name.  So steps move only into an optimizer of these three classes of torch
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ def _unflattened(state: dict[str, Any], groups: Groups) -> dict[str, Any]:
         size = sum(param.numel() for param in params)
         for name, value in flat.items():
             split = isinstance(value, Tensor) and value.numel() == size and value.dim() > 0
-            parts = _split(value, params) if split else [value] * len(params)
+            parts = _split(value, params) if split else [copy.deepcopy(value) for _ in params]
             for number, part in zip(numbers, parts, strict=True):
                 entries.setdefault(number, {})[name] = part
     return {**state, "state": entries, "param_groups": made}
