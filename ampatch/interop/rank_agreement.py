@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AmpatchError
 from ..models.hooks import Hook
-from ..torch_private.ddp import pass_verification, store_of_ranks
+from ..torch_private.ddp import parameters_of_ranks, pass_verification, store_of_ranks
 
 Settings = dict[str, dict[str, str]]
 """By the part of a model that a session manages: names and values of what it was given."""
@@ -51,9 +51,7 @@ def agree_at_wrapping(trained: Trained, model: nn.Module, group: Any) -> None:
 
     Raises `AmpatchError` where the ranks' settings differ.
     """
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    sent = [p for name, p in model.named_parameters() if p.requires_grad and name not in ignored]
-    settings = trained.settings(model)
+    settings, sent = trained.settings(model), parameters_of_ranks(model)
     store = store_of_ranks()
     is_member = torch.distributed.get_rank(group) >= 0
     if not settings or not sent or store is None or not is_member:

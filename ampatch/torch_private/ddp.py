@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 
 from .dtensors import local_of
 
@@ -44,7 +44,17 @@ def store_of_ranks() -> Any:
     return None if give is None else give()
 
 
-def pass_verification(group: Any, parameters: Sequence[Tensor]) -> bool:
+def parameters_of_ranks(model: nn.Module) -> list[Tensor]:
+    """The parameters whose gradients DDP will average."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+
+
+def pass_verification(group: Any, parameters: list[Tensor]) -> bool:
     """Take part in DDP's verification of shapes, in which each rank waits for all others.
 
     It raises torch's error where they differ.  False where this torch has it under another name.
