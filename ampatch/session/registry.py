@@ -92,13 +92,22 @@ class Registry:
         """
         if self._is_changing or is_compiling():
             self._have_ended = True
-        elif self._drop_ended():
+        elif self._drop_ended(at_any_moment=True):
             self.refresh()
 
-    def _drop_ended(self) -> bool:
-        """Whether sessions have left the list.  What they skipped is still to be told."""
+    def _drop_ended(self, at_any_moment: bool = False) -> bool:
+        """Whether sessions have left the list.  What they skipped is still to be told.
+
+        One that casts every call of the process has been asked for more than its models: that must
+        not end at a moment that the collector chooses.
+        """
         self._have_ended = False
-        ended = [session for session in self.sessions if not session.is_alive()]
+        ended = [
+            session
+            for session in self.sessions
+            if not session.is_alive()
+            and not (at_any_moment and session.policies.are_everywhere(session.properties))
+        ]
         self.sessions = [session for session in self.sessions if session not in ended]
         for session in ended:
             session.is_open = False

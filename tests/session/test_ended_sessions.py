@@ -15,7 +15,12 @@ from warm_python import python
 import ampatch
 from ampatch.session.registry import registry
 
-SETTINGS = {"dtype": torch.bfloat16, "loss_scale": "dynamic", "verbosity": 0}
+SETTINGS = {
+    "dtype": torch.bfloat16,
+    "loss_scale": "dynamic",
+    "verbosity": 0,
+    "patch_scope": "model",
+}
 
 
 def pair():
@@ -82,6 +87,15 @@ def test_a_session_that_was_opened_without_models_stays():
     gc.collect()
     assert len(registry.sessions) == 1
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+
+
+def test_casts_of_the_whole_process_do_not_end_when_the_collector_runs():
+    """They last until the next `initialize`, or `deactivate`."""
+    ampatch.initialize(*pair(), opt_level="O1", **{**SETTINGS, "patch_scope": "process"})
+    gc.collect()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+    ampatch.initialize(*pair(), opt_level="O0", **SETTINGS)
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_the_others_go_on_casting():
