@@ -359,9 +359,9 @@ def deactivate() -> None:
 
     Half weights become FP32 weights with their masters' values.  Without an open session
     the call does nothing.  A session whose models and optimizers were all collected has ended
-    by itself, unless it cast every call of the process.  Where a part cannot be undone, the other parts still are, and
-    the error is raised at the end.  Several errors are raised as an `ExceptionGroup`, or,
-    before Python 3.11, as an `AmpatchError` that names them.
+    by itself, unless it cast every call of the process.  Where a part cannot be undone, the
+    other parts still are, and the error is raised at the end.  Several errors are raised as an
+    `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError` that names them.
     """
     try:
         registry.close_all()

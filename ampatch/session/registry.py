@@ -152,7 +152,8 @@ class Registry:
         if not self.sessions:
             raise AmpatchError(
                 f"{what}: no ampatch session is open. "
-                "Call ampatch.initialize(model, optimizer) first."
+                "Call ampatch.initialize(model, optimizer) first. A session ends when its models "
+                "and optimizers are gone."
             )
         return self.sessions[-1]
 
