@@ -13,7 +13,7 @@ import ampatch
 
 from ..config.environment import Asked
 from ..config.opt_levels import properties_for
-from ..log import logger, set_verbosity
+from ..log import ONCE, logger, set_verbosity
 from ..session import facade
 from ..session.facade import PatchSet, Session
 from . import arrays, gradient_hooks, loading, refusals
@@ -100,5 +100,6 @@ def _manage(session: Session, optimizer: Any) -> None:
     if is_first and "cpu" in devices and session.properties.dtype is torch.float16:
         logger.warning(
             "The model is on the CPU, where float16 products are often many times slower "
-            "than float32. For speed pass --dtype bfloat16."
+            "than float32. For speed pass --dtype bfloat16.",
+            extra=ONCE,
         )

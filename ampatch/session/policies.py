@@ -67,6 +67,10 @@ class Policies:
             return policy
         return dataclasses.replace(policy, gate=_touches(models))
 
+    def are_everywhere(self, properties: Properties) -> bool:
+        """Whether calls outside of the session's models are cast too."""
+        return properties.patch_scope == "process" and self.at(properties) is not None
+
     def override_function(self, original: Any, dtype: torch.dtype) -> None:
         """Have one function cast to `dtype` whatever the tables say."""
         self.tables.override(original, dtype)

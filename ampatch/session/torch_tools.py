@@ -38,6 +38,7 @@ class Needs(NamedTuple):
     """What the open sessions have, as far as it decides which tools are replaced."""
 
     sessions: bool
+    active: bool  # a session that is not disabled
     models: bool
     optimizers: bool
     half_models: bool
@@ -67,6 +68,7 @@ def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
     weight_types = [managed.properties.cast_model_type for managed in models]
     return Needs(
         sessions=bool(sessions),
+        active=True in [session.properties.enabled for session in sessions],
         models=bool(models),
         optimizers=bool(optimizers),
         half_models=not set(HALF_TYPES).isdisjoint(weight_types),
@@ -114,9 +116,11 @@ def tools(registry: Registry) -> list[Tool]:
             is_over_tables=True,
         ),
         Tool(
-            "DistributedDataParallel: masters are broadcast too, and values that wait for them",
-            lambda needs: needs.optimizers or needs.master_levels,
-            lambda: ddp.replacements(halves.broadcast_masters, registry.wrapped.note),
+            "DistributedDataParallel: ranks agree on settings, masters are broadcast too",
+            lambda needs: needs.active,
+            lambda: ddp.replacements(
+                registry.ranks.agree, halves.broadcast_masters, registry.wrapped.note
+            ),
             is_over_tables=True,
         ),
         Tool(
