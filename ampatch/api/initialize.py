@@ -46,7 +46,7 @@ def initialize(
     max_consecutive_skips: int = 50,
     allow_banned: bool = True,
     process_group: Any = None,
-    patch_scope: str = "process",
+    patch_scope: str = "model",
     **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision.

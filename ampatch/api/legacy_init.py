@@ -76,7 +76,8 @@ def init(
         if session.handle is not None:
             return _again(session, asked)
     set_verbosity(1)
-    properties = properties_for(level.replace("O0", "O1"), dtype, verbosity=1, **asked)
+    level = level.replace("O0", "O1")
+    properties = properties_for(level, dtype, verbosity=1, patch_scope="process", **asked)
     session = Session(properties, has_apex_tables=True)
     session.handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])

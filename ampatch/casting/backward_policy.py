@@ -32,7 +32,7 @@ def parts(state: CastState) -> list[Replacement]:
 def _noting(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        setattr(self, _POLICY, state.current())
+        setattr(self, _POLICY, state.of_forward())
 
     return __init__
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
+from ..torch_private.probes import current_backward_pass
 from .contexts import PolicyContext
 from .handler_tables import HandlerTables
 from .policy import Policy
@@ -59,6 +60,11 @@ class CastState:
             return self.thread.policy
         return self.process
 
+    def of_forward(self) -> Policy | None:
+        """The policy of a forward that begins here and now, and of what repeats it in backward."""
+        policy = self.current()
+        return policy if policy is None or policy.of_forwards is None else policy.of_forwards
+
     def table_policy(self) -> Policy | None:
         """`current()` if it follows the tables; None: rows cast nothing here and now."""
         policy = self.process
@@ -67,6 +73,14 @@ class CastState:
             if own is not FOLLOW:
                 policy = own
         return policy if policy is not None and policy.follows_tables else None
+
+    def policy_here(self) -> Policy | None:
+        """`table_policy()`, with its gate answered where that depends on the place alone."""
+        policy = self.table_policy()
+        if policy is None or policy.of_forwards is None:
+            return policy
+        in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
+        return None if in_backward else policy.of_forwards
 
     def push(self, policy: Policy | None, owner: Any = None) -> None:
         """Give this thread a policy of its own, until `pop`."""

@@ -60,7 +60,7 @@ class Properties:
     backoff_factor: float = ScaleSettings.backoff_factor
     max_consecutive_skips: int = 50
     allow_banned: bool = True
-    patch_scope: str = "process"
+    patch_scope: str = "model"
 
     @property
     def casts_model(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,16 +58,12 @@ class Policies:
         policy = self.tables.forced(dtype) if properties.patch_torch_functions else None
         return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
 
-    def for_process(self, properties: Properties, models: Members[ManagedModel]) -> Policy | None:
-        """What a session with these models has in force outside them; None: no cast."""
-        policy = self.at(properties)
-        if models.references:
-            inside = [managed.policy for managed in models.alive() if managed.policy is not None]
-            policy = self.tables if self.tables in inside else next(iter(inside), None)
-        is_everywhere = properties.patch_scope == "process" or policy is self.mixed
-        if policy is None or is_everywhere:
-            return policy
-        return dataclasses.replace(policy, gate=_touches(models))
+    def of(self, properties: Properties, models: Members[ManagedModel]) -> Policy | None:
+        """The rules of a session with these models; None: no cast."""
+        if not models.references:
+            return self.at(properties)
+        inside = [managed.policy for managed in models.alive() if managed.policy is not None]
+        return self.tables if self.tables in inside else next(iter(inside), None)
 
     def override_function(self, original: Any, dtype: torch.dtype) -> None:
         """Have one function cast to `dtype` whatever the tables say."""
@@ -91,12 +89,22 @@ class Policies:
         self.cast_on(set(device_types()) - {"cpu"})
 
 
-def _touches(models: Members[ManagedModel]) -> Any:
-    """The gate of `patch_scope="model"`: calls on half tensors, or on parameters of `models`."""
-    parameters = {
-        id(parameter) for managed in models.alive() for parameter in managed.model.parameters()
-    }
+def limited(policy: Policy, models: Iterable[ManagedModel]) -> Policy:
+    """`policy` for calls on half tensors, or on parameters of those `models` that cast."""
+    return dataclasses.replace(
+        policy,
+        gate=_touches(
+            {
+                id(parameter): weakref.ref(parameter)
+                for managed in models
+                if managed.policy is not None
+                for parameter in managed.model.parameters()
+            }
+        ),
+    )
 
+
+def _touches(known: dict[int, weakref.ref]) -> Callable[[tuple, dict], bool]:
     def touches(args: tuple, kwargs: dict) -> bool:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if type(value) is Tensor:  # asked by every call: no generator for the usual kinds
@@ -104,7 +112,10 @@ def _touches(models: Members[ManagedModel]) -> Any:
                     return True
             elif value is not None and type(value) not in (int, float, bool):
                 for tensor in tensors_in((value,)):
-                    if dtype_of(tensor) in HALF_TYPES or id(tensor) in parameters:
+                    if dtype_of(tensor) in HALF_TYPES:
+                        return True
+                    parameter = known.get(id(tensor))  # an id may come again
+                    if parameter is not None and parameter() is tensor:
                         return True
         return False
 

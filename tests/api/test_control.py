@@ -17,7 +17,7 @@ H = torch.bfloat16
 
 @pytest.fixture
 def o1():
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
 
 
 def now() -> tuple:

@@ -266,7 +266,7 @@ def test_a_checkpoint_recomputes_as_it_computed(reentrant):
         seen.append(out.dtype)
         return out.tanh()
 
-    ampatch.initialize([], dtype=torch.bfloat16, verbosity=0)
+    ampatch.initialize([], dtype=torch.bfloat16, patch_scope="process", verbosity=0)
     x = X.clone().requires_grad_()
     with ampatch.disable_casts():
         out = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=reentrant)

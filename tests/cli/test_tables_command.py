@@ -177,7 +177,7 @@ def test_autocast_differs_where_we_say_so_and_nowhere_else():
 
     with cuda_autocast(torch.float16):
         theirs = outcomes()
-    ampatch.initialize([], opt_level="O1", dtype=torch.float16, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=torch.float16, patch_scope="process", verbosity=0)
     ours = outcomes()
     differing = {
         place[:2]

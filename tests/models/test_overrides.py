@@ -54,7 +54,9 @@ def test_overrides_at_o1(overrides, expected):
 
 
 def test_overrides_of_a_function_without_a_row():
-    ampatch.initialize([], dtype=H, overrides={torch.tanh: "float"}, verbosity=0)
+    ampatch.initialize(
+        [], dtype=H, overrides={torch.tanh: "float"}, patch_scope="process", verbosity=0
+    )
     assert torch.tanh(X.to(H)).dtype is torch.float32
     ampatch.deactivate()
     assert torch.tanh(X.to(H)).dtype is H
