@@ -51,6 +51,29 @@ class Policy:
         """This policy, except that nothing is cast in a backward pass: hooks compute there."""
         return dataclasses.replace(self, gate=_outside_passes(self.gate), of_forwards=self)
 
+    def in_type(self, half: torch.dtype) -> Policy:
+        """The tables with another half type.
+
+        Its cache is closed: a plan is for weights in one type.
+        """
+        if half is self.half_to:
+            return self
+        return dataclasses.replace(
+            self,
+            half_to=half,
+            float_to=torch.float32,
+            half_type=half,
+            special={
+                function: to if to is torch.float32 else half
+                for function, to in self.special.items()
+            },
+            cache=WeightCache(),
+        )
+
+    def casts_on(self, device: str) -> bool:
+        """Whether tensors on this type of device are cast."""
+        return self.devices is None or device in self.devices
+
     def override(self, original: Any, dtype: torch.dtype) -> None:
         """Have one function cast to `dtype` whatever the tables say."""
         self.special[original] = dtype
@@ -70,8 +93,8 @@ class Policy:
 
 def _outside_passes(gate: Gate | None) -> Gate:
     def is_outside(args: tuple, kwargs: dict) -> bool:
-        if not is_dynamo_compiling() and current_backward_pass() != -1:
+        if gate is not None and not gate(args, kwargs):
             return False
-        return gate is None or gate(args, kwargs)
+        return is_dynamo_compiling() or current_backward_pass() == -1
 
     return is_outside

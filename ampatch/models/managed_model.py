@@ -358,8 +358,8 @@ class ManagedModel:
                 self._submodule_calls.step_aside()
         state, policy = self._state, self.policy
         # No push where it would change nothing and cover nothing: `pop` finds no frame then.
-        if (state.thread.frames or policy is not state.process) and not state.under_user_control():
-            state.push(policy, self)
+        if state.thread.frames or policy is not state.process:
+            state.enter_forward(policy, self)
         if policy is not None and not is_dynamo_compiling():
             policy.cache.open(self, self._plan)
             if policy.devices is not None:
@@ -405,7 +405,7 @@ class ManagedModel:
         if output is None and not is_dynamo_compiling():  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
         if self._state.thread.frames:
-            self._state.pop(self)
+            self._state.leave_forward(self)
         if self.policy is not None and not is_dynamo_compiling():
             self.policy.cache.close(self, is_whole=output is not None)
         if self._inputs is not None and not is_dynamo_compiling():

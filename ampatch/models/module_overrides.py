@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.cast_state import CastState
+from ..casting.cast_state import CastState, torch_switched_off
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
@@ -54,7 +54,7 @@ class ModuleOverride:
             with unseen():
                 return self._enter(module, args, kwargs)
         if self._policy is not None:
-            self._state.push(self._policy, self)
+            self._state.push(self._policy, self, torch_switched_off())
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:

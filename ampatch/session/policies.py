@@ -91,20 +91,26 @@ class Policies:
 
 def limited(policy: Policy, models: Iterable[ManagedModel]) -> Policy:
     """`policy` for calls on half tensors, or on parameters of those `models` that cast."""
-    return dataclasses.replace(
-        policy,
-        gate=_touches(
-            {
-                id(parameter): weakref.ref(parameter)
-                for managed in models
-                if managed.policy is not None
-                for parameter in managed.model.parameters()
-            }
-        ),
-    )
+    places = {
+        id(parameter): (weakref.ref(module), name)
+        for managed in models
+        if managed.policy is not None
+        for module in managed.model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    return dataclasses.replace(policy, gate=_touches(places))
 
 
-def _touches(known: dict[int, weakref.ref]) -> Callable[[tuple, dict], bool]:
+def _touches(places: dict[int, tuple[weakref.ref, str]]) -> Callable[[tuple, dict], bool]:
+    """`places` of parameters by their ids: an id comes again when a parameter is gone.
+
+    References to parameters themselves would keep torch from swapping them.
+    """
+
+    def is_parameter(tensor: Tensor) -> bool:
+        module, name = places.get(id(tensor), (_nothing, ""))
+        return getattr(module(), name, None) is tensor
+
     def touches(args: tuple, kwargs: dict) -> bool:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if type(value) is Tensor:  # asked by every call: no generator for the usual kinds
@@ -112,14 +118,15 @@ def _touches(known: dict[int, weakref.ref]) -> Callable[[tuple, dict], bool]:
                     return True
             elif value is not None and type(value) not in (int, float, bool):
                 for tensor in tensors_in((value,)):
-                    if dtype_of(tensor) in HALF_TYPES:
-                        return True
-                    parameter = known.get(id(tensor))  # an id may come again
-                    if parameter is not None and parameter() is tensor:
+                    if dtype_of(tensor) in HALF_TYPES or is_parameter(tensor):
                         return True
         return False
 
     return touches
+
+
+def _nothing() -> None:
+    """A reference to no module."""
 
 
 def mixes(args: tuple, kwargs: dict) -> bool:

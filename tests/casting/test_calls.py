@@ -134,7 +134,7 @@ def test_matrix_power(where, n, half, o1):
 
 def test_an_explicit_out_of_none_is_no_out():
     """Wrappers pass `out=None` on; the cast must not be lost to it."""
-    ampatch.initialize(torch.nn.Linear(2, 2), verbosity=0)
+    ampatch.initialize(torch.nn.Linear(2, 2), patch_scope="process", verbosity=0)
     full = torch.ones(2, 2)
     assert torch.mm(full, full, out=None).dtype is torch.float16
     assert torch.linalg.matrix_power(full, 2, out=None).dtype is torch.float16
