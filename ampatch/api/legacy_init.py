@@ -36,7 +36,9 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Handle:
-    """Cast torch's functions as O1 does, on every device, and return a `Handle`.
+    """Cast torch's functions as O1 does, in the whole process, and return a `Handle`.
+
+    What DataLoaders prepare and hooks of backward passes compute is left alone.
 
     Args:
         enabled: False changes nothing, and returns a handle that does nothing.

@@ -222,7 +222,7 @@ def _verbosity(what: str, value: Any) -> int:
 
 
 def _scope(what: str, value: Any) -> str:
-    expected = '"process" (cast every call) or "model" (only inside managed models)'
+    expected = '"model" (only inside managed models) or "process" (cast every call)'
     return word(what, value, ("process", "model"), expected)
 
 

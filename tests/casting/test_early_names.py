@@ -133,7 +133,11 @@ def test_in_apex_tables_and_for_overridden_functions_too(monkeypatch):
     )
     before = dict(vars(mine))
     model = ampatch.initialize(
-        torch.nn.Identity(), dtype=H, overrides={torch.relu: "half"}, verbosity=0
+        torch.nn.Identity(),
+        dtype=H,
+        overrides={torch.relu: "half"},
+        patch_scope="process",
+        verbosity=0,
     )
     assert mine.relu(X).dtype is H and model is not None
     ampatch.deactivate()
