@@ -100,8 +100,8 @@ def disable_casts() -> PolicyContext:
 def precision(dtype: str) -> PolicyContext:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
-    It belongs to the thread and holds in managed models, as `disable_casts` does.  Without an open session that casts it
-    changes nothing.  Raises `ValueError` for another word.
+    It belongs to the thread and holds in managed models, as `disable_casts` does.  Without an
+    open session that casts it changes nothing.  Raises `ValueError` for another word.
     """
     word(f"ampatch.precision({dtype!r})", dtype, PRECISIONS)
 

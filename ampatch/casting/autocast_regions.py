@@ -85,10 +85,9 @@ class AutocastRegions:
         found = self._state.current()
         if half is not None and self._is_in_forward(found) and found.casts_on(device):
             set_enabled(device, False)  # what leaves the region brings back what was before
-            policy = found.in_type(half)
+            self._put_under(region, found.in_type(half))
         else:
-            policy = without(found, device)
-        self._put_under(region, policy)
+            self._put_under(region, without(found, device))
 
     def _is_in_forward(self, found: Policy | None) -> TypeGuard[Policy]:
         """Whether all calls follow the tables here: only managed forwards have such a policy."""

@@ -45,7 +45,7 @@ try:
 
 except (ImportError, AttributeError):
 
-    def _fx_mode() -> Any:
+    def _fx_mode() -> Any:  # type: ignore[misc]
         """The mode of a `make_fx` that records; unknown here: it sees batched casts as they are."""
 
     def computes_with_fakes() -> bool:
