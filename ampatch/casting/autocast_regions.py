@@ -120,7 +120,7 @@ class AutocastRegions:
         def __init__(region: Any, *args: Any, **kwargs: Any) -> None:
             original(region, *args, **kwargs)
             asked = kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)
-            if asked and not region._enabled and region.device not in device_types():
+            if asked and region.device not in device_types():
                 setattr(region, _ELSEWHERE, True)
 
         return __init__

@@ -29,6 +29,7 @@ class Policy:
     `half_type` stays the half type where a forced policy has FP32 for `half_to`.
     `of_forwards`, where a policy is not in force in backward passes: what a forward that runs
     under it, and all that repeats this forward in a backward pass, is under.
+    `recorded_attention`: see `special_ops.whole_in_graphs`.
     """
 
     half_to: torch.dtype
@@ -41,6 +42,7 @@ class Policy:
     apex_tables: bool = False
     half_type: torch.dtype = None  # type: ignore[assignment]  # `half_to` unless given
     of_forwards: Policy | None = None
+    recorded_attention: Callable[..., Any] | None = None
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class Policy:
                 function: to if to is torch.float32 else half
                 for function, to in self.special.items()
             },
+            recorded_attention=None,
             cache=WeightCache(),
         )
 
@@ -87,6 +90,7 @@ class Policy:
             gate=None,
             special={},
             of_forwards=None,
+            recorded_attention=None,
             cache=WeightCache(),
         )
 

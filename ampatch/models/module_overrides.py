@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.cast_state import CastState, torch_switched_off
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
+from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey
 from ..torch_private.modules import ORTHOGONAL_MAPS
@@ -44,6 +45,7 @@ class ModuleOverride:
 
     def install(self) -> list[Any]:
         """Hang the hooks on the submodule; returns their handles."""
+        record_attention(self._policy, self._state)
         return [
             self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
             self.module.register_forward_hook(Hook(self._leave), always_call=True),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..casting.cast_state import CastState
 from ..casting.policy import Policy
 from ..casting.rules import dtype_of, tensors_in
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..models.managed_model import ManagedModel
+from ..models.managed_model import ManagedModel, Places
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, devices_to_start_from
 from .members import Members
@@ -89,27 +88,18 @@ class Policies:
         self.cast_on(set(device_types()) - {"cpu"})
 
 
-def limited(policy: Policy, models: Iterable[ManagedModel]) -> Policy:
-    """`policy` for calls on half tensors, or on parameters of those `models` that cast."""
-    places = {
-        id(parameter): (weakref.ref(module), name)
-        for managed in models
-        if managed.policy is not None
-        for module in managed.model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-    }
+def limited(policy: Policy, places: Sequence[Places]) -> Policy:
+    """`policy` for calls on half tensors, or on parameters that stand in these `places`."""
     return dataclasses.replace(policy, gate=_touches(places))
 
 
-def _touches(places: dict[int, tuple[weakref.ref, str]]) -> Callable[[tuple, dict], bool]:
-    """`places` of parameters by their ids: an id comes again when a parameter is gone.
-
-    References to parameters themselves would keep torch from swapping them.
-    """
-
+def _touches(places: Sequence[Places]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
-        module, name = places.get(id(tensor), (_nothing, ""))
-        return getattr(module(), name, None) is tensor
+        for known in places:
+            place = known.get(id(tensor))
+            if place is not None and getattr(place[0](), place[1], None) is tensor:
+                return True
+        return False
 
     def touches(args: tuple, kwargs: dict) -> bool:
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -123,10 +113,6 @@ def _touches(places: dict[int, tuple[weakref.ref, str]]) -> Callable[[tuple, dic
         return False
 
     return touches
-
-
-def _nothing() -> None:
-    """A reference to no module."""
 
 
 def mixes(args: tuple, kwargs: dict) -> bool:

@@ -177,10 +177,11 @@ class Registry:
         if not casting:
             return None
         session, policy = casting[-1]
-        newest = [one for one in self.sessions if one.decides()][-1]
+        newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
         if session is not newest or session.properties.patch_scope != "process":
-            models = (managed for one, _ in casting for managed in one.models.alive())
-            policy = limited(policy, models)
+            refs = [ref for one, _ in casting for ref in one.models.references]
+            models = [managed for ref in refs if (managed := ref()) is not None]
+            policy = limited(policy, [one.places for one in models if one.policy is not None])
         return policy.outside_passes()
 
     def _apply_special(self, session: Session, policy: Policy) -> None:

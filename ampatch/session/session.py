@@ -154,11 +154,9 @@ class Session:
 
     def policy(self) -> Policy | None:
         """The rules by which this session casts calls; None: it casts none."""
-        return self.policies.of(self.properties, self.models) if self.decides() else None
-
-    def decides(self) -> bool:
-        """Whether it has a say in what is cast."""
-        return self.properties.enabled and self.may_cast
+        if not (self.properties.enabled and self.may_cast):
+            return None
+        return self.policies.of(self.properties, self.models)
 
     # Models
 

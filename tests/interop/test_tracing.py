@@ -38,6 +38,7 @@ class Net(nn.Module):
 def managed(level, model=None, **options):
     model = Net().eval() if model is None else model
     options = {"dtype": H, "verbosity": 0, **options}
+    options = {"patch_scope": "process", **options}
     return ampatch.initialize(model, opt_level=level, **options)
 
 

@@ -37,7 +37,8 @@ def clean_dynamo():
 
 
 def o1(model=None):
-    return ampatch.initialize([] if model is None else model, dtype=H, verbosity=0)
+    model = [] if model is None else model
+    return ampatch.initialize(model, dtype=H, patch_scope="process", verbosity=0)
 
 
 def net() -> nn.Module:
