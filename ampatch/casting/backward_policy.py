@@ -42,7 +42,10 @@ def _under_noted(original: Callable, state: CastState) -> Callable:
         policy: Policy | Any | None = getattr(self, _POLICY, _UNKNOWN)
         if policy is _UNKNOWN or is_dynamo_compiling() or policy is state.current():
             return original(self, *args)
-        with state.under(lambda: policy):
+        state.push(policy, self)
+        try:
             return original(self, *args)
+        finally:
+            state.pop(self)
 
     return apply

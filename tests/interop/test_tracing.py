@@ -291,6 +291,7 @@ def test_a_traced_model_is_managed_and_said_to_run_uncast(said):
 # torch.export
 
 
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_export(level, strict):
