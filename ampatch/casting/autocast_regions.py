@@ -40,7 +40,7 @@ Make = Callable[[Callable], Callable]
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.entered: list[tuple[Any, PolicyContext]] = []  # innermost last
+        self.entered: list[tuple[Any, PolicyContext, torch.dtype | None]] = []  # innermost last
         self.is_tracing = False  # Dynamo enters the regions that it traces
 
 
@@ -87,7 +87,7 @@ class AutocastRegions:
             set_enabled(device, False)  # what leaves the region brings back what was before
             self._put_under(region, found.in_type(half))
         else:
-            self._put_under(region, without(found, device))
+            self._put_under(region, without(found, device), half)
 
     def _is_in_forward(self, found: Policy | None) -> TypeGuard[Policy]:
         """Whether all calls follow the tables here: only managed forwards have such a policy."""
@@ -102,18 +102,23 @@ class AutocastRegions:
         """Leave the innermost region that equals `region`; whether there was one."""
         entered = self.thread.entered
         for place in reversed(range(len(entered))):
-            found, context = entered[place]
+            found, context, torch_half = entered[place]
             if found == region:
                 del entered[place]
                 context.__exit__()
+                self._state.thread.torch_half = torch_half
                 return True
         return False
 
-    def _put_under(self, region: Any, policy: Policy | None) -> None:
+    def _put_under(
+        self, region: Any, policy: Policy | None, torch_half: torch.dtype | None = None
+    ) -> None:
         # In a block of the user's that holds inside models too a region does as well.
         context = self._state.under(lambda: policy, self._state.under_user_control())
         self._state.push(policy, context)
-        self.thread.entered.append((region, context))
+        here = self._state.thread
+        self.thread.entered.append((region, context, here.torch_half))
+        here.torch_half = torch_half
 
     def _note(self, original: Callable) -> Callable:
         @functools.wraps(original)

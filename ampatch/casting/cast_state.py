@@ -40,6 +40,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.policy: Any = FOLLOW
         self.frames: list[Frame] = []  # innermost last
+        self.torch_half: torch.dtype | None = None  # of a region in which torch's autocast casts
 
 
 class CastState:
@@ -142,7 +143,10 @@ class CastState:
             if self.under_user_control():
                 return
             if policy is not None and policy.gate is None and policy.follows_tables:
-                policy, off = _instead_of_torch(policy)
+                if is_dynamo_compiling():
+                    policy = self._beside_torch(policy)
+                else:
+                    policy, off = _instead_of_torch(policy)
         if is_dynamo_compiling():
             self.push(policy, owner)
             return
@@ -154,6 +158,11 @@ class CastState:
             with self._lock:
                 self._own += 1
                 self.per_thread = True
+
+    def _beside_torch(self, policy: Policy) -> Policy | None:
+        """For a graph of Dynamo's, which keeps the region: its casts alone if the types differ."""
+        half = self.thread.torch_half
+        return policy if half is None or half is policy.half_to else None
 
     def leave_forward(self, owner: Any) -> None:
         """The forward has ended; nothing, if it entered nothing."""
@@ -276,18 +285,12 @@ def torch_switched_off() -> SwitchedOff | None:
     return SwitchedOff(devices) if devices else None
 
 
-def _instead_of_torch(policy: Policy) -> tuple[Policy | None, SwitchedOff | None]:
-    """What does the casts of regions of torch.autocast that are on here, in their half type.
-
-    A graph of Dynamo's has the region in it, and keeps it: its casts alone if the types differ.
-    """
+def _instead_of_torch(policy: Policy) -> tuple[Policy, SwitchedOff | None]:
+    """What does the casts of regions of torch.autocast that are on here, in their half type."""
     devices = [device for device in devices_on(device_types()) if policy.casts_on(device)]
     if not devices:
         return policy, None
-    half = half_type(devices[-1])
-    if is_dynamo_compiling():
-        return policy if half is policy.half_to else None, None
-    return policy.in_type(half), SwitchedOff(devices)
+    return policy.in_type(half_type(devices[-1])), SwitchedOff(devices)
 
 
 class CastsOff:
