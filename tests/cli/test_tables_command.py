@@ -68,6 +68,7 @@ def test_json_holds_every_row(capsys):
     assert {entry["name"] for entry in found["beside"]} == {
         "check_input",
         "get_fastpath_enabled",
+        "multi_head_attention_forward",
         "checkpoint",
     }
 
