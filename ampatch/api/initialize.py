@@ -46,7 +46,7 @@ def initialize(
     max_consecutive_skips: int = 50,
     allow_banned: bool = True,
     process_group: Any = None,
-    patch_scope: str = "process",
+    patch_scope: str = "model",
     **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision.
@@ -95,9 +95,11 @@ def initialize(
             in FP32 with a warning (True) or is refused (False).
         process_group: the ranks that share one overflow flag.  Ranks that have parts of the same
             DTensors share it in any case.
-        patch_scope: `"process"` casts every call while the session is open.  `"model"` casts
-            calls in the forward of a managed model, and calls on its parameters or on half
-            tensors.
+        patch_scope: `"model"` casts calls in the forward of a managed model, in what repeats it in
+            a backward pass, and other calls on its parameters or on half tensors.  `"process"`
+            casts every call while the session is open, as apex does, but not what DataLoaders and
+            their workers prepare, nor in hooks of backward passes.  Without models it is the
+            scope to choose.  With several sessions the one opened last decides.
 
     A second call with managed models and optimizers puts them under the new settings.
     Weights and masters keep their FP32 values, optimizers keep their state.

@@ -16,7 +16,7 @@ from ..config.opt_levels import properties_for
 from ..log import ONCE, logger, set_verbosity
 from ..session import facade
 from ..session.facade import PatchSet, Session
-from . import arrays, gradient_hooks, loading, refusals
+from . import arrays, gradient_hooks, refusals
 from .backward import Passes
 
 
@@ -43,13 +43,15 @@ def start(asked: Asked) -> Session | None:
         return None
     set_verbosity(1)
     properties = properties_for(
-        asked.opt_level or "O1", asked.dtype or torch.float16, loss_scale=asked.loss_scale
+        asked.opt_level or "O1",
+        asked.dtype or torch.float16,
+        loss_scale=asked.loss_scale,
+        patch_scope="process",
     )
     session = facade.open_automatic_session(properties)
     patches = PatchSet()
     passes = Passes(session)
     refusals.put(patches)
-    loading.put(patches)
     arrays.put(patches, properties.dtype)
     patches.replace(torch.autograd, "backward", passes.around)
     gradient_hooks.put(patches, passes)

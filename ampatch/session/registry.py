@@ -31,7 +31,7 @@ from . import wrapped_optimizers
 from .half_weights import HalfWeights
 from .index import Index
 from .observers import Observers
-from .policies import mixes
+from .policies import limited, mixes
 from .rank_settings import RankSettings
 from .torch_tools import TorchTools, needs_of, tools, watches
 
@@ -209,8 +209,8 @@ class Registry:
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(one, policy) for one, policy in policies if policy is not None]
         by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
-        outside = [policy for _, policy in by_tables or casting if policy.gate is not mixes]
-        needs = needs_of(self.sessions, tables=bool(by_tables), casts=bool(outside))
+        outside = self._outside(by_tables or casting)
+        needs = needs_of(self.sessions, tables=bool(by_tables), casts=outside is not None)
         installed = self.installation
         tables_change = needs.tables != installed.has_tables
         tables_change |= not casting and installed.has_patches()
@@ -227,7 +227,7 @@ class Registry:
                 self.user_functions.put_all()
             for session, policy in casting:
                 self._apply_special(session, policy)
-            self.state.process = outside[-1] if outside else None
+            self.state.process = outside
             if is_new:
                 installed.regions.begin()
             self._tools.put_in(needs)
@@ -235,6 +235,23 @@ class Registry:
         self._await(fully_shard, needs.models)
         self._await(tensor_parallel, needs.models)
         self._await(zero_redundancy, needs.master_levels)
+
+    def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
+        """What is in force outside managed forwards; these sessions cast calls.
+
+        The session opened last decides whether every call of the process is cast.  With another
+        scope, or if it casts nothing itself, calls on half tensors and on parameters are.
+        """
+        casting = [(one, policy) for one, policy in casting if policy.gate is not mixes]
+        if not casting:
+            return None
+        session, policy = casting[-1]
+        newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
+        if session is not newest or session.properties.patch_scope != "process":
+            refs = [ref for one, _ in casting for ref in one.models.references]
+            models = [managed for ref in refs if (managed := ref()) is not None]
+            policy = limited(policy, [one.places for one in models if one.policy is not None])
+        return policy.outside_passes()
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
         if policy.apex_tables:

@@ -156,10 +156,10 @@ class Session:
         return self._was_given and self.models.is_empty() and self.optimizers.is_empty()
 
     def policy(self) -> Policy | None:
-        """The rules in force for the process because of this session; None: it casts no calls."""
+        """The rules by which this session casts calls; None: it casts none."""
         if not (self.properties.enabled and self.may_cast):
             return None
-        return self.policies.for_process(self.properties, self.models)
+        return self.policies.of(self.properties, self.models)
 
     # Models
 

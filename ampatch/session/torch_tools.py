@@ -13,6 +13,7 @@ from ..casting.rebind import give_back, one_search, rebind
 from ..config.opt_levels import HALF_TYPES
 from ..interop import (
     clip_grad,
+    data_loading,
     ddp,
     distributed_checkpoint,
     fully_shard,
@@ -155,6 +156,11 @@ def tools(registry: Registry) -> list[Tool]:
             "torch.fx and torch.jit.script: casts in graphs, or a warning",
             lambda needs: needs.casts or needs.models,
             lambda: fx_jit.replacements(registry.models.managed, registry.state),
+        ),
+        Tool(
+            "DataLoader: data are prepared without casts",
+            lambda needs: needs.casts,
+            lambda: data_loading.replacements(registry.state),
         ),
         Tool(
             "forwards of nn.Linear and convolutions: weights read without a call",
