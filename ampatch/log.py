@@ -13,12 +13,16 @@ import torch.distributed
 
 _REPEATS = 3  # times that the same message is logged
 
+ONCE = {"ampatch_once": True}
+"""As `extra` of a message: it is logged once per process, however often sessions open."""
+
 
 class _Noise(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self.verbosity = 1
         self._said: collections.Counter[str] = collections.Counter()
+        self._said_for_good: set[str] = set()
 
     def reset(self, verbosity: int) -> None:
         self.verbosity = verbosity
@@ -28,6 +32,10 @@ class _Noise(logging.Filter):
         if self.verbosity == 0 or _rank() != 0:
             return False
         message = record.getMessage()
+        if message in self._said_for_good:
+            return False
+        if hasattr(record, "ampatch_once"):
+            self._said_for_good.add(message)
         self._said[message] += 1
         return self._said[message] <= _REPEATS
 

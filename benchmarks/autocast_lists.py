@@ -120,7 +120,7 @@ def compare(device: str, dtype: str) -> tuple[int, list[list[str]]]:
     half, chosen = HALF_TYPES[dtype], cases(device)
     with torch.autocast(device, dtype=half):
         theirs = list(outcomes(chosen, half))
-    amp.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    amp.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     try:
         ours = dict(outcomes(chosen, half))
     finally:

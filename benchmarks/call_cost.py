@@ -67,6 +67,7 @@ def alone() -> list[State]:
 @contextmanager
 def session(**options: object) -> Iterator[None]:
     """A managed model, and what comes with it."""
+    options = {"patch_scope": "process", **options}
     ampatch.initialize(nn.Linear(4, 4), dtype=torch.bfloat16, verbosity=0, **options)
     try:
         yield

@@ -37,7 +37,7 @@ def main() -> None:
         "relu": nanoseconds(lambda: torch.relu(full)),
     }
     model = nn.Linear(4, 4)
-    ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
+    ampatch.initialize(model, dtype=torch.bfloat16, patch_scope="process", verbosity=0)
     with ampatch.disable_casts():
         inactive = nanoseconds(lambda: torch.mm(half, half))
     rows = [

@@ -155,7 +155,8 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
         return
     target = properties.cast_model_type
     for index, model in enumerate(models):
-        for name, module in (*model.named_modules(), *(("", outer) for outer in _around(model))):
+        outside = [("", outer) for outer in wrappers_around([model])]
+        for name, module in (*model.named_modules(), *outside):
             if isinstance(module, nn.parallel.DistributedDataParallel) and any(
                 parameter.dtype is not target and parameter.is_floating_point()
                 for parameter in module.parameters()
@@ -168,17 +169,17 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
                 )
 
 
-def _around(model: nn.Module) -> list[nn.Module]:
-    """The DistributedDataParallel that a model, or a part of it, was put into earlier.
+def wrappers_around(models: list[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:
+    """The DistributedDataParallel that models, or parts of them, were put into earlier.
 
-    The model holds no reference to it, so all living objects are searched.  There is no
+    A model holds no reference to it, so all living objects are searched.  There is no
     DDP without a process group, so without one nothing is searched.
     """
     distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not (models and distributed.is_available() and distributed.is_initialized()):
         return []
     gc.collect()  # garbage is no reason to refuse
-    inside = {id(module) for module in model.modules()}
+    inside = {id(module) for model in models for module in model.modules()}
     return [
         outer
         for outer in gc.get_objects()

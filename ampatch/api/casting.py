@@ -87,6 +87,8 @@ def unregister_function(module: Any, name: str | None = None) -> None:
 def disable_casts() -> PolicyContext:
     """Context manager and decorator: nothing is cast in this thread.
 
+    It holds in managed models that are called inside, and there is no autocast of torch's inside
+    while a session casts, unless a region of it begins there.
     Like torch's grad mode it belongs to the thread: while a generator or task is suspended
     inside the block, other code in the thread runs without casts too.  As a decorator of
     generators and `async` functions it covers only their own steps.  New threads cast.
@@ -98,8 +100,8 @@ def disable_casts() -> PolicyContext:
 def precision(dtype: str) -> PolicyContext:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
-    It belongs to the thread, as `disable_casts` does.  Without an open session that casts it
-    changes nothing.  Raises `ValueError` for another word.
+    It belongs to the thread and holds in managed models, as `disable_casts` does.  Without an
+    open session that casts it changes nothing.  Raises `ValueError` for another word.
     """
     word(f"ampatch.precision({dtype!r})", dtype, PRECISIONS)
 

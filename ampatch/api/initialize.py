@@ -13,7 +13,7 @@ from ..config.opt_levels import ARGUMENTS, Properties, properties_for
 from ..config.overrides import Overrides, parse
 from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
-from ..log import logger, set_verbosity
+from ..log import ONCE, logger, set_verbosity
 from ..session.registry import registry
 from ..session.session import Session
 from ..session.transfer import Transfer
@@ -46,7 +46,7 @@ def initialize(
     max_consecutive_skips: int = 50,
     allow_banned: bool = True,
     process_group: Any = None,
-    patch_scope: str = "process",
+    patch_scope: str = "model",
     **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision.
@@ -95,9 +95,11 @@ def initialize(
             in FP32 with a warning (True) or is refused (False).
         process_group: the ranks that share one overflow flag.  Ranks that have parts of the same
             DTensors share it in any case.
-        patch_scope: `"process"` casts every call while the session is open.  `"model"` casts
-            calls in the forward of a managed model, and calls on its parameters or on half
-            tensors.
+        patch_scope: `"model"` casts calls in the forward of a managed model, in what repeats it in
+            a backward pass, and other calls on its parameters or on half tensors.  `"process"`
+            casts every call while the session is open, as apex does, but not what DataLoaders and
+            their workers prepare, nor in hooks of backward passes.  Without models it is the
+            scope to choose.  With several sessions the one opened last decides.
 
     A second call with managed models and optimizers puts them under the new settings.
     Weights and masters keep their FP32 values, optimizers keep their state.
@@ -147,12 +149,13 @@ def initialize(
     with Transfer(registry, listed_models, listed_optimizers) as transfer:
         session.open(listed_models, listed_optimizers, transfer.trained)
     registry.close_empty()
+    registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)
     registry.observers.notify("on_initialize", properties)
     if registry.observers.are_there and (changes := replaced(asked, *own, properties)):
         registry.observers.notify("on_replaced", changes)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
-        logger.warning(note)
+        logger.warning(note, extra=ONCE)
     logger.info("Initialized: %s", properties)
     return models if optimizers is None else (models, optimizers)
 
@@ -194,6 +197,7 @@ def add_models(models: Any, to: Any = None) -> Any:
         argument_checks.not_sharded(new, session.properties, registry.models.managed)
         argument_checks.weights_convert(new, session.properties)
     session.add_models(new)
+    registry.ranks.expect(argument_checks.wrappers_around(new), session)
     return models
 
 
@@ -357,9 +361,10 @@ def deactivate() -> None:
     """Undo every `initialize`: torch, models and optimizers are as they were.
 
     Half weights become FP32 weights with their masters' values.  Without an open session
-    the call does nothing.  Where a part cannot be undone, the other parts still are, and
-    the error is raised at the end.  Several errors are raised as an `ExceptionGroup`, or,
-    before Python 3.11, as an `AmpatchError` that names them.
+    the call does nothing.  A session whose models and optimizers were all collected has ended
+    by itself, unless it cast every call of the process.  Where a part cannot be undone, the
+    other parts still are, and the error is raised at the end.  Several errors are raised as an
+    `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError` that names them.
     """
     try:
         registry.close_all()

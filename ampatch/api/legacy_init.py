@@ -36,7 +36,9 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Handle:
-    """Cast torch's functions as O1 does, on every device, and return a `Handle`.
+    """Cast torch's functions as O1 does, in the whole process, and return a `Handle`.
+
+    What DataLoaders prepare and hooks of backward passes compute is left alone.
 
     Args:
         enabled: False changes nothing, and returns a handle that does nothing.
@@ -76,7 +78,8 @@ def init(
         if session.handle is not None:
             return _again(session, asked)
     set_verbosity(1)
-    properties = properties_for(level.replace("O0", "O1"), dtype, verbosity=1, **asked)
+    level = level.replace("O0", "O1")
+    properties = properties_for(level, dtype, verbosity=1, patch_scope="process", **asked)
     session = Session(properties, has_apex_tables=True)
     session.handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])

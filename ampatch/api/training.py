@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -98,9 +99,17 @@ def _wrapped(optimizer: Any, where: str) -> tuple[Session, Any]:
     if found is not None:
         return found
     registry.latest("ampatch.scale_loss(...)")
-    raise AmpatchError(
-        f"ampatch.scale_loss({where}=<{type(optimizer).__name__}>): this optimizer was "
-        "not given to ampatch.initialize. Pass the optimizer that initialize returned."
+    raise AmpatchError(f"ampatch.scale_loss({where}={_unknown(optimizer)}")
+
+
+def _unknown(optimizer: Any) -> str:
+    """An optimizer that no session manages, those that are managed, and what to do."""
+    names = Counter(type(known).__name__ for known in registry.known_optimizers())
+    managed = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
+    return (
+        f"<{type(optimizer).__name__}>): this optimizer was not given to ampatch.initialize. "
+        f"Managed are: {', '.join(managed) or 'none'}. Pass one of these, or give this one to "
+        "ampatch.initialize or ampatch.add_optimizers first."
     )
 
 
@@ -317,8 +326,5 @@ def _managed(optimizer: Any, call: str) -> Any:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
     found = wrapped_optimizers.find(registry.optimizers, optimizer)
     if found is None:
-        raise AmpatchError(
-            f"ampatch.{call}(<{type(optimizer).__name__}>): this "
-            "optimizer was not given to ampatch.initialize."
-        )
+        raise AmpatchError(f"ampatch.{call}({_unknown(optimizer)}")
     return found[1]

@@ -13,10 +13,10 @@ import ampatch
 
 from ..config.environment import Asked
 from ..config.opt_levels import properties_for
-from ..log import logger, set_verbosity
+from ..log import ONCE, logger, set_verbosity
 from ..session import facade
 from ..session.facade import PatchSet, Session
-from . import arrays, gradient_hooks, loading, refusals
+from . import arrays, gradient_hooks, refusals
 from .backward import Passes
 
 
@@ -43,13 +43,15 @@ def start(asked: Asked) -> Session | None:
         return None
     set_verbosity(1)
     properties = properties_for(
-        asked.opt_level or "O1", asked.dtype or torch.float16, loss_scale=asked.loss_scale
+        asked.opt_level or "O1",
+        asked.dtype or torch.float16,
+        loss_scale=asked.loss_scale,
+        patch_scope="process",
     )
     session = facade.open_automatic_session(properties)
     patches = PatchSet()
     passes = Passes(session)
     refusals.put(patches)
-    loading.put(patches)
     arrays.put(patches, properties.dtype)
     patches.replace(torch.autograd, "backward", passes.around)
     gradient_hooks.put(patches, passes)
@@ -100,5 +102,6 @@ def _manage(session: Session, optimizer: Any) -> None:
     if is_first and "cpu" in devices and session.properties.dtype is torch.float16:
         logger.warning(
             "The model is on the CPU, where float16 products are often many times slower "
-            "than float32. For speed pass --dtype bfloat16."
+            "than float32. For speed pass --dtype bfloat16.",
+            extra=ONCE,
         )

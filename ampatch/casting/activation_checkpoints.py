@@ -33,7 +33,7 @@ def _following(function: Callable, state: CastState) -> Callable:
     """`function` under the policy of now, with half copies of weights of its own."""
     if torch.compiler.is_compiling():
         return function
-    policy = state.current()
+    policy = state.of_forward()
     if policy is not None:
         function = policy.cache.apart()(function)
     for lending in state.thread.lent:
@@ -43,7 +43,7 @@ def _following(function: Callable, state: CastState) -> Callable:
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
     def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
-        policy = state.current()
+        policy = state.of_forward()
         around = original(_following(function, state), *args, **kwargs)
         if policy is None or torch.compiler.is_compiling():
             yield from around

@@ -8,6 +8,7 @@ torch's answer, since they save the state to restore it, guard on it or choose k
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,10 +30,20 @@ from .torch_autocast import (
 
 def casting_policy(state: CastState, device: str) -> Policy | None:
     """The policy of this thread, if calls with tensors on `device` are cast under it."""
-    policy = state.table_policy()
+    policy = state.policy_here()
     if policy is None:
         return None
     return policy if device in (policy.devices or device_types()) else None
+
+
+def _is_answered(policy: Policy, frame: FrameType) -> bool:
+    """Whether who asks in the frame is told of the casts.
+
+    Where only some calls are cast the others are not to be; `custom_fwd` is one of the former.
+    """
+    if function_context(frame, "decorate_fwd") is not None:
+        return True
+    return policy.gate is None and casts_to_answer(frame)
 
 
 def places(state: CastState) -> list[tuple[str, str, Make]]:
@@ -52,14 +63,14 @@ def _enabled(original: Callable, state: CastState, usual: str) -> Callable:
             return True
         policy = casting_policy(state, device_of(args, kwargs, usual))
         if is_dynamo_compiling():
-            return policy is not None
+            return policy is not None and policy.gate is None
         frame = asking_frame()
         context = function_context(frame, "decorate_fwd")
         if context is not None:
             casts_inputs = frame.f_locals.get("cast_inputs") is not None
             is_off = casts_inputs and policy is not None
-            setattr(context, FORWARD_POLICY, None if is_off else state.current())
-        return policy is not None and (context is not None or casts_to_answer(frame))
+            setattr(context, FORWARD_POLICY, None if is_off else state.of_forward())
+        return policy is not None and _is_answered(policy, frame)
 
     return is_autocast_enabled
 
@@ -70,10 +81,10 @@ def _dtype(original: Callable, state: CastState, usual: str) -> Callable:
         policy = casting_policy(state, device)
         if policy is None or is_enabled(device):
             return original(*args, **kwargs)
-        if not is_dynamo_compiling():
-            frame = asking_frame()
-            if function_context(frame, "decorate_fwd") is None and not casts_to_answer(frame):
-                return original(*args, **kwargs)
-        return policy.half_type
+        if is_dynamo_compiling():
+            is_answered = policy.gate is None
+        else:
+            is_answered = _is_answered(policy, asking_frame())
+        return policy.half_type if is_answered else original(*args, **kwargs)
 
     return get_autocast_dtype

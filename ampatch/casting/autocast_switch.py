@@ -49,7 +49,7 @@ class AutocastSwitch:
 
     def end(self) -> None:
         """The patches go: leave this thread's regions, since the next turn will not be seen."""
-        for region, _ in list(self._regions.thread.entered):
+        for region, *_ in list(self._regions.thread.entered):
             if isinstance(region, (_TorchOn, _CastsOff)):
                 self._regions.leave(region)
 

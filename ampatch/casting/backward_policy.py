@@ -32,7 +32,7 @@ def parts(state: CastState) -> list[Replacement]:
 def _noting(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        setattr(self, _POLICY, state.current())
+        setattr(self, _POLICY, state.of_forward())
 
     return __init__
 
@@ -42,7 +42,10 @@ def _under_noted(original: Callable, state: CastState) -> Callable:
         policy: Policy | Any | None = getattr(self, _POLICY, _UNKNOWN)
         if policy is _UNKNOWN or is_dynamo_compiling() or policy is state.current():
             return original(self, *args)
-        with state.under(lambda: policy):
+        state.push(policy, self)
+        try:
             return original(self, *args)
+        finally:
+            state.pop(self)
 
     return apply

@@ -16,17 +16,21 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..torch_private.devices import device_types
+from ..torch_private.probes import current_backward_pass
 from .contexts import PolicyContext
 from .handler_tables import HandlerTables
 from .policy import Policy
+from .torch_autocast import devices_on, half_type, nesting, set_enabled
 
 FOLLOW = object()
 """The thread has no policy of its own: the process's policy counts."""
 
-Frame = tuple[Any, Any, bool]
-"""The owner of a push, what the push covered, and whether it changed anything.
+Frame = tuple[Any, Any, bool, "SwitchedOff | None"]
+"""The owner of a push, what it covered, whether it changed anything, torch's autocast meanwhile.
 
 A plain tuple: each forward and each step makes several, and a class's constructor is a call.
 """
@@ -37,6 +41,7 @@ class _Thread(threading.local):
         self.policy: Any = FOLLOW
         self.frames: list[Frame] = []  # innermost last
         self.lent: list[Any] = []  # half copies that are in the places of weights
+        self.torch_half: torch.dtype | None = None  # of a region in which torch's autocast casts
 
 
 class CastState:
@@ -50,7 +55,7 @@ class CastState:
         self.modes = 0  # threads that are in a TorchFunctionMode; counted in `per_thread` too
         self.thread = _Thread()
         self.casts_off = CastsOff(self)
-        self._region = self.under(lambda: None, by_user=True)
+        self._region = self.under(lambda: None)
         self._own = 0
         self._lock = threading.Lock()
 
@@ -59,6 +64,11 @@ class CastState:
         if self.per_thread and self.thread.policy is not FOLLOW:
             return self.thread.policy
         return self.process
+
+    def of_forward(self) -> Policy | None:
+        """The policy of a forward that begins here and now, and of what repeats it in backward."""
+        policy = self.current()
+        return policy if policy is None or policy.of_forwards is None else policy.of_forwards
 
     def table_policy(self) -> Policy | None:
         """`current()` if it follows the tables; None: rows cast nothing here and now."""
@@ -69,14 +79,24 @@ class CastState:
                 policy = own
         return policy if policy is not None and policy.follows_tables else None
 
-    def push(self, policy: Policy | None, owner: Any = None) -> None:
-        """Give this thread a policy of its own, until `pop`."""
+    def policy_here(self) -> Policy | None:
+        """`table_policy()`, with its gate answered where that depends on the place alone."""
+        policy = self.table_policy()
+        if policy is None or policy.of_forwards is None:
+            return policy
+        in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
+        return None if in_backward else policy.of_forwards
+
+    def push(
+        self, policy: Policy | None, owner: Any = None, off: SwitchedOff | None = None
+    ) -> None:
+        """Give this thread a policy of its own, until `pop`, which switches `off` on again."""
         thread = self.thread
         found = thread.policy
         differs = policy is not (self.process if found is FOLLOW else found)
         if not differs and not isinstance(owner, _BLOCKS) and is_dynamo_compiling():
             return  # strict export warns of every write, even of one that is taken back
-        thread.frames.append((owner, found, differs))
+        thread.frames.append((owner, found, differs, off))
         if differs:
             thread.policy = policy
             self.watch(+1)
@@ -89,10 +109,12 @@ class CastState:
         """
         frames = self.thread.frames
         if frames and frames[-1][0] is owner:
-            _, found, differs = frames.pop()
+            _, found, differs, off = frames.pop()
             if differs:
                 self.thread.policy = found
                 self.watch(-1)
+            if off is not None:
+                off.switch_on()
         elif isinstance(owner, _BLOCKS):
             self._take_out(owner)
 
@@ -102,23 +124,87 @@ class CastState:
         if not places:  # entered in another thread, or not at all
             return
         above = places[-1]
-        _, found, differs = frames.pop(above)
+        _, found, differs, off = frames.pop(above)
+        heir, covered, heir_differs, heir_off = frames[above]
         if differs:
-            heir, _, heir_differs = frames[above]
-            frames[above] = (heir, found, True)
+            covered = found
             if heir_differs:
                 self.watch(-1)
+        frames[above] = (heir, covered, differs or heir_differs, heir_off or off)
+
+    def enter_forward(self, policy: Policy | None, owner: Any) -> None:
+        """A managed forward begins: it is under `policy` until `leave_forward`.
+
+        Of what is in force around it, the user's blocks of `disable_casts` and `precision` hold
+        inside too.  Regions of torch.autocast do not: the innermost wins.  One that is enabled
+        agrees that there are casts, and says the half type.
+        """
+        thread, off = self.thread, None
+        if thread.frames:
+            if self.under_user_control():
+                return
+            if policy is not None and policy.gate is None and policy.follows_tables:
+                if is_dynamo_compiling():
+                    policy = self._beside_torch(policy)
+                else:
+                    policy, off = _instead_of_torch(policy)
+        if is_dynamo_compiling():
+            self.push(policy, owner)
+            return
+        found = thread.policy  # as `push`, without the price of two calls
+        differs = policy is not (self.process if found is FOLLOW else found)
+        thread.frames.append((owner, found, differs, off))
+        if differs:
+            thread.policy = policy
+            with self._lock:
+                self._own += 1
+                self.per_thread = True
+
+    def _beside_torch(self, policy: Policy) -> Policy | None:
+        """For a graph of Dynamo's, which keeps the region: its casts alone if the types differ."""
+        half = self.thread.torch_half
+        return policy if half is None or half is policy.half_to else None
+
+    def leave_forward(self, owner: Any) -> None:
+        """The forward has ended; nothing, if it entered nothing."""
+        thread = self.thread
+        frames = thread.frames
+        if frames[-1][0] is not owner:
+            return
+        if is_dynamo_compiling():
+            self.pop(owner)
+            return
+        _, found, differs, off = frames.pop()
+        if differs:
+            thread.policy = found
+            with self._lock:
+                self._own -= 1
+                self.per_thread = self._own > 0
+        if off is not None:
+            off.switch_on()
 
     def under(self, choose: Callable[[], Policy | None], by_user: bool = False) -> PolicyContext:
         """A context manager and decorator: the policy is `choose()`, asked at each entry.
 
-        What is `by_user` holds inside managed models too.
+        What is `by_user` holds inside managed models too, and instead of torch's own autocast.
         """
         return PolicyContext(self, choose, by_user)
 
-    def enter_region(self) -> None:
-        """Casts off, in managed models too, until `leave_region`: what Dynamo traces."""
-        self.push(None, self._region)
+    def push_block(self, policy: Policy | None, block: PolicyContext) -> None:
+        """A `with` block begins, until `pop`.  Where nothing casts, torch's autocast stays."""
+        is_said = block.by_user and block.has_ended is None
+        casts = self.process is not None or self.per_thread
+        self.push(policy, block, torch_switched_off() if is_said and casts else None)
+
+    def enter_region(self, device: str, half: torch.dtype | None) -> None:
+        """A region of torch.autocast, until `leave_region`: what Dynamo traces.
+
+        Casts are off, unless torch's are on (`half`) and are to the same type as those here.
+        """
+        policy = self.current()
+        if half is None or policy is None or policy.half_to is not half or policy.gate is not None:
+            policy = None
+        self.push(policy, self._region)
 
     def leave_region(self) -> None:
         """Back to what `enter_region` found."""
@@ -175,6 +261,41 @@ class CastState:
             self.per_thread = self._own > 0
 
 
+class SwitchedOff:
+    """torch's own autocast, switched off in this thread because ampatch's word is the inner one."""
+
+    __slots__ = ("_devices", "_nesting")
+
+    def __init__(self, devices: list[str]) -> None:
+        self._devices = devices
+        self._nesting = nesting()
+        for device in devices:
+            set_enabled(device, False)
+
+    def switch_on(self) -> None:
+        """Back to what was found, unless the region has ended meanwhile: Ctrl-C skips hooks."""
+        if nesting() >= self._nesting:
+            for device in self._devices:
+                set_enabled(device, True)
+
+
+def torch_switched_off() -> SwitchedOff | None:
+    """Switch torch's autocast off in this thread; None where it is not on.
+
+    Code that Dynamo traces keeps it.
+    """
+    devices = [] if is_dynamo_compiling() else devices_on(device_types())
+    return SwitchedOff(devices) if devices else None
+
+
+def _instead_of_torch(policy: Policy) -> tuple[Policy, SwitchedOff | None]:
+    """What does the casts of regions of torch.autocast that are on here, in their half type."""
+    devices = [device for device in devices_on(device_types()) if policy.casts_on(device)]
+    if not devices:
+        return policy, None
+    return policy.in_type(half_type(devices[-1])), SwitchedOff(devices)
+
+
 class CastsOff:
     """`with` block without casts, for the optimizer's step: one object for all blocks.
 
@@ -200,7 +321,7 @@ class CastsOff:
             return
         found = thread.policy
         differs = (state.process if found is FOLLOW else found) is not None
-        thread.frames.append((self, found, differs))
+        thread.frames.append((self, found, differs, None))
         if differs:
             thread.policy = None
             with state._lock:
@@ -215,7 +336,7 @@ class CastsOff:
         if frames[-1][0] is not self or is_dynamo_compiling():
             state.pop(self)
             return
-        _, found, differs = frames.pop()
+        _, found, differs, _ = frames.pop()
         if differs:
             state.thread.policy = found
             with state._lock:

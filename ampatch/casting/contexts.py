@@ -41,7 +41,7 @@ class PolicyContext:
         self.has_ended = has_ended
 
     def __enter__(self) -> None:
-        self._state.push(self._choose(), self)
+        self._state.push_block(self._choose(), self)
 
     def __exit__(self, *exception: object) -> None:
         self._state.pop(self)

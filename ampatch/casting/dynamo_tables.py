@@ -99,6 +99,12 @@ def _trace_call(tx: Any, function: Any) -> Any:
     return UserFunctionVariable(function).call_function(tx, [], {})
 
 
+def _constant(value: Any) -> Any:
+    from torch._dynamo.variables import ConstantVariable
+
+    return ConstantVariable.create(value)
+
+
 def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> None:
     if hasattr(rules, "load_object"):
         patches.replace(rules, "load_object", lambda found: lambda name: original(found(name)))
@@ -163,8 +169,9 @@ def _trace_regions(
     if variable is None or not hasattr(variable, "enter") or not hasattr(variable, "exit"):
         return
 
-    def traced(tx: Any, method: str) -> None:
-        _trace_call(tx, ask_state).call_method(tx, method, [], {})
+    def traced(tx: Any, method: str, *values: Any) -> None:
+        constants = [_constant(value) for value in values]
+        _trace_call(tx, ask_state).call_method(tx, method, constants, {})
 
     def enter(original: Callable) -> Callable:
         def entered(region: Any, tx: Any) -> Any:
@@ -173,7 +180,8 @@ def _trace_regions(
                 found = original(region, tx)
             finally:
                 regions.thread.is_tracing = False
-            traced(tx, "enter_region")
+            device, half, is_on, *_ = region.target_values
+            traced(tx, "enter_region", device, half if is_on else None)
             return found
 
         return entered

@@ -64,9 +64,9 @@ def fast_path(original: Callable, state: CastState) -> Callable:
     """
 
     def get_fastpath_enabled() -> bool:
-        policy = state.table_policy()
         if is_dynamo_compiling():
-            return policy is None and attention.is_fast_path_enabled()
+            return state.table_policy() is None and attention.is_fast_path_enabled()
+        policy = state.policy_here()
         if policy is None or not original():
             return original()
         with unseen_where_modes_are(state):
@@ -233,10 +233,9 @@ def _where_tables_decide(
         may_be_asked = state.modes or kwargs or not _PLAIN_ARGUMENTS.issuperset(map(type, args))
         if may_be_asked and is_asked(args, kwargs):
             return call_handlers(state, patched, original, args, kwargs)
-        policy = state.table_policy()
+        policy = None if is_dynamo_compiling() else state.policy_here()
         if (
             policy is not None
-            and not is_dynamo_compiling()
             and not kwargs
             and is_known(args)
             and not (torch.is_grad_enabled() and any(map(_wants_gradients, args)))

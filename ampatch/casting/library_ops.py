@@ -69,7 +69,8 @@ class LibraryOps:
             devices = [
                 device
                 for device in _devices_of(qualified_name(self_))
-                if casting_policy(state, device) is not None
+                if (policy := casting_policy(state, device)) is not None
+                and (policy.gate is None or policy.gate(args, kwargs))
             ]
             if not devices:
                 return original(self_, *args, **kwargs)

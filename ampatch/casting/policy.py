@@ -7,8 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from ..torch_private.probes import current_backward_pass
 from .weight_cache import WeightCache
+
+Gate = Callable[[tuple, dict], bool]
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,22 +27,55 @@ class Policy:
     False these are the only functions that cast: the rows count for nothing.
     `apex_tables`: the rows that only apex's tables have count too.
     `half_type` stays the half type where a forced policy has FP32 for `half_to`.
+    `of_forwards`, where a policy is not in force in backward passes: what a forward that runs
+    under it, and all that repeats this forward in a backward pass, is under.
+    `recorded_attention`: see `special_ops.whole_in_graphs`.
     """
 
     half_to: torch.dtype
     float_to: torch.dtype = torch.float32
     devices: set[str] | None = None
-    gate: Callable[[tuple, dict], bool] | None = None
+    gate: Gate | None = None
     special: dict[Any, torch.dtype] = dataclasses.field(default_factory=dict)
     follows_tables: bool = True
     allow_banned: bool = True
     apex_tables: bool = False
     half_type: torch.dtype = None  # type: ignore[assignment]  # `half_to` unless given
+    of_forwards: Policy | None = None
+    recorded_attention: Callable[..., Any] | None = None
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
 
     def __post_init__(self) -> None:
         if self.half_type is None:
             self.half_type = self.half_to
+
+    def outside_passes(self) -> Policy:
+        """This policy, except that nothing is cast in a backward pass: hooks compute there."""
+        return dataclasses.replace(self, gate=_outside_passes(self.gate), of_forwards=self)
+
+    def in_type(self, half: torch.dtype) -> Policy:
+        """The tables with another half type.
+
+        Its cache is closed: a plan is for weights in one type.
+        """
+        if half is self.half_to:
+            return self
+        return dataclasses.replace(
+            self,
+            half_to=half,
+            float_to=torch.float32,
+            half_type=half,
+            special={
+                function: to if to is torch.float32 else half
+                for function, to in self.special.items()
+            },
+            recorded_attention=None,
+            cache=WeightCache(),
+        )
+
+    def casts_on(self, device: str) -> bool:
+        """Whether tensors on this type of device are cast."""
+        return self.devices is None or device in self.devices
 
     def override(self, original: Any, dtype: torch.dtype) -> None:
         """Have one function cast to `dtype` whatever the tables say."""
@@ -47,5 +84,21 @@ class Policy:
     def forced(self, dtype: torch.dtype) -> Policy:
         """This policy with every rule casting to `dtype`; its own (closed) cache."""
         return dataclasses.replace(
-            self, half_to=dtype, float_to=dtype, gate=None, special={}, cache=WeightCache()
+            self,
+            half_to=dtype,
+            float_to=dtype,
+            gate=None,
+            special={},
+            of_forwards=None,
+            recorded_attention=None,
+            cache=WeightCache(),
         )
+
+
+def _outside_passes(gate: Gate | None) -> Gate:
+    def is_outside(args: tuple, kwargs: dict) -> bool:
+        if gate is not None and not gate(args, kwargs):
+            return False
+        return is_dynamo_compiling() or current_backward_pass() == -1
+
+    return is_outside

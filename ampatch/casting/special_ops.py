@@ -6,19 +6,22 @@ list of `(where, name, make)` for `install.py` to put in.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..errors import BannedFunctionError
 from ..torch_private.modules import FLAT_WEIGHTS
 from . import fused_attention
 from .cast_observers import observed, observers
-from .cast_state import CastState
+from .cast_state import FOLLOW, CastState
 from .handlers import unseen_where_modes_are
 from .policy import Policy
+from .recording import opaque_call
 from .rules import cast, castable
 
 Make = Callable[[Callable], Callable]
@@ -56,11 +59,50 @@ def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
     return [
         ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check(original, state)),
         (
+            "torch.nn.functional",
+            "multi_head_attention_forward",
+            lambda original: whole_in_graphs(original, state),
+        ),
+        (
             "torch.backends.mha",
             "get_fastpath_enabled",
             lambda original: fused_attention.fast_path(original, state),
         ),
     ]
+
+
+def record_attention(policy: Policy | None, state: CastState) -> None:
+    """Prepare what a graph of Dynamo's has in the place of attention under this policy."""
+    if policy is not None and policy.recorded_attention is None:
+        policy.recorded_attention = _attention_under(lambda: policy, state)
+
+
+def _attention_under(choose: Callable[[], Policy | None], state: CastState) -> Callable:
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        return torch.nn.functional.multi_head_attention_forward(*args, **kwargs)
+
+    return opaque_call(state.under(choose)(attention))
+
+
+def whole_in_graphs(original: Callable, state: CastState) -> Callable:
+    """Attention of `nn.MultiheadAttention`, which Dynamo does not trace but keeps as one call.
+
+    AOTAutograd runs it later, outside of the model's forward: it takes its policy along.
+    """
+    without_casts = _attention_under(lambda: None, state)
+
+    @functools.wraps(original)
+    def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
+        call = original
+        if state.per_thread and is_dynamo_compiling():
+            own = state.thread.policy
+            if own is None:
+                call = without_casts
+            elif own is not FOLLOW and own.recorded_attention is not None:
+                call = own.recorded_attention
+        return call(*args, **kwargs)
+
+    return multi_head_attention_forward
 
 
 def _rnn_check(original: Callable, state: CastState) -> Callable:

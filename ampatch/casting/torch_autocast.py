@@ -29,6 +29,12 @@ _PASSED_ON = frozenset(
 
 is_enabled = torch.is_autocast_enabled
 set_enabled = torch.set_autocast_enabled
+half_type = torch.get_autocast_dtype
+
+
+def devices_on(devices: Iterable[str]) -> list[str]:
+    """The types of devices on which torch's own autocast is on in this thread."""
+    return [device for device in devices if is_enabled(device)]
 
 
 def nesting() -> int:

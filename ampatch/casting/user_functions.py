@@ -46,7 +46,11 @@ def torch_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
         state = ask()
         policy = state.table_policy()
         call = observed(function, args, kwargs) if observers else function
-        if policy is None or kwargs.get("out") is not None:
+        if (
+            policy is None
+            or kwargs.get("out") is not None
+            or (policy.gate is not None and not policy.gate(args, kwargs))
+        ):
             return call(*args, **kwargs)
         to = choose(args, kwargs, policy)
         with state.under(lambda: None):

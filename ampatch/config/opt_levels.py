@@ -65,7 +65,7 @@ class Properties:
     backoff_factor: float = ScaleSettings.backoff_factor
     max_consecutive_skips: int = 50
     allow_banned: bool = True
-    patch_scope: str = "process"
+    patch_scope: str = "model"
 
     @property
     def casts_model(self) -> bool:
@@ -233,7 +233,7 @@ def _verbosity(what: str, value: Any) -> int:
 
 
 def _scope(what: str, value: Any) -> str:
-    expected = '"process" (cast every call) or "model" (only inside managed models)'
+    expected = '"model" (only inside managed models) or "process" (cast every call)'
     return word(what, value, ("process", "model"), expected)
 
 

@@ -78,8 +78,8 @@ class AmpatchTrainerMixin:
     Args:
         args: what the Trainer takes.
         kwargs: what the Trainer takes, and the settings of `ampatch.initialize`: `opt_level`
-            ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  Two begin otherwise:
-            `patch_scope` is `"model"`, and `cast_model_outputs` FP32 at O1 too.
+            ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  One begins otherwise:
+            `cast_model_outputs` is FP32 at O1 too.
 
     Raises:
         TypeError: an argument is unknown, or the mixin stands behind the Trainer.
@@ -107,7 +107,7 @@ class AmpatchTrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _check_seams()
         own = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
-        own = {"opt_level": "O1", "patch_scope": "model", **own}
+        own = {"opt_level": "O1", **own}
         self._ampatch_settings = {"cast_model_outputs": torch.float32, **own}
         self._ampatch_session: Session | None = None
         _checked(self._ampatch_settings)

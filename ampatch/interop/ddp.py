@@ -1,4 +1,4 @@
-"""DistributedDataParallel's first broadcast, which sends master weights too.
+"""DistributedDataParallel's first broadcast: settings are compared, master weights sent too.
 
 The broadcast gives all ranks the half weights of rank 0, and does not know their masters.
 With this replacement all ranks get the masters of rank 0 too, in FP32.  So a checkpoint that was
@@ -8,6 +8,7 @@ loaded before wrapping, or the weights that a model was built with, are not roun
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ def _refuse_half_dtensors(module: nn.Module) -> None:
             )
 
 
+Agree = Callable[[nn.Module, Any], None]
 Broadcast = Callable[[Sequence[Tensor], Callable[[Tensor], None]], None]
 
 
@@ -91,12 +93,13 @@ class WrappedModels:
 
 
 def replacements(
-    broadcast: Broadcast, note: Callable[[DistributedDataParallel], None]
+    agree: Agree, broadcast: Broadcast, note: Callable[[DistributedDataParallel], None]
 ) -> list[Replacement]:
     """What to replace.
 
-    `broadcast(parameters, send)` calls `send` on the master of each parameter that has one;
-    `note` is called with each wrapper that is made.
+    `agree(model, process_group)` raises where ranks that are about to wrap a model do not train it
+    with the same settings.  `broadcast(parameters, send)` calls `send` on the master of each
+    parameter that has one; `note` is called with each wrapper that is made.
     """
     if not torch.distributed.is_available():
         return []
@@ -104,21 +107,31 @@ def replacements(
         (
             DistributedDataParallel,
             "__init__",
-            lambda original: _wrapping(original, broadcast, note),
+            lambda original: _wrapping(original, agree, broadcast, note),
         )
     ]
 
 
 def _wrapping(
-    original: Callable, broadcast: Broadcast, note: Callable[[DistributedDataParallel], None]
+    original: Callable,
+    agree: Agree,
+    broadcast: Broadcast,
+    note: Callable[[DistributedDataParallel], None],
 ) -> Callable:
+    names = inspect.signature(original)
+
     @functools.wraps(original)
     def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("device_mesh") is not None:
-            _refuse_half_dtensors(args[0] if args else kwargs["module"])
+        given = names.bind_partial(self, *args, **kwargs).arguments
+        model, mesh = given.get("module"), given.get("device_mesh")
+        is_sent = given.get("init_sync", True)
+        if mesh is not None:
+            _refuse_half_dtensors(given["module"])
+        if is_sent and isinstance(model, nn.Module) and torch.distributed.is_initialized():
+            agree(model, given.get("process_group") if mesh is None else mesh.get_group(0))
         original(self, *args, **kwargs)
         note(self)
-        if not kwargs.get("init_sync", True):
+        if not is_sent:
             return
         group = self.process_group
         first = torch.distributed.get_global_rank(group, 0)

@@ -124,7 +124,7 @@ def _note_lost_policies(tracer: torch.fx.Tracer, managed: ManagedModel, state: C
         for name, module in model.named_modules()
         if module in managed.overridden() and not tracer.is_leaf_module(module, name)
     ]
-    if managed.policy is not state.process:
+    if managed.policy is not state.of_forward():
         lost.append(f"{type(model).__name__} itself")
     if lost:
         logger.warning(

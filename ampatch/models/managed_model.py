@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from ..casting.batched_casts import Plan
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
+from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
@@ -66,6 +68,14 @@ class MakesOverrides(Protocol):
         self, module: nn.Module, precision: str, properties: Properties, state: CastState
     ) -> ModuleOverride:
         """What has a part of a model run in a precision of its own: "float" or "half"."""
+
+
+Places = dict[int, tuple["weakref.ref[nn.Module]", str]]
+"""Where parameters stand, by their ids: in which module, under which name.
+
+An id comes again when its parameter is gone.  A reference to the parameter itself would keep
+torch from swapping it.
+"""
 
 
 class Owner(Protocol):
@@ -133,6 +143,7 @@ class ManagedModel:
         self._dtypes: dict[int, torch.dtype] = {}
         self.mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
+        self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
         self._copies = ModelCopies(model, self._values.of, owner.plain_parameters)
         self._plan = Plan(model) if policy is not None and policy.follows_tables else None
 
@@ -243,6 +254,8 @@ class ManagedModel:
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
+        record_attention(self.policy, self._state)
+        self._note_places()
         handles = self._handles  # each at once: what follows may raise
         handles.append(model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
         handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
@@ -259,6 +272,17 @@ class ManagedModel:
             state_dicts = StateDictHooks(model, self._values.saved, self._values.load)
             self._handles.extend(state_dicts.install())
         self._copies.install()
+
+    def _note_places(self) -> None:
+        if self.policy is None:
+            return
+        self.places.update(
+            {
+                id(parameter): (weakref.ref(module), name)
+                for module in self.model.modules()
+                for name, parameter in module.named_parameters(recurse=False)
+            }
+        )
 
     def uninstall(self) -> None:
         """Take hooks and conversions out; half weights get their FP32 masters' values."""
@@ -310,6 +334,7 @@ class ManagedModel:
         """
         if self.in_dtype is None:
             yield given
+            self._note_places()
             return
         call = "torch.distributed.fsdp.fully_shard"
         is_whole = self.model in modules
@@ -376,8 +401,8 @@ class ManagedModel:
                 self._submodule_calls.step_aside()
         state, policy = self._state, self.policy
         # No push where it would change nothing and cover nothing: `pop` finds no frame then.
-        if (state.thread.frames or policy is not state.process) and not state.under_user_control():
-            state.push(policy, self)
+        if state.thread.frames or policy is not state.process:
+            state.enter_forward(policy, self)
         if policy is not None and not is_dynamo_compiling():
             policy.cache.open(self, self._plan)
             if policy.devices is not None:
@@ -443,7 +468,7 @@ class ManagedModel:
         if self._lent is not None and not getattr(model, "_is_replica", False):
             self._lent.end(model)
         if self._state.thread.frames:
-            self._state.pop(self)
+            self._state.leave_forward(self)
         if self.policy is not None and not is_dynamo_compiling():
             self.policy.cache.close(self, is_whole=output is not None)
         if self._inputs is not None and not is_dynamo_compiling():

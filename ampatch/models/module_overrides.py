@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.cast_state import CastState
+from ..casting.cast_state import CastState, torch_switched_off
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
+from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey
 from ..torch_private.modules import ORTHOGONAL_MAPS
@@ -61,6 +62,7 @@ class ModuleOverride:
     def install(self, running: Running) -> list[Any]:
         """Hang the hooks on the submodule; returns their handles."""
         self._running = running
+        record_attention(self._policy, self._state)
         return [
             self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
             self.module.register_forward_hook(Hook(self._leave), always_call=True),
@@ -71,7 +73,7 @@ class ModuleOverride:
             with unseen():
                 return self._enter(module, args, kwargs)
         if self._policy is not None:
-            self._state.push(self._policy, self)
+            self._state.push(self._policy, self, torch_switched_off())
         self._running.overrides.append(self)
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 

@@ -99,13 +99,18 @@ class Scaler(Protocol):
 
 
 class StaticScaler:
-    """A fixed loss scale.  It does not look for overflow, so it costs no host sync."""
+    """A fixed loss scale.  It does not look for overflow, so it costs no host sync.
+
+    `is_needed` says whether gradients may be too small for their type without a scale, as they are
+    in float16.
+    """
 
     is_dynamic = False
     settings = None
 
-    def __init__(self, value: float = 1.0) -> None:
+    def __init__(self, value: float = 1.0, is_needed: bool = True) -> None:
         self._value = invertible(value)
+        self._is_needed = is_needed
         self.generation = 0
 
     @property
@@ -170,7 +175,16 @@ class StaticScaler:
         entry = checked_entry("loss scaler", state, None)
         if entry["dynamic"] is False:
             self.set(entry["loss_scale"])
-        elif entry["loss_scale"] != self._value:
+        elif entry["loss_scale"] == self._value:
+            return
+        elif not self._is_needed:
+            logger.info(
+                "The loaded loss scale %g is not needed here: gradients have the range of FP32. "
+                "The scale stays %g.",
+                entry["loss_scale"],
+                self._value,
+            )
+        else:
             logger.warning(
                 "The loaded loss scale %g is not of a static scaler; the static scale stays %g. "
                 "Use set_loss_scale to change it.",
@@ -323,7 +337,7 @@ class DynamicScaler:
         if entry["dynamic"] is False:
             logger.warning(
                 "The loaded loss scale %g is that of a static scaler; this one is dynamic and "
-                "stays as it is. Use set_loss_scale to change it.",
+                "stays as it is. It finds its value by itself.",
                 entry["loss_scale"],
             )
             return
@@ -342,6 +356,8 @@ class DynamicScaler:
         return min(self.settings.growth_interval - 1, 2**31 - 1)
 
 
-def make_scaler(loss_scale: str | float, **limits: Any) -> Scaler:
+def make_scaler(loss_scale: str | float, is_needed: bool = True, **limits: Any) -> Scaler:
     """The scaler for `"dynamic"` or a number; `limits` are `DynamicScaler`'s keywords."""
-    return DynamicScaler(**limits) if loss_scale == "dynamic" else StaticScaler(float(loss_scale))
+    if loss_scale == "dynamic":
+        return DynamicScaler(**limits)
+    return StaticScaler(float(loss_scale), is_needed)

@@ -325,7 +325,7 @@ class ManagedOptimizer:
             kwargs = dict(kwargs)
             state = kwargs.pop("state_dict")
         state, values = torch_layout(
-            state, self.optimizer.param_groups, lambda p: self.masters.half_of(p) is not None
+            state, self.optimizer, lambda p: self.masters.half_of(p) is not None
         )
         result = original(state, *args, **kwargs)
         with torch.no_grad():

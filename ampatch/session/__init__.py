@@ -6,6 +6,7 @@ Where to look first:
   copies of an optimizer: `optimizer_copies`;
 * what a process has once: `registry`; which session has an object: `index`, `half_weights`;
   which objects are told of events: `observers`; which tools of torch are replaced: `torch_tools`;
+  what the ranks of one model compare: `rank_settings`;
 * optimizers that come after their models: `waiting_weights`; objects that stand for an optimizer:
   `wrapped_optimizers`;
 * a second `initialize` of the same objects: `transfer`;

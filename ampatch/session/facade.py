@@ -37,7 +37,6 @@ __all__ = [
     "PatchSet",
     "Properties",
     "Session",
-    "casts_off",
     "current_backward_pass",
     "drop_cached_weights",
     "edit_tables",
@@ -85,6 +84,7 @@ def open_automatic_session(properties: Properties) -> Session:
     session.scales_by_itself = True
     session.open([], [])
     session.policies.cast_on_accelerators()
+    registry.refresh()
     return session
 
 
@@ -205,11 +205,6 @@ def in_step(model: nn.Module, is_sent_through_call: bool) -> AbstractContextMana
 
 
 # Casting
-
-
-def casts_off() -> AbstractContextManager[None]:
-    """Context manager: nothing is cast in this thread, except inside managed models."""
-    return registry.state.under(lambda: None)
 
 
 def drop_cached_weights(session: Session) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .index import Index
@@ -18,11 +18,12 @@ class Members(Generic[Managed]):
     """Managed models or optimizers, held weakly, and in `index` for as long as they are here.
 
     A model or optimizer keeps its managed counterpart alive (by its hooks or methods), so that
-    both can be collected when the user's code drops the object.
+    both can be collected when the user's code drops the object.  `at_end` is called then.
     """
 
-    def __init__(self, session: Session, index: Index) -> None:
+    def __init__(self, session: Session, index: Index, at_end: Callable[[], None]) -> None:
         self._session = weakref.ref(session)  # without a cycle a closed session is freed at once
+        self._at_end: Callable[[weakref.ref], None] = lambda member: at_end()
         self._index = index
         self.references: list[weakref.ref[Managed]] = []
         self.unmanaged: list[weakref.ref] = []  # what a disabled session was given
@@ -30,13 +31,13 @@ class Members(Generic[Managed]):
     def add(self, managed: Managed) -> None:
         """A managed model or optimizer joins."""
         self.references = [known for known in self.references if known() is not None]
-        self.references.append(weakref.ref(managed))
+        self.references.append(weakref.ref(managed, self._at_end))
         self._index.put(self._index.given_of(managed), self._owner(), managed)
 
     def add_unmanaged(self, given: Iterable[Any]) -> None:
         """Objects join a disabled session, which leaves them as they are."""
         for one in given:
-            self.unmanaged.append(weakref.ref(one))
+            self.unmanaged.append(weakref.ref(one, self._at_end))
             self._index.put(one, self._owner(), one)
 
     def alive(self) -> list[Managed]:

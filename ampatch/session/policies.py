@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..casting.cast_state import CastState
 from ..casting.policy import Policy
 from ..casting.rules import dtype_of, tensors_in
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..models.managed_model import ManagedModel
+from ..models.managed_model import ManagedModel, Places
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, devices_to_start_from
 from .members import Members
@@ -56,16 +57,16 @@ class Policies:
         policy = self.tables.forced(dtype) if properties.patch_torch_functions else None
         return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
 
-    def for_process(self, properties: Properties, models: Members[ManagedModel]) -> Policy | None:
-        """What a session with these models has in force outside them; None: no cast."""
-        policy = self.at(properties)
-        if models.references:
-            inside = [managed.policy for managed in models.alive() if managed.policy is not None]
-            policy = self.tables if self.tables in inside else next(iter(inside), None)
-        is_everywhere = properties.patch_scope == "process" or policy is self.mixed
-        if policy is None or is_everywhere:
-            return policy
-        return dataclasses.replace(policy, gate=_touches(models))
+    def of(self, properties: Properties, models: Members[ManagedModel]) -> Policy | None:
+        """The rules of a session with these models; None: no cast."""
+        if not models.references:
+            return self.at(properties)
+        inside = [managed.policy for managed in models.alive() if managed.policy is not None]
+        return self.tables if self.tables in inside else next(iter(inside), None)
+
+    def are_everywhere(self, properties: Properties) -> bool:
+        """Whether calls outside of the session's models are cast too."""
+        return properties.patch_scope == "process" and self.at(properties) is not None
 
     def override_function(self, original: Any, dtype: torch.dtype) -> None:
         """Have one function cast to `dtype` whatever the tables say."""
@@ -91,11 +92,18 @@ class Policies:
         self.cast_on(set(device_types()) - {"cpu"})
 
 
-def _touches(models: Members[ManagedModel]) -> Any:
-    """The gate of `patch_scope="model"`: calls on half tensors, or on parameters of `models`."""
-    parameters = {
-        id(parameter) for managed in models.alive() for parameter in managed.model.parameters()
-    }
+def limited(policy: Policy, places: Sequence[Places]) -> Policy:
+    """`policy` for calls on half tensors, or on parameters that stand in these `places`."""
+    return dataclasses.replace(policy, gate=_touches(places))
+
+
+def _touches(places: Sequence[Places]) -> Callable[[tuple, dict], bool]:
+    def is_parameter(tensor: Tensor) -> bool:
+        for known in places:
+            place = known.get(id(tensor))
+            if place is not None and getattr(place[0](), place[1], None) is tensor:
+                return True
+        return False
 
     def touches(args: tuple, kwargs: dict) -> bool:
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -104,7 +112,7 @@ def _touches(models: Members[ManagedModel]) -> Any:
                     return True
             elif value is not None and type(value) not in (int, float, bool):
                 for tensor in tensors_in((value,)):
-                    if dtype_of(tensor) in HALF_TYPES or id(tensor) in parameters:
+                    if dtype_of(tensor) in HALF_TYPES or is_parameter(tensor):
                         return True
         return False
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,17 @@ from ..errors import AmpatchError, UndoAll
 from ..interop import distributed_checkpoint, fully_shard, tensor_parallel, zero_redundancy
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
+from ..torch_private.dynamo import is_compiling
 from . import wrapped_optimizers
 from .half_weights import HalfWeights
 from .index import Index
 from .observers import Observers
-from .policies import mixes
+from .policies import limited, mixes
+from .rank_settings import RankSettings
 from .torch_tools import TorchTools, needs_of, tools, watches
 
 if TYPE_CHECKING:
+    from ..scaling.skip_report import SkipReports
     from .session import Session
 
 
@@ -53,6 +57,7 @@ class Registry:
         self.models = Index(operator.attrgetter("model"))
         self.half_weights = HalfWeights(self)
         self.wrapped = WrappedModels(self.half_weights.keepers)
+        self.ranks = RankSettings(self)
         managed_of = functools.partial(wrapped_optimizers.managed, self.optimizers)
         self.schedulers = HeldSchedulers(managed_of)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
@@ -60,18 +65,17 @@ class Registry:
         self._awaited: set[ModuleType] = set()
         self._table_edits: list[tuple[str, str, Rule | None]] = []
         self._closing_all = False
+        self._is_changing = False  # torch's functions are being replaced, or given back
+        self._have_ended = False  # sessions, while that went on
+        self._untold: list[SkipReports] = []  # of sessions that have ended
 
     # Sessions
 
     def add(self, session: Session) -> None:
-        """A session opens.  Sessions whose models and optimizers are all gone leave the list."""
-        alive = []
-        for known in self.sessions:
-            if known.is_alive():
-                alive.append(known)
-            else:
-                known.skips.close()
-        self.sessions = [*alive, session]
+        """A session opens."""
+        self._drop_ended()
+        self._tell_of_ended()
+        self.sessions = [*self.sessions, session]
         self.refresh()
 
     def remove(self, session: Session) -> None:
@@ -79,6 +83,41 @@ class Registry:
         self.sessions = [known for known in self.sessions if known is not session]
         if not self._closing_all:
             self.refresh()
+
+    def end_sessions(self) -> None:
+        """Sessions whose models and optimizers were all collected leave, and their patches go.
+
+        The collector calls this at any moment, in any thread.  So it waits for no device, and for
+        the end of what it may have interrupted: a change of patches, or Dynamo's tracing.
+        """
+        if self._is_changing or is_compiling():
+            self._have_ended = True
+        elif self._drop_ended(at_any_moment=True):
+            self.refresh()
+
+    def _drop_ended(self, at_any_moment: bool = False) -> bool:
+        """Whether sessions have left the list.  What they skipped is still to be told.
+
+        One that casts every call of the process has been asked for more than its models: that must
+        not end at a moment that the collector chooses.
+        """
+        self._have_ended = False
+        ended = [
+            session
+            for session in self.sessions
+            if not session.is_alive()
+            and not (at_any_moment and session.policies.are_everywhere(session.properties))
+        ]
+        self.sessions = [session for session in self.sessions if session not in ended]
+        for session in ended:
+            session.is_open = False
+            self._untold.append(session.skips)
+        return bool(ended)
+
+    def _tell_of_ended(self) -> None:
+        """Log what sessions that have ended skipped.  Waits for the device."""
+        while self._untold:
+            self._untold.pop(0).close()
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -92,6 +131,7 @@ class Registry:
         Raises what was raised, when torch, and all that could be, is as it was.
         """
         undo = UndoAll("ampatch.deactivate()")
+        undo.do(self._tell_of_ended)
         self._closing_all = True
         for session in list(reversed(self.sessions)):
             undo.do(session.close)
@@ -102,6 +142,8 @@ class Registry:
 
     def report_closing(self) -> None:
         """The process ends: say of each session what was skipped, unless that was said."""
+        self._is_changing = True  # for good: an interpreter that ends collects everything
+        self._tell_of_ended()
         for session in self.sessions:
             session.skips.close()
 
@@ -110,7 +152,8 @@ class Registry:
         if not self.sessions:
             raise AmpatchError(
                 f"{what}: no ampatch session is open. "
-                "Call ampatch.initialize(model, optimizer) first."
+                "Call ampatch.initialize(model, optimizer) first. A session ends when its models "
+                "and optimizers are gone."
             )
         return self.sessions[-1]
 
@@ -132,16 +175,42 @@ class Registry:
             )
         return found
 
+    def known_optimizers(self) -> list[Any]:
+        """The optimizers that the open sessions were given, as far as they are still in use."""
+        return [
+            optimizer
+            for session in self.sessions
+            for optimizer in (
+                *(managed.optimizer for managed in session.optimizers.alive()),
+                *session.optimizers.alive_unmanaged(),
+            )
+        ]
+
     # Patches and policies
 
     def refresh(self) -> None:
         """Make patches and the process's policy what the open sessions need."""
+        with self._changing():
+            self._apply_needs()
+        if self._have_ended:
+            self.end_sessions()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Context manager: torch's functions change, and nothing else may change them."""
+        outer, self._is_changing = self._is_changing, True
+        try:
+            yield
+        finally:
+            self._is_changing = outer
+
+    def _apply_needs(self) -> None:
         # Asked once: a session's models may be collected, and its policy go, while this runs.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(one, policy) for one, policy in policies if policy is not None]
         by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
-        outside = [policy for _, policy in by_tables or casting if policy.gate is not mixes]
-        needs = needs_of(self.sessions, tables=bool(by_tables), casts=bool(outside))
+        outside = self._outside(by_tables or casting)
+        needs = needs_of(self.sessions, tables=bool(by_tables), casts=outside is not None)
         installed = self.installation
         tables_change = needs.tables != installed.has_tables
         tables_change |= not casting and installed.has_patches()
@@ -158,7 +227,7 @@ class Registry:
                 self.user_functions.put_all()
             for session, policy in casting:
                 self._apply_special(session, policy)
-            self.state.process = outside[-1] if outside else None
+            self.state.process = outside
             if is_new:
                 installed.regions.begin()
             self._tools.put_in(needs)
@@ -166,6 +235,23 @@ class Registry:
         self._await(fully_shard, needs.models)
         self._await(tensor_parallel, needs.models)
         self._await(zero_redundancy, needs.master_levels)
+
+    def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
+        """What is in force outside managed forwards; these sessions cast calls.
+
+        The session opened last decides whether every call of the process is cast.  With another
+        scope, or if it casts nothing itself, calls on half tensors and on parameters are.
+        """
+        casting = [(one, policy) for one, policy in casting if policy.gate is not mixes]
+        if not casting:
+            return None
+        session, policy = casting[-1]
+        newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
+        if session is not newest or session.properties.patch_scope != "process":
+            refs = [ref for one, _ in casting for ref in one.models.references]
+            models = [managed for ref in refs if (managed := ref()) is not None]
+            policy = limited(policy, [one.places for one in models if one.policy is not None])
+        return policy.outside_passes()
 
     def _apply_special(self, session: Session, policy: Policy) -> None:
         if policy.apex_tables:
@@ -184,7 +270,8 @@ class Registry:
 
     def _refresh_tools(self) -> None:
         tables, casts = self.installation.has_tables, self.state.process is not None
-        self._tools.put_in(needs_of(self.sessions, tables=tables, casts=casts))
+        with self._changing():
+            self._tools.put_in(needs_of(self.sessions, tables=tables, casts=casts))
 
     # The user's own functions, and changes to the tables
 
@@ -214,7 +301,7 @@ class Registry:
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
-            with one_search():
+            with self._changing(), one_search():
                 self._tools.take_out_over_tables()
                 self.installation.undo()
             self.refresh()

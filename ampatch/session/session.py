@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..casting.policy import Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
 from ..errors import UndoAll
-from ..interop import ddp, dynamo_skip, fx_jit
+from ..interop import ddp, dynamo_skip, fx_jit, rank_agreement
 from ..models import float_copies, float_values, module_overrides
 from ..models.float_values import FloatValues
 from ..models.managed_model import ManagedModel
@@ -34,7 +35,7 @@ from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
 from ..scaling.skip_report import SkipReports
 from ..torch_private import half_grads
-from . import half_weights, masters, members, policies
+from . import half_weights, masters, members, policies, rank_settings
 from .masters import Masters, ModelWeights
 from .members import Members
 from .observers import ObservedBlock
@@ -64,8 +65,10 @@ class Session:
     ) -> None:
         self._module_rules, function_rules = rules
         self.properties = properties
-        self.models: Members[ManagedModel] = Members(self, registry.models)
-        self.optimizers: Members[ManagedOptimizer] = Members(self, registry.optimizers)
+        self.models: Members[ManagedModel] = Members(self, registry.models, registry.end_sessions)
+        self.optimizers: Members[ManagedOptimizer] = Members(
+            self, registry.optimizers, registry.end_sessions
+        )
         self.policies = Policies(properties, function_rules, has_apex_tables)
         self.masters = Masters(self.optimizers)
         self.weights = ModelWeights(self.models, has_apex_tables)
@@ -153,10 +156,10 @@ class Session:
         return self._was_given and self.models.is_empty() and self.optimizers.is_empty()
 
     def policy(self) -> Policy | None:
-        """The rules in force for the process because of this session; None: it casts no calls."""
+        """The rules by which this session casts calls; None: it casts none."""
         if not (self.properties.enabled and self.may_cast):
             return None
-        return self.policies.for_process(self.properties, self.models)
+        return self.policies.of(self.properties, self.models)
 
     # Models
 
@@ -476,12 +479,14 @@ def _no_half_of(master: Tensor) -> None:
 
 
 def _scaler(properties: Properties) -> Any:
-    return make_scaler(properties.loss_scale, **dataclasses.asdict(properties.scale_settings))
+    is_needed = properties.opt_level != "O0" and properties.dtype is torch.float16
+    settings = dataclasses.asdict(properties.scale_settings)
+    return make_scaler(properties.loss_scale, is_needed, **settings)
 
 
 dynamo_skip.run_eagerly(
     *(sys.modules[__name__], members, masters, half_weights, policies),
-    *(float_values, ddp, float_copies, half_grads),
+    *(float_values, ddp, float_copies, half_grads, rank_agreement, rank_settings),
     *(gradient_flow, gradient_state, other_blocks, master_weights, half_gradients),
     *(handed_out, writers, writes, comparison, tensor_lists),
 )

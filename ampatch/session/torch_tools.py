@@ -14,6 +14,7 @@ from ..casting.rebind import give_back, one_search, rebind
 from ..config.opt_levels import HALF_TYPES
 from ..interop import (
     clip_grad,
+    data_loading,
     ddp,
     distributed_checkpoint,
     fully_shard,
@@ -39,6 +40,7 @@ class Needs(NamedTuple):
     """What the open sessions have, as far as it decides which tools are replaced."""
 
     sessions: bool
+    active: bool  # a session that is not disabled
     models: bool
     optimizers: bool
     half_models: bool
@@ -68,6 +70,7 @@ def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
     weight_types = [managed.properties.cast_model_type for managed in models]
     return Needs(
         sessions=bool(sessions),
+        active=True in [session.properties.enabled for session in sessions],
         models=bool(models),
         optimizers=bool(optimizers),
         half_models=not set(HALF_TYPES).isdisjoint(weight_types),
@@ -115,9 +118,11 @@ def tools(registry: Registry) -> list[Tool]:
             is_over_tables=True,
         ),
         Tool(
-            "DistributedDataParallel: masters are broadcast too, and values that wait for them",
-            lambda needs: needs.optimizers or needs.master_levels,
-            lambda: ddp.replacements(halves.broadcast_masters, registry.wrapped.note),
+            "DistributedDataParallel: ranks agree on settings, masters are broadcast too",
+            lambda needs: needs.active,
+            lambda: ddp.replacements(
+                registry.ranks.agree, halves.broadcast_masters, registry.wrapped.note
+            ),
             is_over_tables=True,
         ),
         Tool(
@@ -157,6 +162,11 @@ def tools(registry: Registry) -> list[Tool]:
             "activation checkpoints: the recompute has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
             lambda: activation_checkpoints.parts(registry.state),
+        ),
+        Tool(
+            "DataLoader: data are prepared without casts",
+            lambda needs: needs.casts,
+            lambda: data_loading.replacements(registry.state),
         ),
         Tool(
             "forwards of nn.Linear and convolutions: weights read without a call",

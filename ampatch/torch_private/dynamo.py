@@ -8,6 +8,20 @@ from typing import Any
 
 import wrapt
 
+try:
+    from torch._guards import CompileContext
+
+    _compiled_now = CompileContext.try_get
+except (ImportError, AttributeError):
+
+    def _compiled_now() -> None:
+        """Without a way to ask, nothing is being compiled."""
+
+
+def is_compiling() -> bool:
+    """Whether this thread is within torch.compile's compiler, and not in what it made."""
+    return _compiled_now() is not None
+
 
 def run_eagerly(codes: Callable[[], Iterable[CodeType]]) -> None:
     """Once Dynamo is imported, have it run these functions as they are where it meets them as

@@ -6,6 +6,7 @@ each.  Where this torch keeps an answer elsewhere, its public function is asked.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ try:
 
     _FAKE, _PROXY = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY
 
-    def _makes_fx() -> bool:
-        return _get_dispatch_mode(_PROXY) is not None
+    _fx_mode = functools.partial(_get_dispatch_mode, _PROXY)  # no Python call
 
     def computes_with_fakes() -> bool:
         """Whether a `FakeTensorMode` is active: tensors that come to be have no values."""
@@ -45,9 +45,8 @@ try:
 
 except (ImportError, AttributeError):
 
-    def _makes_fx() -> bool:
-        """Whether `make_fx` records; without a way to ask, it sees batched casts as they are."""
-        return False
+    def _fx_mode() -> Any:  # type: ignore[misc]
+        """The mode of a `make_fx` that records; unknown here: it sees batched casts as they are."""
 
     def computes_with_fakes() -> bool:
         """Without a way to ask, tensors have values."""
@@ -93,7 +92,7 @@ def is_recording() -> bool:
         (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
         or _is_tracing()
         or peek_interpreter_stack() is not None
-        or _makes_fx()
+        or _fx_mode() is not None
     )
 
 

@@ -17,7 +17,7 @@ H = torch.bfloat16
 
 @pytest.fixture
 def o1():
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
 
 
 def now() -> tuple:
@@ -117,7 +117,7 @@ def test_model_scope_leaves_other_models_alone():
 
 
 def test_process_scope_casts_everything():
-    model = ampatch.initialize(nn.Linear(4, 4), dtype=H, verbosity=0)
+    model = ampatch.initialize(nn.Linear(4, 4), dtype=H, patch_scope="process", verbosity=0)
     assert torch.mm(X, X).dtype is H and nn.Linear(4, 4)(X).dtype is H
     assert model(X).dtype is H
 

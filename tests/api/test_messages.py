@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch_snapshot import changes, snapshot
+from warm_python import python
 
 import ampatch
 
@@ -155,6 +156,31 @@ def test_scale_loss_before_initialize_and_with_strangers():
         ampatch.scale_loss(loss, foreign)
     with pytest.raises(ampatch.AmpatchError, match=r"optimizers\[1\]=<SGD>"):
         ampatch.scale_loss(loss, [optimizer, foreign])
+
+
+def test_a_stranger_is_told_which_optimizers_are_managed():
+    model, first = training()
+    second, third = (torch.optim.Adam([param]) for param in list(model.parameters())[:2])
+    ampatch.initialize(model, [first, second, third])
+    foreign = torch.optim.AdamW(model.parameters())
+    for call in (
+        lambda: ampatch.scale_loss(torch.ones(()), foreign),
+        lambda: ampatch.step_counts(foreign),
+    ):
+        with pytest.raises(ampatch.AmpatchError, match="Managed are: SGD, 2 of Adam. Pass one of"):
+            call()
+
+
+def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, ampatch\n"
+        "for level in ('O1', 'O2', 'O3'):\n"
+        "    ampatch.initialize(torch.nn.Linear(2, 2), opt_level=level)\n"
+        "    ampatch.deactivate()\n"
+    )
+    done = python(script)
+    assert done.returncode == 0 and done.stderr.count("many times slower") == 1, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def run_all(half: torch.dtype) -> list[tuple[str, str, Any]]:
     found += [(*entry[:2], outcome(_run_without_kernel, entry, half)) for entry in kernels]
     chosen = [entry for entry in entries() if entry.function not in CUDNN]
     plain = [outcome(by_hand, entry, half) for entry in chosen]
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     found += [
         (*entry[:2], outcome(check, entry, half, results))
         for entry, results in zip(chosen, plain, strict=True)
@@ -139,7 +139,7 @@ def _run_without_kernel(entry: Entry, half: torch.dtype) -> None:
     original = getattr(torch, entry.function)
     setattr(torch, entry.function, lambda *args: given.extend(args))
     try:
-        ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+        ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
         getattr(torch, entry.function)(*entry.args)
         ampatch.deactivate()
     finally:
@@ -151,7 +151,9 @@ def run_banned(half: torch.dtype) -> int:
     """The banned cases: refused where an argument is half, where autocast refuses even FP32."""
     cases = AutocastTestLists(torch.device("cpu")).banned
     plain = [getattr(module, function)(*args) for function, args, module in cases]
-    ampatch.initialize([], opt_level="O1", dtype=half, allow_banned=False, verbosity=0)
+    ampatch.initialize(
+        [], opt_level="O1", dtype=half, allow_banned=False, patch_scope="process", verbosity=0
+    )
     for (function, args, module), expected in zip(cases, plain, strict=True):
         assert torch.equal(getattr(module, function)(*args), expected)
         with pytest.raises(NotImplementedError, match=function):
@@ -205,7 +207,7 @@ def test_in_place_forms_are_pytorchs_own(given, half):
     chosen = [entry for entry in entries() if (entry.list_name, entry.function) in IN_PLACE]
     plain = [call(entry, by_hand=entry.function in INTO) for entry in chosen]
     assert sum(isinstance(result, Tensor) for result in plain) > len(plain) / 2
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     for entry, old in zip(chosen, plain, strict=True):
         _assert_same(call(entry), old)
 
@@ -237,7 +239,7 @@ def test_cases_of_the_cpu_lists_follow_the_policy_for_cuda(given, half):
         }
         for entry in chosen
     ]
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     for entry, by_form in zip(chosen, expected, strict=True):
         for form, function in forms(entry).items():
             found = dtypes(function(*entry.args, **entry.kwargs))

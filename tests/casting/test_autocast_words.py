@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +49,7 @@ REGIONS = {
 @pytest.mark.parametrize("scope", ["process", "model"])
 @pytest.mark.parametrize("title", REGIONS)
 def test_no_cast_in_a_disabled_region(title, scope):
-    """In the model, around it and outside, nested and as a decorator; as before behind it."""
+    """In the model and outside, nested and as a decorator; a model that is called in it casts."""
     region = REGIONS[title]
 
     def forward(layer, x):
@@ -61,8 +63,8 @@ def test_no_cast_in_a_disabled_region(title, scope):
     model = o1(forward, patch_scope=scope)
     assert model(X) == [H, FP32, FP16, FP32, H]
     with region():
-        assert model(X) == [FP32, FP32, FP16, FP32, FP32]
-        assert model.layer(X).dtype is FP32
+        assert model(X) == [H, FP32, FP16, FP32, H]
+        assert model.layer(X).dtype is F.linear(X, model.layer.weight).dtype is FP32
     assert region()(lambda: model.layer(X).dtype)() is FP32
     assert model.layer(X).dtype is H and not STATE.per_thread
 
@@ -76,21 +78,214 @@ def test_values_in_a_region_are_those_of_fp32():
     assert all(map(torch.equal, o1(forward)(X), reference))
 
 
-def test_an_enabled_region_is_torch_s():
-    """Its rules and its dtype, gradients too."""
+CUDA_OFF = "ignore:.*CUDA is not available:UserWarning"
+AROUND = {
+    "none": contextlib.nullcontext,
+    "disabled": off,
+    "disabled, for CUDA": lambda: torch.cuda.amp.autocast(False),
+    "enabled": lambda: torch.autocast("cpu", dtype=H),
+    "enabled, for CUDA": lambda: torch.autocast("cuda", dtype=FP16),
+    "the raw switch": lambda: raw_switch(False),
+    "in a region that is off": lambda: both(off(), torch.autocast("cpu", dtype=H)),
+}
 
-    def train(model):
-        with torch.autocast("cpu", dtype=FP16):
+
+@contextlib.contextmanager
+def both(outer, inner):
+    with outer, inner:
+        yield
+
+
+@contextlib.contextmanager
+def raw_switch(value):
+    torch.set_autocast_enabled("cpu", value)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", not value)
+
+
+class Classes(nn.Module):
+    """Calls of all kinds of rows; a forward without a graph is compared to the bit."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.register_buffer("shift", torch.ones(4))
+        self.seen = []
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).softmax(-1)
+        self.seen.append(x.dtype)
+        return torch.cat([self.last(x) * self.shift, x.exp()], -1)
+
+
+def trained(around, **settings):
+    """Outputs and gradients of a model whose forward is called inside `around`."""
+    model = Classes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, dtype=H, verbosity=0, **settings)
+    found = []
+    for _ in range(3):
+        with around():
             output = model(X)
-        output.float().sum().backward()
-        return output, model.layer.weight.grad
+        with ampatch.scale_loss(output.float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        found += [output, *(p.grad.clone() for p in ampatch.master_params(optimizer))]
+        optimizer.step()
+    found.append(model.seen)
+    ampatch.deactivate()
+    return found
+
+
+def same(found, expected):
+    assert found.pop() == expected.pop()
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning", CUDA_OFF)
+@pytest.mark.parametrize("title", [title for title in AROUND if title != "none"])
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_a_managed_forward_is_its_own_region(title, scope):
+    """NVIDIA's scripts have `autocast(args.amp == "pytorch")` around the model."""
+    same(trained(AROUND[title], patch_scope=scope), trained(AROUND["none"], patch_scope=scope))
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning", CUDA_OFF)
+@pytest.mark.parametrize("title", [title for title in AROUND if "disabled" in title])
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_disabled_region_leaves_the_other_levels_alone(title, level, beside):
+    """A half model with an FP32 buffer needs casts, too; `beside` an O1 model or without."""
+
+    def run(around):
+        if beside:
+            ampatch.initialize(nn.Linear(2, 2), verbosity=0, dtype=H)
+        return trained(around, opt_level=level)
+
+    same(run(AROUND[title]), run(AROUND["none"]))
+
+
+@pytest.mark.filterwarnings(CUDA_OFF)
+def test_an_enabled_region_for_another_device_changes_nothing_inside_a_model_either():
+    """accelerate puts one around `forward`."""
 
     def forward(layer, x):
-        return torch.log_softmax(layer(x).exp(), -1)
+        with torch.autocast("cuda", dtype=FP16):
+            return torch.softmax(layer(x), -1), layer(x)
 
-    expected = train(Net(forward))
-    found = train(o1(forward))
+    assert [y.dtype for y in o1(forward)(X)] == [FP32, H]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_enabled_region_says_the_half_type(inside):
+    """The rules stay those of the opt level: those of torch for the CPU have fewer rows."""
+
+    def calls(layer, x):
+        y = layer(x)
+        return y, torch.softmax(y, -1), torch.mm(y, y.t())
+
+    def region():
+        return torch.autocast("cpu", dtype=FP16)
+
+    def forward(layer, x):
+        with region() if inside else contextlib.nullcontext():
+            found = calls(layer, x)
+        return (*found, layer(x))
+
+    expected = o1(calls, dtype=FP16)(X)
+    ampatch.deactivate()
+    model = o1(forward)
+    with contextlib.nullcontext() if inside else region():
+        *found, after = model(X)
+    assert after.dtype is (H if inside else FP16)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)
+    assert model(X)[-1].dtype is H and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_inside_an_enabled_region_has_the_last_word(inside):
+    """Parts with a precision of their own, and blocks; torch's autocast would cast in them."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=H) if inside else contextlib.nullcontext():
+            with ampatch.disable_casts():
+                plain = torch.mm(x, x.t())
+            with ampatch.precision("float"):
+                exact = torch.mm(x, x.t())
+            return plain, exact, self.inner(x), torch.bmm(x[None], x.t()[None]), self.layer(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    Outer.forward = forward
+    overrides = {"inner": "float", torch.bmm: "float"}
+    model = ampatch.initialize(Outer(), dtype=H, overrides=overrides, verbosity=0)
+    with contextlib.nullcontext() if inside else torch.autocast("cpu", dtype=H):
+        found = model(X)
+        assert torch.mm(X, X.t()).dtype is (FP32 if inside else H)  # torch's own, beside models
+        with ampatch.disable_casts():
+            assert torch.mm(X, X.t()).dtype is model.layer(X).dtype is FP32
+    assert [y.dtype for y in found] == [FP32, FP32, FP32, FP32, H]
+
+
+@pytest.mark.parametrize("block", [ampatch.disable_casts, lambda: ampatch.precision("float")])
+def test_what_is_said_to_ampatch_holds_for_the_models_inside(block):
+    """As apex's `disable_casts` does; a region of torch's in between says nothing new."""
+    model = o1()
+    with block():
+        assert model(X).dtype is FP32
+        with off():
+            assert model(X).dtype is FP32
+        with torch.autocast("cpu", dtype=H):
+            assert torch.mm(X, X.t()).dtype is H
+    with off(), block():
+        assert model(X).dtype is FP32
+    assert model(X).dtype is H
+
+
+def test_a_model_in_an_island_of_another_model_casts():
+    inner = o1()
+
+    def forward(layer, x):
+        with off():
+            return layer(x), inner(x)
+
+    assert [y.dtype for y in o1(forward)(X)] == [FP32, H]
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_outside_of_models_a_region_is_torch_s(scope):
+    """Its rules and its dtype, gradients too."""
+
+    def train(weight):
+        with torch.autocast("cpu", dtype=FP16):
+            output = torch.log_softmax(F.linear(X, weight).exp(), -1)
+        output.float().sum().backward()
+        return output, weight.grad
+
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4)
+    expected = train(weight.clone().requires_grad_())
+    o1(patch_scope=scope)
+    found = train(weight.clone().requires_grad_())
     assert all(map(torch.equal, found, expected)) and found[0].dtype is expected[0].dtype
+
+
+def test_ctrl_c_in_a_region_leaves_torchs_autocast_off():
+    def forward(layer, x):
+        raise KeyboardInterrupt
+
+    model = o1(forward)
+    with pytest.raises(KeyboardInterrupt), torch.autocast("cpu", dtype=H):
+        model(X)
+    STATE.drop_interrupted()
+    assert torch.mm(X, X.t()).dtype is FP32 and not STATE.thread.frames
 
 
 def test_a_region_belongs_to_its_thread():
@@ -98,7 +293,7 @@ def test_a_region_belongs_to_its_thread():
 
     def run(inside):
         with inside:
-            found.append(model(X).dtype)
+            found.append(F.linear(X, model.layer.weight).dtype)
 
     with off():
         thread = threading.Thread(target=run, args=(torch.no_grad(),))
@@ -113,8 +308,8 @@ def test_a_region_belongs_to_its_thread():
 def test_regions_around_sessions():
     with off():
         model = o1()
-        assert model(X).dtype is FP32
-    assert model(X).dtype is H
+        assert model(X).dtype is H and F.linear(X, model.layer.weight).dtype is FP32
+    assert model(X).dtype is F.linear(X, model.layer.weight).dtype is H
     with off():
         ampatch.deactivate()
         assert model(X).dtype is FP32
@@ -125,8 +320,8 @@ def test_regions_around_sessions():
     assert model(X).dtype is H
 
 
-@pytest.mark.parametrize("block", [off, ampatch.disable_casts])
-def test_in_the_closure_of_a_step(block):
+@pytest.mark.parametrize("block, inside", [(off, H), (ampatch.disable_casts, FP32)])
+def test_in_the_closure_of_a_step(block, inside):
     model, seen = Net(lambda layer, x: layer(x)), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = ampatch.initialize(model, optimizer, dtype=H, verbosity=0)
@@ -140,7 +335,7 @@ def test_in_the_closure_of_a_step(block):
     optimizer.step(closure)
     with block():
         optimizer.step(closure)
-    assert seen == [H, FP32]
+    assert seen == [H, inside]
 
 
 def test_after_an_exception():
@@ -283,11 +478,15 @@ def test_custom_fwd_and_custom_bwd(cls, forward_in):
         output.float().sum().backward()
         return list(Multiply.seen)
 
-    inner = off() if forward_in == "region" else torch.enable_grad()
-    expected = seen(lambda: cls.apply(X, weight), torch.autocast("cpu", dtype=H), inner)
-    model = o1(lambda layer, x: cls.apply(x, weight))
-    found = seen(lambda: model(X), inner, torch.enable_grad())
-    assert found == expected
+    def forward(layer, x):
+        with off() if forward_in == "region" else torch.enable_grad():
+            return cls.apply(x, weight)
+
+    grad = torch.enable_grad()
+    expected = seen(lambda: forward(None, X), torch.autocast("cpu", dtype=H), grad)
+    model = o1(forward)
+    assert seen(lambda: model(X), grad, grad) == expected
+    assert seen(lambda: model(X), off(), grad) == expected
 
 
 @torch.library.custom_op("ampatch_tests::early", mutates_args=())
@@ -309,7 +508,7 @@ def test_operators_registered_for_autocast():
         early(X)
     (expected,) = INSIDE
     INSIDE.clear()
-    o1()
+    o1(patch_scope="process")
     calls = (early, torch.ops.ampatch_tests.early, torch.ops.ampatch_tests.early.default)
     assert [call(X).dtype for call in calls] == [FP16] * 3 and INSIDE == [expected] * 3
     with off():
@@ -335,7 +534,10 @@ def test_a_region_in_a_compiled_model(backend):
             product = torch.mm(x, x.t())
             with torch.autocast("cpu", dtype=FP16):
                 nested = layer(x)
-        return layer(x), inside, product, nested, layer(x), torch.tensor(asked)
+        with torch.autocast("cpu", dtype=H):
+            again = layer(x)
+            exact = torch.softmax(again, -1)
+        return layer(x), inside, product, nested, again, exact, torch.tensor(asked)
 
     torch._dynamo.reset()
     model = o1(forward)
@@ -346,14 +548,17 @@ def test_a_region_in_a_compiled_model(backend):
         assert [y.dtype for y in found] == [y.dtype for y in expected]
         for new, old in zip(found, expected, strict=True):
             torch.testing.assert_close(new, old)
-    assert [y.dtype for y in expected[:5]] == [H, FP32, FP32, FP16, H]
-    with off():
-        assert compiled(X)[0].dtype is FP32
+    assert [y.dtype for y in expected[:6]] == [H, FP32, FP32, FP16, H, FP32]
+    for around in (off(), torch.autocast("cpu", dtype=H)):
+        with around:
+            found = compiled(X)
+        assert [y.dtype for y in found] == [y.dtype for y in expected]
     assert not STATE.per_thread and not STATE.thread.frames
 
 
 def test_the_raw_switch_turns_our_casts_off_and_on_again():
-    ampatch.initialize(nn.Linear(2, 2), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    model = nn.Linear(2, 2)
+    ampatch.initialize(model, dtype=torch.bfloat16, patch_scope="process", verbosity=0)
     x, weight = torch.ones(2, 2), torch.ones(2, 2)
 
     def found():

@@ -82,7 +82,7 @@ def test_forward_and_backward(leaves, registered, forgetting):
         assert ampatch.half_function(Product) is Product
     seen.clear()
     assert Product.apply(*leaves).dtype is FP32
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     output = Product.apply(*leaves)
     found = grads(output, leaves)
     assert output.dtype is H and seen == [(H, H, H, H)]
@@ -98,7 +98,7 @@ def test_forward_and_backward(leaves, registered, forgetting):
 def test_float_function_and_a_second_derivative():
     _, Cube, _ = functions()
     ampatch.float_function(Cube)
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     x = torch.tensor([1.0, -2.0, 3.0], dtype=H, requires_grad=True)
     output = Cube.apply(x)
     assert output.dtype is FP32
@@ -111,7 +111,7 @@ def test_float_function_and_a_second_derivative():
 def test_promote_function(leaves):
     Product, _, seen = functions()
     ampatch.promote_function(Product)
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     x, w = leaves
     with ampatch.disable_casts(), pytest.raises(RuntimeError):
         Product.apply(x, w.to(H))
@@ -123,7 +123,7 @@ def test_promote_function(leaves):
 def test_backward_runs_under_the_casting_of_its_forward(leaves):
     Product, _, seen = functions()
     ampatch.half_function(Product)
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     with ampatch.disable_casts():
         output = Product.apply(*leaves)
     seen.clear()
@@ -146,7 +146,7 @@ def test_in_a_model_at_another_level(leaves):
         def forward(self, x):
             return Product.apply(x, self.w)
 
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     plain = ampatch.initialize(Net(), opt_level="O0", verbosity=0)
     seen.clear()
     output = plain(leaves[0])
@@ -165,7 +165,7 @@ def test_compiled(leaves, backend):
     cube = torch.compile(lambda x: Cube.apply(x), backend=backend, fullgraph=True)
     half = leaves[0].detach().to(H).requires_grad_()
     assert product(*leaves).dtype is FP32 and cube(half).dtype is H
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     output = product(*leaves)
     assert output.dtype is H and cube(half).dtype is FP32
     eager = grads(Product.apply(*leaves), leaves)

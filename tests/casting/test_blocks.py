@@ -20,7 +20,7 @@ H, FP32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(autouse=True)
 def o1():
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     yield
     assert ampatch.session.session.registry.state.thread.policy is FOLLOW
 

@@ -15,7 +15,7 @@ from ampatch.casting.places import resolve
 @pytest.fixture
 def o1(half):
     """Casting in force for the whole process."""
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
 
 
 @pytest.mark.parametrize("function", [torch.mm, torch.exp, torch.sum, torch.dot])
@@ -26,7 +26,7 @@ def test_out_is_written_and_not_cast(function, half):
         args = [arg[0] for arg in args]
     reference = function(*args, **({"dim": 0} if name == "sum" else {}))
     out = torch.zeros_like(reference)
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     kwargs = {"dim": 0} if name == "sum" else {}
     assert getattr(torch, name)(*args, out=out, **kwargs) is out
     assert out.dtype is torch.float32 and torch.equal(out, reference)  # exact: nothing was cast
@@ -97,7 +97,7 @@ def test_in_place_is_left_as_pytorch_has_it(half, o1):
 
 
 def test_bce_runs_in_fp32_with_one_warning(half, caplog):
-    ampatch.initialize([], opt_level="O1", dtype=half)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process")
     p, target = torch.full((4,), 0.9995).to(half), torch.ones(4).to(half)
     with caplog.at_level("WARNING", logger="ampatch"):
         found = [F.binary_cross_entropy(p, target) for _ in range(3)]
@@ -108,7 +108,9 @@ def test_bce_runs_in_fp32_with_one_warning(half, caplog):
 
 
 def test_bce_can_be_refused(half):
-    ampatch.initialize([], opt_level="O1", dtype=half, allow_banned=False, verbosity=0)
+    ampatch.initialize(
+        [], opt_level="O1", dtype=half, allow_banned=False, patch_scope="process", verbosity=0
+    )
     p = torch.full((4,), 0.5)
     assert F.binary_cross_entropy(p, p).dtype is torch.float32
     with pytest.raises(NotImplementedError, match="BCEWithLogitsLoss"):
@@ -132,7 +134,7 @@ def test_matrix_power(where, n, half, o1):
 
 def test_an_explicit_out_of_none_is_no_out():
     """Wrappers pass `out=None` on; the cast must not be lost to it."""
-    ampatch.initialize(torch.nn.Linear(2, 2), verbosity=0)
+    ampatch.initialize(torch.nn.Linear(2, 2), patch_scope="process", verbosity=0)
     full = torch.ones(2, 2)
     assert torch.mm(full, full, out=None).dtype is torch.float16
     assert torch.linalg.matrix_power(full, 2, out=None).dtype is torch.float16

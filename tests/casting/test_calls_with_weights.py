@@ -154,7 +154,7 @@ def test_overrides_of_the_function_win():
 
 def test_input_on_a_device_that_is_not_covered():
     def elsewhere(self, x):
-        registry.state.process.devices = {"meta"}
+        registry.state.current().devices = {"meta"}
         return plain(self, x)
 
     model = managed(Calls(plain))

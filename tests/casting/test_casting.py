@@ -30,7 +30,7 @@ PROMOTES = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
 @pytest.fixture
 def o1(half):
     """Casting in force for the whole process."""
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
 
 
 def expected_dtypes(where: str, name: str, rule: Rule, given: torch.dtype, half) -> list | None:
@@ -66,7 +66,7 @@ def autocasts() -> dict:
 def test_dtype_is_autocasts(where, name, rule, half, autocasts):
     if name in ("cudnn_convolution", "cudnn_convolution_transpose"):
         pytest.skip("not even its shape function runs without CUDA")
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     for given in GIVEN:
         args, kwargs = to(given, sample(where, name))
         if name in NO_CPU_KERNEL:
@@ -116,7 +116,7 @@ def test_other_dtypes_are_untouched(where, name, rule):
 
     plains = [outcome(*arguments) for arguments in calls]
     assert any(not isinstance(plain, str) for plain in plains)
-    ampatch.initialize([], opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=torch.bfloat16, patch_scope="process", verbosity=0)
     for arguments, plain in zip(calls, plains, strict=True):
         patched = outcome(*arguments)
         if isinstance(plain, str):

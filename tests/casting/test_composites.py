@@ -140,7 +140,7 @@ def test_weights_of_a_bag_keep_their_dtype(dtype, half):
     dtype = torch.float32 if dtype == "float32" else half
     rows, table, weights = ints(4, 3, 2), square().to(dtype), r(3, 2)
     plain = F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights.to(dtype))
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     found = F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights.to(dtype))
     assert found.dtype is dtype and torch.equal(found, plain)
     mixed = F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights)
@@ -186,6 +186,6 @@ UNLISTED = {
 def test_functions_in_no_table_are_bit_identical(name, dtype):
     x = (torch.rand(4, 6) - 0.5).to(dtype)
     plain = UNLISTED[name](x)
-    ampatch.initialize([], opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=torch.bfloat16, patch_scope="process", verbosity=0)
     found = UNLISTED[name](x)
     assert found.dtype is plain.dtype and torch.equal(found, plain)

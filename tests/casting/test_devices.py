@@ -22,7 +22,8 @@ def accelerator(monkeypatch):
 
 
 def test_only_tensors_where_the_model_lives_are_cast(accelerator):
-    ampatch.initialize(nn.Linear(4, 4, device="meta"), verbosity=0)
+    model = nn.Linear(4, 4, device="meta")
+    ampatch.initialize(model, patch_scope="process", verbosity=0)
     on_cpu, elsewhere = torch.ones(2, 4), torch.ones(2, 4, device="meta")
     assert F.linear(on_cpu, torch.ones(3, 4)).dtype is torch.float32
     assert F.linear(elsewhere, torch.ones(3, 4, device="meta")).dtype is torch.float16
@@ -46,7 +47,7 @@ def test_without_an_accelerator_nothing_is_asked():
 def test_cpu_work_beside_a_cuda_model_stays_float32():
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    ampatch.initialize(nn.Linear(4, 4).cuda(), verbosity=0)
+    ampatch.initialize(nn.Linear(4, 4).cuda(), patch_scope="process", verbosity=0)
     assert F.linear(torch.ones(2, 4), torch.ones(3, 4)).dtype is torch.float32
     cuda = torch.ones(2, 4, device="cuda")
     assert F.linear(cuda, torch.ones(3, 4, device="cuda")).dtype is torch.float16

@@ -24,7 +24,7 @@ PLAIN = {"mm": torch.mm, "linear": F.linear, "exp": torch.exp}  # a dict is not 
 
 
 def o1(**options):
-    ampatch.initialize([], opt_level="O1", dtype=H, verbosity=0, **options)
+    ampatch.initialize([], opt_level="O1", dtype=H, patch_scope="process", verbosity=0, **options)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_module_reloaded_while_patched(write):
 
 def test_what_the_user_rebinds_meanwhile_is_left_alone(monkeypatch, caplog):
     mine = module(monkeypatch, "my_module", mm=torch.mm, exp=torch.exp)
-    ampatch.initialize([], opt_level="O1", dtype=H)
+    ampatch.initialize([], opt_level="O1", dtype=H, patch_scope="process")
     mine.mm = own = [].append
     del mine.exp
     with caplog.at_level("WARNING", logger="ampatch"):
@@ -133,7 +133,11 @@ def test_in_apex_tables_and_for_overridden_functions_too(monkeypatch):
     )
     before = dict(vars(mine))
     model = ampatch.initialize(
-        torch.nn.Identity(), dtype=H, overrides={torch.relu: "half"}, verbosity=0
+        torch.nn.Identity(),
+        dtype=H,
+        overrides={torch.relu: "half"},
+        patch_scope="process",
+        verbosity=0,
     )
     assert mine.relu(X).dtype is H and model is not None
     ampatch.deactivate()

@@ -69,7 +69,7 @@ def made(make, half=None) -> tuple[nn.Module, torch.Tensor]:
         else:
             nn.init.normal_(weight, float(weight[0] == 1), 0.2)
     if half is not None:
-        ampatch.initialize(model, dtype=half, verbosity=0)
+        ampatch.initialize(model, dtype=half, patch_scope="process", verbosity=0)
     return model, torch.randn(3, 6, 16)
 
 

@@ -20,6 +20,7 @@ STATE = ampatch.session.session.registry.state
 
 
 def o1(level: str = "O1", **options) -> nn.Module:
+    options = {"patch_scope": "process", **options}
     return ampatch.initialize(Net(), opt_level=level, dtype=H, verbosity=0, **options)
 
 

@@ -151,7 +151,7 @@ def test_beyond_autocast(module, name, half):
         way: outcome(call, *(to(torch.float32, given) if way in ("half", "mixed") else given))
         for way, given in ways.items()
     }
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     for way, given in ways.items():
         found = outcome(call, *given)
         assert not isinstance(found, Exception), (way, found)
@@ -181,7 +181,7 @@ def test_without_a_row(module, name, half):
     assert not isinstance(plain["float32"], Exception)
     if name != "lstsq":  # the shape of its result depends on values, of which the oracle has none
         assert dtypes(plain["float32"]) == autocast_dtypes(half, call, *args)
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     rounding = 1e-5 if module is torch.linalg else 0  # LAPACK's depends on where memory lies
     for way, given in ways.items():
         found = outcome(call, *given)

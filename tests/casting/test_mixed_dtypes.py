@@ -28,7 +28,9 @@ WRITERS = {  # arguments behind the tensor that is written into, given the value
 
 @pytest.fixture
 def o1(half):
-    ampatch.initialize(nn.Linear(2, 2), opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize(
+        nn.Linear(2, 2), opt_level="O1", dtype=half, patch_scope="process", verbosity=0
+    )
 
 
 def tensors(half, into_half: bool):

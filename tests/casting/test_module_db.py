@@ -177,7 +177,7 @@ def refusals() -> list[tuple]:
 def test_what_torch_refuses_is_refused_in_the_same_words(half):
     cases = refusals()
     assert len(cases) > 100
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     for info, refusal in cases:
         built = refusal.module_error_input.constructor_input
         called = refusal.module_error_input.forward_input

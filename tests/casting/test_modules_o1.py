@@ -171,7 +171,7 @@ def test_compressed_sparse_stays_in_fp32(sparse, layout, half):
     """Its CPU kernels have no half; a half partner (of an earlier layer) comes up to FP32."""
     packed, x = sparse.to_sparse(layout=layout), torch.randn(4, 4)
     expected = [packed @ x, torch.mm(packed, x), F.linear(x, packed)]
-    ampatch.initialize([], dtype=half, verbosity=0)
+    ampatch.initialize([], dtype=half, patch_scope="process", verbosity=0)
     found = [packed @ x, torch.mm(packed, x), F.linear(x, packed)]
     for new, old in zip(found, expected, strict=True):
         assert torch.equal(new, old)
@@ -181,7 +181,7 @@ def test_compressed_sparse_stays_in_fp32(sparse, layout, half):
 
 
 def test_coo_works_in_half(sparse, half):
-    ampatch.initialize([], dtype=half, verbosity=0)
+    ampatch.initialize([], dtype=half, patch_scope="process", verbosity=0)
     found = torch.mm(sparse.to_sparse(), torch.eye(4))
     assert found.dtype is half and torch.equal(found, sparse.to(half))
 

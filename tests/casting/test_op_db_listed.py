@@ -196,7 +196,9 @@ def tolerance(name: str, call: Call, half: torch.dtype) -> float:
 def test_dtypes_are_autocasts_and_values_near_those_of_fp32(names, limit, half):
     """Mixtures of half and FP32 included, which raise only where autocast does."""
     made = [trial for name in names for trial in trials(name, limit, half)]
-    ampatch.initialize(torch.nn.Linear(2, 2), opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize(
+        torch.nn.Linear(2, 2), opt_level="O1", dtype=half, patch_scope="process", verbosity=0
+    )
     assert [text for trial in made if (text := complaint(trial, half))] == []
     assert made
 
@@ -246,7 +248,9 @@ BEYOND = [name for name in LISTED if any(call.is_beyond for call in CALLS[name])
 @pytest.mark.parametrize("names", groups(BEYOND))
 def test_what_lies_beyond_autocast_goes_on_as_in_fp32(names, limit, half):
     made = [trial for name in names for trial in beyond(name, limit, half)]
-    ampatch.initialize(torch.nn.Linear(2, 2), opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize(
+        torch.nn.Linear(2, 2), opt_level="O1", dtype=half, patch_scope="process", verbosity=0
+    )
     assert [text for trial in made if (text := beyond_complaint(trial, half))] == []
     assert made
 
@@ -259,7 +263,9 @@ def test_gradients_are_near_those_of_fp32_and_have_the_inputs_dtypes(names, limi
         for sample in samples(OPS[name], torch.float32, limit, requires_grad=True):
             call = CALLS[name][0]
             made.append((name, call, sample, outcome(backward(call), sample.fresh())))
-    ampatch.initialize(torch.nn.Linear(2, 2), opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize(
+        torch.nn.Linear(2, 2), opt_level="O1", dtype=half, patch_scope="process", verbosity=0
+    )
     for name, call, sample, reference in made:
         found = outcome(backward(call), sample.fresh())
         if isinstance(found, Raised):

@@ -110,7 +110,7 @@ def test_a_forward_elsewhere_does_not_keep_this_thread_s_weights():
 
 
 def test_each_thread_has_its_own_blocks():
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
 
     def under(block):
         def work():
@@ -130,7 +130,7 @@ def test_each_thread_has_its_own_blocks():
 
 
 def test_a_shared_block_object_serves_several_threads():
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     block = ampatch.disable_casts()
 
     def work():

@@ -38,7 +38,7 @@ def test_decorators(decorate):
     arguments = (X, X.to(H))
     plain = (torch.float32, H, torch.float64)
     assert probe(*arguments, c=X.double()) == plain
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     assert probe(*arguments, c=X.double()) == DECORATORS[decorate]
     assert Holder().method(*arguments, c=X.double()) == DECORATORS[decorate]
     with ampatch.disable_casts():
@@ -66,13 +66,13 @@ def test_registered_functions(library, early, dotted):
     if early:
         ampatch.register_half_function(*place)
         assert library.dtype_of(X) is torch.float32
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     if not early:
         ampatch.register_half_function(*place)
     assert library.dtype_of(X) is H
     ampatch.deactivate()
     assert library.dtype_of is original
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     assert library.dtype_of(X) is H
 
 
@@ -80,7 +80,7 @@ def test_registered_rules(library):
     library.promoted = lambda a, b: (a.dtype, b.dtype)
     ampatch.register_float_function(library, "dtype_of")
     ampatch.register_promote_function("users_library.promoted")
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     assert library.dtype_of(X.to(H)) is torch.float32
     assert library.promoted(X, X.to(H)) == (torch.float32, torch.float32)
     assert library.promoted(X.to(H), X.to(H)) == (H, H)
@@ -89,14 +89,14 @@ def test_registered_rules(library):
 def test_a_missing_name_is_an_error_and_registers_nothing(library):
     with pytest.raises(AttributeError, match="users_library"):
         ampatch.register_half_function(library, "absent")
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
 
 
 def test_a_module_not_yet_imported(library, tmp_path, monkeypatch):
     (tmp_path / "imported_later_on.py").write_text("def dtype_of(x):\n    return x.dtype\n")
     monkeypatch.syspath_prepend(tmp_path)
     ampatch.register_half_function("imported_later_on.dtype_of")
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     assert "imported_later_on" not in sys.modules
     import imported_later_on
 
@@ -152,7 +152,7 @@ class Methods:
 @pytest.mark.parametrize("name", ["static_below", "static_above", "of_class"])
 def test_decorated_methods(owner, name):
     assert getattr(owner, name)(X) is torch.float32
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     assert getattr(owner, name)(X) is H
 
 
@@ -160,7 +160,7 @@ def test_decorated_methods(owner, name):
 def test_registered_methods(library, name):
     found = vars(Methods)[name]
     ampatch.register_half_function(Methods, name)
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     assert getattr(Methods(), name)(X) is H
     if name != "plain":
         assert getattr(Methods, name)(X) is H
@@ -174,7 +174,7 @@ def test_a_registered_name_that_another_module_imported_is_rebound(library, monk
     other.short = original = library.dtype_of
     monkeypatch.setitem(sys.modules, other.__name__, other)
     ampatch.register_half_function("users_library.dtype_of")
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     assert other.short(X) is H
     ampatch.deactivate()
     assert other.short is original
@@ -187,7 +187,7 @@ def test_classes_are_refused(wrong, library):
         ampatch.half_function(wrong)
     with pytest.raises(TypeError, match="register_float_function.*is a class"):
         ampatch.register_float_function(library, "Wrong")
-    ampatch.initialize([], dtype=H, verbosity=0)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     assert library.Wrong is wrong
 
 

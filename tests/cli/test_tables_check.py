@@ -108,7 +108,7 @@ def test_check_is_content_with_what_can_be_rebound(tmp_path):
         textwrap.dedent("""
         import ampatch
         from torch import mm
-        net = ampatch.initialize([], verbosity=0)
+        net = ampatch.initialize([], patch_scope="process", verbosity=0)
         from torch import exp
     """)
     )

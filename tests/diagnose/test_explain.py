@@ -24,7 +24,8 @@ def _measured_quickly(monkeypatch):
 
 
 def initialized(model, level="O1", **settings):
-    return ampatch.initialize(model, opt_level=level, dtype=HALF, verbosity=0, **settings)
+    settings = {"patch_scope": "process", "verbosity": 0, **settings}
+    return ampatch.initialize(model, opt_level=level, dtype=HALF, **settings)
 
 
 def test_a_linear_at_o1():

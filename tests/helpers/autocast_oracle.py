@@ -130,7 +130,7 @@ def check_like_autocast(
         for way, (some, named) in ways.items()
     }
     plain, plain_grads = _with_gradients(function, *given)
-    ampatch.initialize([], opt_level="O1", dtype=half, verbosity=0)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     for way, (some, named) in ways.items():
         found = outcome(function, *some, **named)
         if isinstance(expected[way], Exception):

@@ -205,7 +205,7 @@ def test_gloos_group_ends_with_the_process(monkeypatch):
 
 
 def test_autocast_switches_casts_off_only_where_it_is_told_to():
-    accelerator = make("O1")
+    accelerator = make("O1", patch_scope="process")
     accelerator.prepare(parts()[0])
     weight = torch.randn(4, 4)
     with accelerator.autocast():

@@ -38,6 +38,7 @@ class Net(nn.Module):
 def managed(level, model=None, **options):
     model = Net().eval() if model is None else model
     options = {"dtype": H, "verbosity": 0, **options}
+    options = {"patch_scope": "process", **options}
     return ampatch.initialize(model, opt_level=level, **options)
 
 
@@ -290,6 +291,7 @@ def test_a_traced_model_is_managed_and_said_to_run_uncast(said):
 # torch.export
 
 
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_export(level, strict):

@@ -29,7 +29,8 @@ ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
 
 def is_usable(model, optimizer, level):
     """Casts as the level says, no block open, and a whole step works."""
-    out = F.linear(torch.ones(1, 4), torch.ones(2, 4))
+    weight = next(model.parameters()) if level == "O1" else torch.ones(2, 4)
+    out = F.linear(torch.ones(1, 4), weight)
     assert out.dtype is (torch.float16 if level == "O1" else torch.float32)
     optimizer.zero_grad()
     before = everything(model, optimizer)

@@ -37,7 +37,8 @@ def clean_dynamo():
 
 
 def o1(model=None):
-    return ampatch.initialize([] if model is None else model, dtype=H, verbosity=0)
+    model = [] if model is None else model
+    return ampatch.initialize(model, dtype=H, patch_scope="process", verbosity=0)
 
 
 def net() -> nn.Module:
@@ -219,7 +220,7 @@ def test_functions_that_this_torch_lacks_are_left_out_and_listed():
         original = torch.trapz
         del torch.trapz, torch.special.expm1
         import ampatch
-        ampatch.initialize([], dtype="bfloat16", verbosity=0)
+        ampatch.initialize([], dtype="bfloat16", patch_scope="process", verbosity=0)
         installation = ampatch.session.session.registry.installation
         named = {"torch.trapz", "torch.special.expm1"}
         print(named <= set(installation.missing), torch.mm(torch.eye(2), torch.eye(2)).dtype)

@@ -80,7 +80,8 @@ def scenario(function):
             model[2].weight = nn.Parameter(torch.randn(6, 70).t())
             model[2].bias[:4] = torch.tensor([float("inf"), -0.0, 1e-42, 3.4e38])
             model[4].bias[0] = float("nan")
-        model = ampatch.initialize(model, opt_level="O1", dtype=dtype, verbosity=0)
+        model = ampatch.initialize(model, opt_level="O1", dtype=dtype, patch_scope="process",
+                                   verbosity=0)
         for _ in range(2):
             model(X).float().sum().backward()
         model.zero_grad()

@@ -100,11 +100,19 @@ def in_flat_layout(model, state):
     }
 
 
+def with_steps_as_tensors(saved):
+    """Newer optimizers count in a tensor, of which a flat group has one."""
+    for entry in saved["optimizer_state_dict"]["state"].values():
+        entry["step"] = torch.tensor(float(entry["step"]))
+    return saved
+
+
 LAYOUTS = {
     "O2": lambda model, state: state,
     "fused": lambda model, state: in_fused_layout(state),
     "fp32_from_fp16": in_fp16_optimizer_layout,
     "fp32_groups_flat": in_flat_layout,
+    "fp32_groups_flat, tensors": lambda *found: with_steps_as_tensors(in_flat_layout(*found)),
 }
 
 

@@ -20,11 +20,14 @@ DEFAULTS = {
     "max_loss_scale": 2.0**24,
 }
 
+KEPT = []  # a session ends with its model and optimizer
+
 
 def start(**settings):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ampatch.initialize(model, optimizer, **settings)
+    KEPT[:] = model, optimizer
     return model, optimizer
 
 
@@ -234,6 +237,18 @@ def test_a_dynamic_scale_does_not_become_a_static_one(caplog):
     ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}})
     assert ampatch.loss_scale() == 1.0
     assert "65536 is not of a static scaler; the static scale stays 1" in caplog.text
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_float16_run_resumed_in_bfloat16_needs_no_scale(level, caplog):
+    """Nothing is to be done, so nothing is recommended."""
+    start(loss_scale=None, opt_level=level, dtype=torch.bfloat16)
+    with caplog.at_level("INFO", logger="ampatch"):
+        ampatch.load_state_dict({"loss_scaler0": APEX})
+    assert ampatch.loss_scale() == 1.0
+    assert "is not needed here: gradients have the range of FP32" in caplog.text
+    assert "set_loss_scale" not in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
 def test_a_static_scale_does_not_become_a_dynamic_one(caplog):

@@ -262,13 +262,13 @@ def test_deactivate_looks_once_at_what_is_needed(monkeypatch):
 def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch):
     first, second = pair(), pair()
     for model, optimizer in (first, second):
-        ampatch.initialize(model, optimizer, **SETTINGS)
+        ampatch.initialize(model, optimizer, patch_scope="process", **SETTINGS)
     older, _newer = registry.sessions
     monkeypatch.setattr(type(older), "close", interrupted(type(older).close, older))
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()
     monkeypatch.undo()
-    assert registry.sessions == [older] and registry.state.process is older.policy()
+    assert registry.sessions == [older] and registry.state.of_forward() is older.policy()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
 

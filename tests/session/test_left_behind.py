@@ -36,7 +36,9 @@ def every_object_is_found():
 def start(**options):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, **{"opt_level": "O1", "verbosity": 0, **options})
+    ampatch.initialize(
+        model, optimizer, **{"opt_level": "O1", "patch_scope": "process", "verbosity": 0, **options}
+    )
     return model, optimizer
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from resuming import (
     LEVELS,
     build,
     checkpoint,
+    load,
     make_optimizer,
     save_all,
     start,
@@ -19,6 +22,7 @@ from resuming import (
 from warm_python import python
 
 import ampatch
+from ampatch.compat.apex.optimizers import FusedLAMB, FusedNovoGrad
 
 
 def in_a_new_process(*arguments):
@@ -41,6 +45,54 @@ def test_the_saved_runs_have_seen_skips_and_growth():
     assert ampatch.step_was_skipped(optimizer)
     train(model, optimizer, range(3, 5))
     assert ampatch.state_dict() == {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 2}}
+
+
+class CountsInItsGroup(torch.optim.Optimizer):
+    """Counts steps in the group, under the names that apex's FusedAdam has for all that it keeps.
+
+    Its rate falls with the count.
+    """
+
+    def __init__(self, params, lr):
+        options = {"lr": lr, "bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-4}
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                state = self.state[param]
+                mean = state.setdefault("exp_avg", torch.zeros_like(param))
+                square = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+                mean.mul_(0.9).add_(param.grad)
+                square.mul_(0.99).add_(param.grad.square())
+                rate = group["lr"] / group["step"]
+                param.addcdiv_(mean, square.sqrt() + group["eps"], value=-rate)
+
+
+@pytest.mark.parametrize("kind", [CountsInItsGroup, FusedLAMB, FusedNovoGrad])
+def test_optimizers_that_count_in_their_groups_go_on_counting(kind, opt_level):
+    """Their state has no steps by parameter, before and after."""
+
+    def begin():
+        model = build()
+        optimizer = kind(model.parameters(), lr=0.05)
+        settings = {"opt_level": opt_level, "dtype": torch.bfloat16, "loss_scale": "dynamic"}
+        return ampatch.initialize(model, optimizer, verbosity=0, **settings)
+
+    model, optimizer = begin()
+    train(model, optimizer, range(4))
+    saved = copy.deepcopy(checkpoint(model, optimizer))
+    losses = train(model, optimizer, range(4, 10))
+    weights = [param.clone() for param in model.parameters()]
+    ampatch.deactivate()
+    resumed, again = begin()
+    load(copy.deepcopy(saved), ("model", "optimizer", "amp"), resumed, again)
+    assert [group["step"] for group in again.param_groups] == [3]  # one was skipped
+    assert not any("step" in entry for entry in again.state.values())
+    assert train(resumed, again, range(4, 10)) == losses
+    assert all(map(torch.equal, weights, resumed.parameters()))
 
 
 # From one level to another

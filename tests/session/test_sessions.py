@@ -184,8 +184,9 @@ def test_set_opt_level_of_one_model_among_several():
 def test_sessions_close_in_any_order():
     before = snapshot()
     first = pair()
-    ampatch.initialize(*first, opt_level="O1", verbosity=0)
-    ampatch.initialize(*pair(1), opt_level="O1", dtype=BF16, verbosity=0)
+    options = {"opt_level": "O1", "patch_scope": "process", "verbosity": 0}
+    ampatch.initialize(*first, **options)
+    ampatch.initialize(*pair(1), dtype=BF16, **options)
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16, "the latest rules"
     registry.sessions[-1].close()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16

@@ -88,6 +88,7 @@ def initialize(
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
             allow_banned=False,
+            patch_scope="process",
         )
     session = engine.open_sessions()[-1]
     _amp_state.verbosity = verbosity

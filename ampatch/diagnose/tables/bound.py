@@ -63,7 +63,7 @@ def check(name: str) -> Checked:
     ampatch.deactivate()  # a script may have called initialize
     functions = listed_functions()
     before = [place for module in modules for place in places(module, functions)]
-    ampatch.initialize([], opt_level="O1", verbosity=0)
+    ampatch.initialize([], opt_level="O1", patch_scope="process", verbosity=0)
     try:
         after = {place for module in modules for place in places(module, functions)}
     finally:

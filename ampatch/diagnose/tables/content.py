@@ -46,6 +46,8 @@ PARTS = {
     ("torch.backends.mha", "get_fastpath_enabled"): "Whether MultiheadAttention and "
     "TransformerEncoderLayer call their fused kernels: where these give in half what the single "
     "calls would give.",
+    ("torch.nn.functional", "multi_head_attention_forward"): "A graph of torch.compile has it as "
+    "one call, which takes the casting of its forward along.",
     ("torch.utils.checkpoint", "checkpoint"): "The recompute in backward may run in another "
     "thread, and takes the casting of its forward along.",
 }

@@ -2,15 +2,20 @@
 
 At O2 apex saved torch's own layout over the masters, which needs nothing.  Different are
 
-* its fused optimizers, which count steps per group and not per parameter;
+* its FusedAdam and FusedAdagrad, which count steps per group, where torch's Adam, AdamW and
+  Adagrad count per parameter;
 * `FP16_Optimizer`: the inner optimizer's state beside the masters, either one
   tensor each (`fp32_from_fp16`) or one flat tensor per group (`fp32_groups_flat`).
+
+Other optimizers count in their groups too (LAMB, NovoGrad and many by other makers), under the
+same name.  So steps move only into an optimizer of these three classes of torch.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +24,38 @@ Groups = Sequence[dict[str, Any]]
 _INNER, _LISTED, _FLAT = "optimizer_state_dict", "fp32_from_fp16", "fp32_groups_flat"
 
 
+class _Fused(NamedTuple):
+    """How a file of one of apex's fused optimizers is told from torch's own, and from others."""
+
+    has: frozenset[str]  # options of each group
+    lacks: str  # an option that torch writes and apex does not have
+    entries: frozenset[str]  # all that there is for a parameter
+
+
+_ADAM = _Fused(
+    frozenset(("step", "bias_correction", "betas", "eps")),
+    "amsgrad",
+    frozenset(("exp_avg", "exp_avg_sq")),
+)
+_COUNTED_IN_GROUPS = {
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adagrad: _Fused(frozenset(("step", "eps")), "lr_decay", frozenset(("sum",))),
+}
+"""The classes that keep steps per parameter, and the files of apex that they can take."""
+
+
 def torch_layout(
-    state: dict[str, Any], groups: Groups, is_master: Callable[[Tensor], bool]
+    state: dict[str, Any], optimizer: Any, is_master: Callable[[Tensor], bool]
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """torch's layout of an optimizer's `state_dict`, and `(parameter, FP32 values)` pairs.
 
-    `groups` are the `param_groups` to load into, `is_master` tells which of
-    their parameters are masters.  A state in torch's layout comes back as it
-    is.  Raises `ValueError` if apex's masters are not as many, or not as large.
+    `optimizer` is to load it, `is_master` tells which of its parameters are masters.  A state
+    in torch's layout, or of an optimizer that is not torch's, comes back as it is.  Raises
+    `ValueError` if apex's masters are not as many, or not as large.
     """
     values: list[tuple[Tensor, Tensor]] = []
+    groups = optimizer.param_groups
     if _INNER in state and _LISTED in state:
         values = _listed(state[_LISTED], groups, is_master)
         state = state[_INNER]
@@ -39,9 +66,17 @@ def torch_layout(
         for group, part in zip(groups, parts, strict=True):
             values += zip(group["params"], part, strict=True)
         state = _unflattened(state[_INNER], groups)
-    if any("step" in group for group in state.get("param_groups", ())):
+    layout = _COUNTED_IN_GROUPS.get(type(optimizer))
+    if layout is not None and _is_of(layout, state):
         state = _steps_per_parameter(state, groups)
     return state, values
+
+
+def _is_of(layout: _Fused, state: dict[str, Any]) -> bool:
+    groups = state.get("param_groups") or [{}]
+    return all(layout.has <= group.keys() and layout.lacks not in group for group in groups) and (
+        all(entry.keys() == layout.entries for entry in state["state"].values())
+    )
 
 
 def _zipped(saved: Sequence[Any], groups: Groups, name: str) -> list[tuple[Any, dict]]:
@@ -97,7 +132,7 @@ def _unflattened(state: dict[str, Any], groups: Groups) -> dict[str, Any]:
         size = sum(param.numel() for param in params)
         for name, value in flat.items():
             split = isinstance(value, Tensor) and value.numel() == size and value.dim() > 0
-            parts = _split(value, params) if split else [value] * len(params)
+            parts = _split(value, params) if split else [copy.deepcopy(value) for _ in params]
             for number, part in zip(numbers, parts, strict=True):
                 entries.setdefault(number, {})[name] = part
     return {**state, "state": entries, "param_groups": made}
@@ -109,11 +144,9 @@ def _steps_per_parameter(state: dict[str, Any], groups: Groups) -> dict[str, Any
     made = []
     for saved, group in _zipped(state["param_groups"], groups, "param_groups"):
         saved = dict(saved)
-        steps = saved.pop("step", None)
+        steps = saved.pop("step")
         options = {name: value for name, value in group.items() if name != "params"}
         made.append({**options, **saved})
-        for key in saved["params"]:
-            entry = entries.get(key)
-            if steps is not None and entry and "step" not in entry:
-                entries[key] = {"step": torch.tensor(float(steps)), **entry}
+        for key in entries.keys() & set(saved["params"]):
+            entries[key] = {"step": torch.tensor(float(steps)), **entries[key]}
     return {**state, "state": entries, "param_groups": made}

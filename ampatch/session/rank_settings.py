@@ -1,0 +1,115 @@
+"""What the open sessions have for a model that several ranks train, for these to compare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from ..config.opt_levels import Properties
+from ..interop import rank_agreement
+from ..interop.rank_agreement import Settings
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ..scaling.loss_scaler import Scaler
+    from .session import Session
+
+_OF_A_MODEL = (
+    "opt_level",
+    "dtype",
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "cast_model_outputs",
+    "patch_scope",
+)
+_EVERYWHERE = "every model"  # what a session without models concerns
+
+
+class Sessions(Protocol):
+    """Has the open sessions, the newest last."""
+
+    sessions: list[Session]
+
+
+class RankSettings:
+    """Settings and loss scales of this rank, by parts of a model."""
+
+    def __init__(self, registry: Sessions) -> None:
+        self._registry = registry
+
+    def agree(self, model: nn.Module, group: Any) -> None:
+        """The ranks of a process group wrap a model.  Raises `AmpatchError` if they differ."""
+        rank_agreement.agree_at_wrapping(self, model, group)
+
+    def expect(self, wrappers: list[DistributedDataParallel], session: Session) -> None:
+        """A session was given models that had been wrapped: ranks are to agree later."""
+        for wrapper in wrappers:
+            if session.properties.enabled:
+                call_off = rank_agreement.agree_at_first_forward(self, wrapper)
+                session.at_close.append(call_off)
+            else:
+                rank_agreement.say_inactive(wrapper)
+
+    def settings(self, model: nn.Module) -> Settings:
+        """What `initialize` was given for the parts of a model; empty: nothing is managed."""
+        return {
+            part: _of_model(properties) | _of_scalers(session)
+            for part, session, properties in self._parts(model)
+        }
+
+    def scales(self, model: nn.Module) -> dict[str, list[dict[str, Any]]]:
+        """The states of the loss scalers, by the same parts."""
+        return {
+            part: [_state(scaler) for scaler in session.scalers]
+            for part, session, _ in self._parts(model)
+        }
+
+    def take_scales(self, model: nn.Module, scales: dict[str, list[dict[str, Any]]]) -> None:
+        """Have those of another rank, with the settings that were changed there."""
+        for part, session, _ in self._parts(model):
+            for scaler, theirs in zip(session.scalers, scales[part], strict=True):
+                mine = _state(scaler)
+                news = {name: value for name, value in theirs.items() if mine.get(name) != value}
+                if news:
+                    scaler.load_state_dict({**scaler.state_dict(), **news})
+
+    def _parts(self, model: nn.Module) -> Iterator[tuple[str, Session, Properties]]:
+        names = {id(module): name for name, module in model.named_modules()}
+        for number, session in enumerate(self._registry.sessions):
+            if not session.properties.enabled:
+                continue
+            if session.models.is_empty():
+                yield f"{_EVERYWHERE} ({number})", session, session.properties
+            for managed in session.models.alive():
+                if id(managed.model) in names:
+                    yield names[id(managed.model)], session, managed.properties
+
+
+def _of_model(properties: Properties) -> dict[str, str]:
+    """Level and half type, and what was given beside them."""
+    shown = {name: str(getattr(properties, name)) for name in _OF_A_MODEL}
+    if properties.opt_level == "O0":
+        del shown["dtype"]
+    return shown
+
+
+def _of_scalers(session: Session) -> dict[str, str]:
+    """How many, and the rules of dynamic ones; values that move are no settings."""
+    properties = session.properties
+    scales = ["dynamic" if one.is_dynamic else properties.loss_scale for one in session.scalers]
+    shown = {"loss_scale": ", ".join(map(str, scales))}
+    if "dynamic" in scales:
+        settings = dataclasses.asdict(properties.scale_settings)
+        shown |= {name: str(value) for name, value in settings.items()}
+    return shown
+
+
+def _state(scaler: Scaler) -> dict[str, Any]:
+    rules = {} if scaler.settings is None else dataclasses.asdict(scaler.settings)
+    return {**rules, **scaler.state_dict()}

@@ -1,0 +1,233 @@
+"""Ranks of one DistributedDataParallel have the same settings, or an error says which differ."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from repository import HELPERS
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ampatch
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+PLAIN = {"opt_level": "O1", "verbosity": 0}
+DYNAMIC = {**PLAIN, "dtype": torch.bfloat16, "loss_scale": "dynamic"}
+APEX = "apex"
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def wrap(model, kind="torch", group=None):
+    if kind == APEX:
+        from ampatch.compat.apex.parallel import DistributedDataParallel as ApexParallel
+
+        return ApexParallel(model)
+    return DistributedDataParallel(model, process_group=group)
+
+
+def train(model, optimizer, steps):
+    for step in range(steps):
+        data = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss = F.mse_loss(model(torch.randn(4, 6, generator=data)).float(), torch.zeros(4, 3))
+        optimizer.zero_grad()
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def prepared(kind, order, settings, group=None):
+    """A model and an optimizer under these settings, and its wrapper."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = wrap(model, kind, group) if order == "before" else None
+    ampatch.initialize(wrapper or model, optimizer, **settings)
+    return wrapper or wrap(model, kind, group), optimizer
+
+
+def told(rank, kind, order, by_rank):
+    """What the error says; None without one."""
+    try:
+        train(*prepared(kind, order, by_rank[rank]), 1)
+    except ampatch.AmpatchError as error:
+        return str(error)
+
+
+DIFFERENT = {
+    "half type": (PLAIN, {**PLAIN, "dtype": torch.bfloat16}, "dtype=torch.{}"),
+    "level": ({**PLAIN, "opt_level": "O0"}, PLAIN, "opt_level=O{}"),
+    "start": (DYNAMIC, {**DYNAMIC, "init_scale": 1024.0}, "init_scale={}"),
+    "growth": (DYNAMIC, {**DYNAMIC, "growth_interval": 10}, "growth_interval={}"),
+    "backoff": (DYNAMIC, {**DYNAMIC, "backoff_factor": 0.25}, "backoff_factor={}"),
+    "static scale": ({**PLAIN, "loss_scale": 128.0}, PLAIN, "loss_scale={}"),
+    "number of losses": (DYNAMIC, {**DYNAMIC, "num_losses": 2}, "loss_scale={}"),
+}
+VALUES = {
+    "half type": ("float16", "bfloat16"),
+    "level": ("0", "1"),
+    "start": ("65536", "1024"),
+    "growth": ("2000", "10"),
+    "backoff": ("0.5", "0.25"),
+    "static scale": ("128.0", "dynamic"),
+    "number of losses": ("dynamic", "dynamic, dynamic"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("kind, order", [("torch", "after"), ("torch", "before"), (APEX, "after")])
+def test_ranks_that_differ_are_told_on_every_rank(ranks, what, kind, order):
+    *settings, shown = DIFFERENT[what]
+    messages = ranks(told, kind, order, settings)
+    for rank, value in enumerate(VALUES[what]):
+        for message in messages:
+            assert message.startswith("DistributedDataParallel(Sequential): the ranks average")
+            assert f"ank {rank} has " in message and shown.format(value) in message, message
+
+
+@pytest.mark.parametrize("levels", ["O1 O2", "O2 O3", "O3 O1"])
+def test_levels_whose_weights_are_of_other_types(ranks, levels):
+    """torch's broadcast would mix up their bytes, or wait for more of them."""
+    by_rank = [{**PLAIN, "opt_level": level} for level in levels.split()]
+    first, second = ranks(told, "torch", "after", by_rank)
+    one, two = levels.split()
+    assert first == second and f"opt_level={one}" in first and f"opt_level={two}" in first
+
+
+def test_a_disabled_rank_is_told_of_too(ranks):
+    """One that was wrapped before; the other order is `test_no_rank_waits_for_ever`."""
+    disabled = {**PLAIN, "enabled": False}
+    message = ranks(_told_and_left, [PLAIN, disabled])[0]
+    assert "opt_level=O1; rank 1 has no active ampatch (enabled=False" in message
+
+
+def _told_and_left(rank, by_rank):
+    """The disabled rank does not train: the other one leaves it."""
+    wrapper, optimizer = prepared("torch", "before", by_rank[rank])
+    if rank == 1:
+        return None
+    with pytest.raises(ampatch.AmpatchError) as caught:
+        train(wrapper, optimizer, 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["disabled", "never"])
+def test_no_rank_waits_for_ever(case, tmp_path):
+    """For one that has no session, or a disabled one: its own collectives end with the job."""
+    command = [sys.executable, HELPERS / "one_rank_without.py", case, tmp_path / "store"]
+    processes = [
+        subprocess.Popen([*map(str, command), str(rank)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=100)[1] for process in processes]
+    assert all(process.returncode for process in processes)
+    assert "rank 1 has no active ampatch" in said[0], said[0]
+
+
+@pytest.mark.parametrize("order", ["after", "before"])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_ranks_that_agree_train_alike(ranks, level, order):
+    settings = {**DYNAMIC, "opt_level": level}
+    first, second = ranks(_weights, "torch", order, settings, None)
+    assert all(map(torch.equal, first, second))
+
+
+def _weights(rank, kind, order, settings, load):
+    wrapper, optimizer = prepared(kind, order, settings)
+    train(wrapper, optimizer, 3)
+    return [parameter.detach() for parameter in wrapper.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["torch", APEX])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_what_rank_0_has_loaded_counts_everywhere(ranks, level, kind):
+    """Scale, count and changed rules, as DDP sends the weights that rank 0 has loaded."""
+    settings = {**DYNAMIC, "opt_level": level}
+    assert (
+        ranks(_scales, kind, "after", settings)
+        == [({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7, "growth_interval": 9}}, 1024.0)]
+        * 2
+    )
+
+
+def test_a_static_scale_that_rank_0_has_set_counts_everywhere(ranks):
+    found = ranks(_static_scale)
+    assert found == [256.0, 256.0]
+
+
+def _static_scale(rank):
+    model = build()
+    ampatch.initialize(model, **{**PLAIN, "loss_scale": 128.0})
+    if rank == 0:
+        ampatch.set_loss_scale(256.0)
+    wrap(model)
+    return ampatch.loss_scale()
+
+
+def _scales(rank, kind, order, settings):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, **settings)
+    if rank == 0:
+        entry = {"loss_scale": 512.0, "unskipped": 7, "growth_interval": 9}
+        ampatch.load_state_dict({"loss_scaler0": entry})
+    wrapper = wrap(model, kind)
+    loaded = ampatch.state_dict()
+    train(wrapper, optimizer, 2)
+    return loaded, ampatch.loss_scale()
+
+
+def test_before_initialize_too(ranks):
+    assert ranks(_loaded_after_wrapping) == [512.0, 512.0]
+
+
+def _loaded_after_wrapping(rank):
+    wrapper, optimizer = prepared("torch", "before", DYNAMIC)
+    if rank == 0:
+        ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}})
+    with torch.no_grad():
+        if rank == 0:
+            wrapper.module(torch.ones(1, 6))  # evaluation on one rank waits for none
+    train(wrapper, optimizer, 1)
+    return ampatch.loss_scale()
+
+
+def test_other_process_groups_have_their_own_settings(four_ranks):
+    """Two pairs of ranks train two models; in the second one the ranks differ."""
+    messages = four_ranks(_in_pairs)
+    assert messages[:2] == [None, None] and messages[2] == messages[3]
+    assert "Rank 2 has init_scale=65536.0; rank 3 has init_scale=1024.0" in messages[2]
+
+
+def _in_pairs(rank):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    settings = {**DYNAMIC, "growth_interval": 5 if rank < 2 else 6}
+    if rank == 3:
+        settings["init_scale"] = 1024.0
+    try:
+        train(*prepared("torch", "after", settings, groups[rank // 2]), 1)
+    except ampatch.AmpatchError as error:
+        return str(error)
+
+
+def test_models_that_ampatch_does_not_manage_are_nobodys_business(ranks):
+    """Rank 0 alone has a session, for a model of its own."""
+    first, second = ranks(_beside_a_session)
+    assert all(map(torch.equal, first, second))
+
+
+def _beside_a_session(rank):
+    own = build()
+    if rank == 0:
+        ampatch.initialize(own, **PLAIN)
+    wrapper = wrap(nn.Linear(3, 3))
+    wrapper(torch.ones(1, 3)).sum().backward()
+    return [parameter.grad for parameter in wrapper.parameters()]
