@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,12 @@ from ..casting.cast_state import CastState
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values
 from ..torch_private.dtensors import is_dtensor
-from ..torch_private.modules import FLAT_WEIGHTS, GLOBAL_BACKWARD_TABLES, backward_tables
+from ..torch_private.modules import (
+    GLOBAL_BACKWARD_TABLES,
+    backward_tables,
+    is_replica,
+    list_weights,
+)
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import computes_with_fakes, is_recording
 from .registrations import registrations
@@ -81,15 +86,14 @@ class Tree:
         self.places: list[Place] = []
         self.rnns: list[nn.RNNBase] = []
         self._generation = registrations.count
-        seen: list[Place] = []
+        seen: list[tuple[dict, str, Tensor | None]] = []
         for module in root.modules():
             if isinstance(module, torch.jit.ScriptModule) or stays_float(module):
                 continue
             for name, parameter in module._parameters.items():
-                place = Place(module._parameters, name, parameter)
-                seen.append(place)
+                seen.append((module._parameters, name, parameter))
                 if _is_lent(parameter) and id(parameter) not in leave:
-                    self.places.append(place)
+                    self.places.append(Place(module._parameters, name, parameter))
             if isinstance(module, nn.RNNBase):
                 self.rnns.append(module)
         self._seen = tuple(map(list, zip(*seen, strict=True))) or ([], [], [])
@@ -126,15 +130,16 @@ class Tree:
             known = list(map(instead_of.__getitem__, self._sources))
             found = list(map(dict.get, tables, names))
             if not all(map(operator.is_, found, known)):
-                new = [
-                    theirs if theirs is not ours else mine
-                    for mine, theirs, ours in zip(new, found, known, strict=True)
-                ]
-                self.put_found(new)
+                self.put_found(
+                    [
+                        theirs if theirs is not ours else mine
+                        for mine, theirs, ours in zip(new, found, known, strict=True)
+                    ]
+                )
                 return
         deque(map(dict.__setitem__, tables, names, new), maxlen=0)
         for rnn in self.rnns:
-            _follow(rnn)
+            list_weights(rnn)
 
     def put_found(self, tensors: list[Any]) -> None:
         """Put them in the places that are still in their tables."""
@@ -142,23 +147,16 @@ class Tree:
             if name in table:
                 table[name] = tensor
         for rnn in self.rnns:
-            _follow(rnn)
+            list_weights(rnn)
 
     def found(self) -> list[Any]:
         """What is in the places now."""
         return list(map(dict.get, self._tables, self._names))
 
 
-def _is_lent(parameter: Tensor | None) -> bool:
+def _is_lent(parameter: Tensor | None) -> TypeGuard[Tensor]:
     """Whether it is a weight that a half copy can stand in for."""
     return parameter is not None and parameter.dtype is torch.float32
-
-
-def _follow(rnn: nn.RNNBase) -> None:
-    """An RNN has its weights as a list too."""
-    names = getattr(rnn, "_flat_weights_names", None)
-    if names is not None and FLAT_WEIGHTS in vars(rnn):
-        vars(rnn)[FLAT_WEIGHTS] = [getattr(rnn, name, None) for name in names]
 
 
 class Lending:
@@ -289,6 +287,9 @@ class LentWeights:
         if is_dynamo_compiling():
             self._put_traced(root)
             return
+        if is_replica(root):
+            self._lend_to_replica(root)
+            return
         running = self._running
         if running is not None and running.thread is threading.current_thread():
             if _runs(running.caller):
@@ -326,7 +327,7 @@ class LentWeights:
             self._take_back_traced(root)
             return
         running = self._running
-        if running is None or running.thread is not threading.current_thread():
+        if running is None or running.thread is not threading.current_thread() or is_replica(root):
             return
         while self._roots and self._roots.pop() is not root:
             pass
@@ -339,7 +340,12 @@ class LentWeights:
             self._end()
 
     def is_joined(self) -> bool:
-        """Whether the model is part of another one that has lent its weights in this thread."""
+        """Whether the model is part of another one that has lent its weights in this thread.
+
+        That one casts what goes in and out.
+        """
+        if not self._state.thread.lent:
+            return False
         running = self._running
         return any(
             id(self._model) in lending.tree.modules
@@ -474,7 +480,7 @@ class LentWeights:
 
     # Where Dynamo traces
 
-    def lend_to_replica(self, replica: nn.Module) -> None:
+    def _lend_to_replica(self, replica: nn.Module) -> None:
         """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
         for own, part in zip(self._model.modules(), replica.modules(), strict=True):
             if self._stays_float(own):
@@ -483,7 +489,7 @@ class LentWeights:
                 if isinstance(weight, Tensor) and name in own._parameters and _is_lent(weight):
                     vars(part)[name] = weight.to(self._dtype)
             if isinstance(part, nn.RNNBase):
-                _follow(part)
+                list_weights(part)
 
     def _put_traced(self, root: nn.Module) -> None:
         copies: dict[int, Tensor] = {}

@@ -151,12 +151,21 @@ class ManagedModel:
         return ModelInputs(name, dtype, lambda: self._owner.mix(self))
 
     def _make_submodule_calls(self, inputs: ModelInputs, dtype: torch.dtype) -> SubmoduleCalls:
+        def is_inside() -> bool:
+            lent = self._lent
+            return inputs.is_taken or (lent is not None and lent.is_joined())
+
+        def leave(owner: Any, part: nn.Module) -> None:
+            if self._lent is not None:
+                self._lent.end(part)
+            self._state.pop(owner)
+
         return SubmoduleCalls(
             self.model,
-            is_inside=lambda: inputs.is_taken or self._is_joined(),
+            is_inside=is_inside,
             make_inputs=lambda name: self._make_inputs(name, dtype),
             push=self._enter_submodule,
-            pop=self._leave_submodule,
+            pop=leave,
         )
 
     # Put in, take out
@@ -388,7 +397,7 @@ class ManagedModel:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
-        if self._is_joined():
+        if self._lent is not None and self._lent.is_joined():
             return None
         if self._step is not None and not is_dynamo_compiling() and self._step.enters():
             return None
@@ -413,15 +422,8 @@ class ManagedModel:
             if self._widened.copies:
                 self._widened.take_over()
         if self._lent is not None:
-            if getattr(model, "_is_replica", False):
-                self._lent.lend_to_replica(model)
-            else:
-                self._lent.begin(model)
+            self._lent.begin(model)
         return taken
-
-    def _is_joined(self) -> bool:
-        """Whether a model around this one has lent the weights, and casts in and out."""
-        return self._lent is not None and bool(self._state.thread.lent) and self._lent.is_joined()
 
     @contextlib.contextmanager
     def in_step(self, is_sent_through_call: bool) -> Iterator[None]:
@@ -450,22 +452,17 @@ class ManagedModel:
         if self._widened.copies:
             self._widened.take_over()
 
-    def _leave_submodule(self, owner: Any, part: nn.Module) -> None:
-        if self._lent is not None:
-            self._lent.end(part)
-        self._state.pop(owner)
-
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
-        if self._is_joined():
+        if self._lent is not None and self._lent.is_joined():
             return None
         if self._step is not None and not is_dynamo_compiling() and self._step.leaves():
             return None
         if output is None and not is_dynamo_compiling():  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
-        if self._lent is not None and not getattr(model, "_is_replica", False):
+        if self._lent is not None:
             self._lent.end(model)
         if self._state.thread.frames:
             self._state.leave_forward(self)

@@ -57,6 +57,19 @@ APPLY = "_apply"
 FLAT_WEIGHTS = "_flat_weights"
 """The attribute in which an `nn.RNNBase` has its weights as a list."""
 
+
+def list_weights(rnn: nn.RNNBase) -> None:
+    """Make an RNN's list of weights anew from its attributes."""
+    names = getattr(rnn, "_flat_weights_names", None)
+    if names is not None and FLAT_WEIGHTS in vars(rnn):
+        vars(rnn)[FLAT_WEIGHTS] = [getattr(rnn, name, None) for name in names]
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made it for one forward; its weights are plain attributes."""
+    return getattr(module, "_is_replica", False)
+
+
 HOOK_TABLES = (
     "_forward_hooks",
     "_forward_pre_hooks",

@@ -173,7 +173,7 @@ def test_a_model_inside_another_joins_it():
             self.between = hidden.dtype
             return self.head(hidden)
 
-    outer, second = start(Outer())
+    outer, _second = start(Outer())
     assert outer(inputs()).dtype is torch.float32 and outer.between is HALF
     assert inner(inputs()).dtype is torch.float32
     assert is_float(outer)
@@ -316,22 +316,22 @@ def test_replicas_have_tables_of_their_own():
 
 @pytest.mark.parametrize("how", ["the model", "a step"])
 def test_compiled_as_a_whole(how):
-    found = []
+    found, initial = [], nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).state_dict()
+    compiled_by = torch.compile(backend="aot_eager", fullgraph=True)
     for compiled in (False, True):
         torch._dynamo.reset()
         model, optimizer = start(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-        with torch.no_grad():
-            for index, parameter in enumerate(model.parameters()):
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) / (index + 1))
+        model.load_state_dict(initial)
+        forward = compiled_by(model) if how == "the model" and compiled else model
 
-        def step(x, model=model):
-            return model(x).square().mean()
+        def step(x, forward=forward):
+            return forward(x).square().mean()
 
-        compile = torch.compile(backend="aot_eager", fullgraph=True) if compiled else lambda f: f
-        run = compile(step) if how == "a step" else (lambda x, f=compile(model): f(x).square().mean())
+        if how == "a step" and compiled:
+            step = compiled_by(step)
         for _ in range(3):
             optimizer.zero_grad()
-            with ampatch.scale_loss(run(inputs()), optimizer) as scaled:
+            with ampatch.scale_loss(step(inputs()), optimizer) as scaled:
                 scaled.backward()
             optimizer.step()
         assert is_float(model)
