@@ -118,7 +118,7 @@ class AutocastRegions:
     def _put_under(
         self, region: Any, policy: Policy | None, torch_half: torch.dtype | None = None
     ) -> None:
-        # Within a block of the user's one that is enabled holds inside models too, as the block does.
+        # Within a block of the user's, one that is enabled holds inside models, as the block does.
         by_user = torch_half is not None and self._state.under_user_control()
         context = PolicyContext(self._state, lambda: policy, by_user, is_region=True)
         self._state.push(policy, context)

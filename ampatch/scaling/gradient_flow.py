@@ -256,12 +256,12 @@ class GradientFlow:
         None: there was nothing to look for.
         """
         state = self.state
-        if state.now is State.SPENT:
+        is_spent = state.now is State.SPENT
+        is_checked = state.now is State.COMPLETE and state.overflow is not None
+        if not is_spent and not (is_checked and not state.known_to_all and trains_with_others()):
+            return None
+        if is_spent:
             state.change(Event.RECHECK)
-        elif state.now is not State.COMPLETE or state.overflow is None:
-            return None
-        elif state.known_to_all or not trains_with_others():
-            return None
         by = state.unscaled_by
         if by is None or not self.has_gradients():
             return None
