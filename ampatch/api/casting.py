@@ -106,11 +106,10 @@ def precision(dtype: str) -> PolicyContext:
     word(f"ampatch.precision({dtype!r})", dtype, PRECISIONS)
 
     def forced() -> Policy | None:
-        policy = registry.state.current()
+        policy = registry.state.beneath_regions()
         if policy is None or not policy.follows_tables:
             return policy
-        return policy.forced(
-            torch.float32 if dtype == "float" else policy.half_type or policy.half_to
-        )
+        half = registry.state.thread.torch_half or policy.half_type or policy.half_to
+        return policy.forced(torch.float32 if dtype == "float" else half)
 
     return registry.state.under(forced, by_user=True)

@@ -77,11 +77,16 @@ class AutocastRegions:
         if policy is found:  # disabled, and for which device is not known
             policy = None
         PolicyContext(
-            self._state, lambda: policy, by_user=False, has_ended=lambda: nesting() == 0
+            self._state,
+            lambda: policy,
+            by_user=False,
+            has_ended=lambda: nesting() == 0,
+            is_region=True,
         ).__enter__()
 
     def enter(self, region: Any, device: str, half: torch.dtype | None = None) -> None:
         """Enter a region for tensors on one type of device; `half` if ampatch may cast there."""
+        self._state.drop_ended()
         found = self._state.current()
         if half is not None and self._is_in_forward(found) and found.casts_on(device):
             set_enabled(device, False)  # what leaves the region brings back what was before
@@ -113,8 +118,9 @@ class AutocastRegions:
     def _put_under(
         self, region: Any, policy: Policy | None, torch_half: torch.dtype | None = None
     ) -> None:
-        # In a block of the user's that holds inside models too a region does as well.
-        context = self._state.under(lambda: policy, self._state.under_user_control())
+        # Within a block of the user's, one that is enabled holds inside models, as the block does.
+        by_user = torch_half is not None and self._state.under_user_control()
+        context = PolicyContext(self._state, lambda: policy, by_user, is_region=True)
         self._state.push(policy, context)
         here = self._state.thread
         self.thread.entered.append((region, context, here.torch_half))

@@ -12,8 +12,10 @@ does not: the first is silently frozen into the graph, the second refused).
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,16 +23,20 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
+from .calling_frames import calling_frame, is_running
 from .contexts import PolicyContext
 from .handler_tables import HandlerTables
 from .policy import Policy
 from .torch_autocast import devices_on, half_type, nesting, set_enabled
 
+_OURS = __name__.partition(".")[0] + "."
+
 FOLLOW = object()
 """The thread has no policy of its own: the process's policy counts."""
 
-Frame = tuple[Any, Any, bool, "SwitchedOff | None"]
-"""The owner of a push, what it covered, whether it changed anything, torch's autocast meanwhile.
+Frame = tuple[Any, Any, bool, "SwitchedOff | None", FrameType | None]
+"""The owner of a push, what it covered, whether it changed anything, torch's autocast meanwhile,
+and the Python frame that calls the module whose hook pushed.
 
 A plain tuple: each forward and each step makes several, and a class's constructor is a call.
 """
@@ -91,12 +97,15 @@ class CastState:
         self, policy: Policy | None, owner: Any = None, off: SwitchedOff | None = None
     ) -> None:
         """Give this thread a policy of its own, until `pop`, which switches `off` on again."""
-        thread = self.thread
+        thread, caller = self.thread, None
+        if not isinstance(owner, _BLOCKS) and not is_dynamo_compiling():
+            self.drop_ended()
+            caller = calling_frame()
         found = thread.policy
         differs = policy is not (self.process if found is FOLLOW else found)
         if not differs and not isinstance(owner, _BLOCKS) and is_dynamo_compiling():
             return  # strict export warns of every write, even of one that is taken back
-        thread.frames.append((owner, found, differs, off))
+        thread.frames.append((owner, found, differs, off, caller))
         if differs:
             thread.policy = policy
             self.watch(+1)
@@ -109,7 +118,7 @@ class CastState:
         """
         frames = self.thread.frames
         if frames and frames[-1][0] is owner:
-            _, found, differs, off = frames.pop()
+            _, found, differs, off, _ = frames.pop()
             if differs:
                 self.thread.policy = found
                 self.watch(-1)
@@ -124,13 +133,13 @@ class CastState:
         if not places:  # entered in another thread, or not at all
             return
         above = places[-1]
-        _, found, differs, off = frames.pop(above)
-        heir, covered, heir_differs, heir_off = frames[above]
+        _, found, differs, off, _ = frames.pop(above)
+        heir, covered, heir_differs, heir_off, caller = frames[above]
         if differs:
             covered = found
             if heir_differs:
                 self.watch(-1)
-        frames[above] = (heir, covered, differs or heir_differs, heir_off or off)
+        frames[above] = (heir, covered, differs or heir_differs, heir_off or off, caller)
 
     def enter_forward(self, policy: Policy | None, owner: Any) -> None:
         """A managed forward begins: it is under `policy` until `leave_forward`.
@@ -141,9 +150,13 @@ class CastState:
         """
         thread, off = self.thread, None
         if thread.frames:
+            if not is_dynamo_compiling():
+                self.drop_ended()
             if self.under_user_control():
                 return
-            if policy is not None and policy.gate is None and policy.follows_tables:
+            if self._in_block_beneath_regions():
+                policy = self.beneath_regions()
+            elif policy is not None and policy.gate is None and policy.follows_tables:
                 if is_dynamo_compiling():
                     policy = self._beside_torch(policy)
                 else:
@@ -151,9 +164,12 @@ class CastState:
         if is_dynamo_compiling():
             self.push(policy, owner)
             return
-        found = thread.policy  # as `push`, without the price of two calls
+        found = thread.policy  # as `push`, without the price of three calls
         differs = policy is not (self.process if found is FOLLOW else found)
-        thread.frames.append((owner, found, differs, off))
+        caller: Any = sys._getframe(1)
+        while caller.f_globals.get("__name__", "").startswith(_OURS):
+            caller = caller.f_back
+        thread.frames.append((owner, found, differs, off, caller))
         if differs:
             thread.policy = policy
             with self._lock:
@@ -174,7 +190,7 @@ class CastState:
         if is_dynamo_compiling():
             self.pop(owner)
             return
-        _, found, differs, off = frames.pop()
+        _, found, differs, off, _ = frames.pop()
         if differs:
             thread.policy = found
             with self._lock:
@@ -192,6 +208,8 @@ class CastState:
 
     def push_block(self, policy: Policy | None, block: PolicyContext) -> None:
         """A `with` block begins, until `pop`.  Where nothing casts, torch's autocast stays."""
+        if not is_dynamo_compiling():
+            self.drop_ended()
         is_said = block.by_user and block.has_ended is None
         casts = self.process is not None or self.per_thread
         self.push(policy, block, torch_switched_off() if is_said and casts else None)
@@ -221,6 +239,29 @@ class CastState:
             self.pop(frames[-1][0])
         for lending in list(self.thread.lent):
             lending.end_if_interrupted()
+
+    def drop_ended(self) -> None:
+        """Pop what hooks pushed here for forwards whose call runs no longer: Ctrl-C skips hooks."""
+        frames = self.thread.frames
+        while frames and frames[-1][4] is not None and not is_running(frames[-1][4]):
+            self.pop(frames[-1][0])
+
+    def beneath_regions(self) -> Policy | None:
+        """The policy in force here, but for regions of torch.autocast that were entered last."""
+        policy = self.thread.policy
+        for owner, found, differs, _, _ in reversed(self.thread.frames):
+            if not _is_region(owner):
+                break
+            policy = found if differs else policy
+        return self.process if policy is FOLLOW else policy
+
+    def _in_block_beneath_regions(self) -> bool:
+        """Whether regions were entered last, in a `with` block of the user's."""
+        owners = [frame[0] for frame in self.thread.frames]
+        if not owners or not _is_region(owners[-1]):
+            return False
+        beneath = next((owner for owner in reversed(owners) if not _is_region(owner)), None)
+        return isinstance(beneath, _BLOCKS) and beneath.by_user
 
     def under_user_control(self) -> bool:
         """Whether the innermost policy here is from a `with` block of the user's."""
@@ -321,7 +362,7 @@ class CastsOff:
             return
         found = thread.policy
         differs = (state.process if found is FOLLOW else found) is not None
-        thread.frames.append((self, found, differs, None))
+        thread.frames.append((self, found, differs, None, None))
         if differs:
             thread.policy = None
             with state._lock:
@@ -336,12 +377,16 @@ class CastsOff:
         if frames[-1][0] is not self or is_dynamo_compiling():
             state.pop(self)
             return
-        _, found, differs, _ = frames.pop()
+        _, found, differs, _, _ = frames.pop()
         if differs:
             state.thread.policy = found
             with state._lock:
                 state._own -= 1
                 state.per_thread = state._own > 0
+
+
+def _is_region(owner: Any) -> bool:
+    return isinstance(owner, PolicyContext) and owner.is_region
 
 
 _BLOCKS = (PolicyContext, CastsOff)

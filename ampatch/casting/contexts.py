@@ -23,10 +23,11 @@ class PolicyContext:
     """`with` block or decorator under a policy; nests, and restores what it found.
 
     Decorates functions, generator functions, `async` functions and `async` generators.
-    `has_ended`, if any, says whether the block is over although nothing has left it.
+    `has_ended`, if any, says whether the block is over although nothing has left it.  `is_region`:
+    it stands for a region of torch.autocast.
     """
 
-    __slots__ = ("_choose", "_state", "by_user", "has_ended")
+    __slots__ = ("_choose", "_state", "by_user", "has_ended", "is_region")
 
     def __init__(
         self,
@@ -34,11 +35,13 @@ class PolicyContext:
         choose: Callable[[], Policy | None],
         by_user: bool,
         has_ended: Callable[[], bool] | None = None,
+        is_region: bool = False,
     ) -> None:
         self._state = state
         self._choose = choose
         self.by_user = by_user
         self.has_ended = has_ended
+        self.is_region = is_region
 
     def __enter__(self) -> None:
         self._state.push_block(self._choose(), self)

@@ -15,7 +15,6 @@ import re
 import textwrap
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ _KINDS = {
     **dict.fromkeys(("complexhalf", "complexfloat", "complexdouble"), "complex"),
 }
 """What torch's messages call dtypes, in small letters: `c10::Half`, `torch.HalfTensor`, `Half`."""
-_FLOATING = {"half", "single", "double"}
 _OURS = (__name__.partition(".")[0],)
 _FAR = 64
 """How many steps back in a graph to look for the call that made a tensor half."""
@@ -68,39 +66,25 @@ def note(error: BaseException | None, cause: str) -> None:
     """
     if not isinstance(error, (RuntimeError, TypeError, ValueError)):
         return
-    if hasattr(error, _NOTED) or not _is_due_to(error, "half"):
+    if hasattr(error, _NOTED) or not _is_due_to_half(error):
         return
     text = _describe(error, cause)
     if text is not None:
         _add(error, text)
 
 
-def note_call(error: RuntimeError, called: Any, args: Any, kwargs: dict, to: torch.dtype) -> None:
-    """As `note`, for a call whose arguments were cast to `to`: what they were before."""
-    if hasattr(error, _NOTED) or not _is_due_to(error, "half" if to in _HALF else "single"):
-        return
-    given = ", ".join(
-        str(value.dtype) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
-    )
-    _add(
-        error,
-        f"ampatch: {getattr(called, '__module__', 'torch')}.{getattr(called, '__name__', called)} "
-        f"was called with tensors in {given}; those in FP32 and half were cast to {to}. Cast them "
-        'to one dtype yourself, or call it under ampatch.precision("float") or disable_casts().',
-    )
-
-
-def _is_due_to(error: BaseException, kind: str) -> bool:
-    """Whether a message is about tensors of a kind, alone or beside other floating ones.
+def _is_due_to_half(error: BaseException) -> bool:
+    """Whether a message is about half beside FP32: it names these two dtypes, or, torch's, none.
 
     One that names other dtypes has another cause: in FP32 it would be the same.
     """
     text = str(error)
     if not any(word in text for word in _ABOUT):
         return False
+    text = re.sub(r"complex<\w+>", "complexfloat", text)
     words = re.findall(r"[a-z]+\d*", re.sub(r"Tensor|Type|CPU|CUDA", "", text).lower())
     named = {_KINDS[word] for word in words if word in _KINDS}
-    return named <= {kind} or (kind in named and len(named & _FLOATING) > 1)
+    return named == {"half", "single"} or (not named and type(error) is RuntimeError)
 
 
 def _add(error: BaseException, text: str) -> None:

@@ -23,7 +23,6 @@ from ..errors import BannedFunctionError
 from ..torch_private.torch_functions import is_mode_on
 from .cast_observers import ObservedCall, observed, observers
 from .cast_state import FOLLOW, CastState
-from .dtype_errors import note_call
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
 from .recording import Recorded, opaque_call
@@ -93,11 +92,7 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
         if _call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):
-            try:
-                result = _call_cast(call, args, kwargs, to, policy.cache, policy.devices)
-            except RuntimeError as error:
-                note_call(error, patched, args, kwargs, to)
-                raise
+            result = _call_cast(call, args, kwargs, to, policy.cache, policy.devices)
             if result is not _UNUSUAL:
                 return result
         try:
@@ -136,11 +131,7 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
             return proxy.record(patched, args, kwargs)
         except NoHalfKernel:
             cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
-        try:
-            return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
-        except RuntimeError as error:
-            note_call(error, patched, args, kwargs, to)
-            raise
+        return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
 
     return patched
 

@@ -248,23 +248,25 @@ class GradientFlow:
         self.state.change(Event.UNSCALE)
         return self._unscale_all(scaler, scale, sharing)
 
-    def look_again(self) -> None:
+    def look_again(self) -> Flag | None:
         """Look for overflow in gradients that may be others than their block has checked.
 
         A step has used them and they were not zeroed: an inf may be left.  Or several processes
-        train: a script may have averaged the inf of another rank into them.
+        train: a script may have averaged the inf of another rank into them.  Returns found_inf;
+        None: there was nothing to look for.
         """
         state = self.state
-        if state.now is State.SPENT:
+        is_spent = state.now is State.SPENT
+        is_checked = state.now is State.COMPLETE and state.overflow is not None
+        if not is_spent and not (is_checked and not state.known_to_all and trains_with_others()):
+            return None
+        if is_spent:
             state.change(Event.RECHECK)
-        elif state.overflow is None or state.known_to_all or not trains_with_others():
-            return
         by = state.unscaled_by
-        if by is not None and self.has_gradients():
-            as_they_are = by.scale / by.scale  # 1, where the scale lives
-            found = self._unscale_all(by.scaler, as_they_are, NOTHING_SHARED)
-            for scaler in state.waiting:
-                scaler.join_deferred(found)
+        if by is None or not self.has_gradients():
+            return None
+        as_they_are = by.scale / by.scale  # 1, where the scale lives
+        return self._unscale_all(by.scaler, as_they_are, NOTHING_SHARED)
 
     # Steps and zeroes
 
@@ -277,8 +279,8 @@ class GradientFlow:
         seen = state.overflow
         found = share_flag(False if seen is None else seen, [self.step_group], self.parameters())
         state.overflow = found
-        for scaler in state.waiting:
-            scaler.defer([found])
+        for deferred in state.waiting:
+            deferred.scaler.defer([found])
 
     def take_found_inf(self) -> Flag | None:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""

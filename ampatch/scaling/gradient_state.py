@@ -39,6 +39,7 @@ Every other transition raises `AmpatchError`.  `TRANSITIONS` and `CAUSES` hold t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -161,7 +162,7 @@ class GradientState:
         self.known_to_all = False  # all processes have seen that overflow, on whichever it came
         self.unscaled_by: Unscaled | None = None  # by which scaler, last
         self.had_block = False  # a block was entered since the last step
-        self.waiting: list[Scaler] = []  # scalers whose update waits for the step
+        self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
 
     def change(self, event: Event, pending: Pending | None = None) -> None:
         """Go to the next state; `pending` is what gradients join that get scaled by it.
@@ -197,17 +198,6 @@ class GradientState:
         self.known_to_all = known_to_all and (self.overflow is None or self.known_to_all)
         self.overflow = found if self.overflow is None else either(self.overflow, found)
         self.unscaled_by = by
-
-    def defer_update(self, scaler: Scaler) -> None:
-        """Have `scaler` react at the next step to the flags that it holds."""
-        if scaler not in self.waiting:
-            self.waiting.append(scaler)
-
-    def update_deferred(self) -> None:
-        """Have the scalers react whose update waited for the step."""
-        for scaler in self.waiting:
-            scaler.update([])
-        self.waiting.clear()
 
 
 class Pending:
@@ -249,11 +239,53 @@ class Pending:
         sharing = sharing_among(waiting)
         found = [flow.unscale_pending(self._scaler, self.scale, sharing) for flow in waiting]
         flags = [flag for flag in found if flag is not None]
-        update_scaler(self._scaler, flags, [flow.state for flow in waiting])
+        update_scaler(self._scaler, flags, waiting)
+
+
+class Deferred:
+    """A scaler's update that waits for the first step of some optimizers.
+
+    `together`: an overflow in the gradients of one has all of them skip.
+    """
+
+    def __init__(self, scaler: Scaler, together: bool) -> None:
+        self.scaler = scaler
+        self._together = together
+        self._flows: list[GradientFlow] = []
+
+    def join(self, flows: Sequence[GradientFlow]) -> None:
+        """Wait for the step of these optimizers too."""
+        for flow in flows:
+            if flow not in self._flows:
+                self._flows.append(flow)
+                flow.state.waiting.append(self)
+
+    def look_again(self) -> None:
+        """Look for overflow that has come since: before the first step, in all gradients."""
+        looked = [(flow.state, flow.look_again()) for flow in self._flows]
+        flags = [found for _, found in looked if found is not None]
+        for found in flags:
+            self.scaler.join_deferred(found)
+        if self._together and flags:
+            anywhere = functools.reduce(either, flags)
+            for state, _ in looked:
+                if state.unscaled_by is not None:
+                    state.note_overflow(anywhere, state.unscaled_by)
+
+    def update(self) -> None:
+        """The first of them steps: the scaler reacts to the flags that it holds."""
+        self.scaler.update([])
+        for flow in self._flows:
+            flow.state.waiting.remove(self)
 
 
 def update_scaler(
-    scaler: Scaler, flags: list[Flag], states: Sequence[GradientState], *, at_step: bool = False
+    scaler: Scaler,
+    flags: list[Flag],
+    flows: Sequence[GradientFlow],
+    *,
+    at_step: bool = False,
+    together: bool = False,
 ) -> None:
     """Have a scaler react to the overflow flags of its gradients, now or at the step.
 
@@ -262,7 +294,7 @@ def update_scaler(
     """
     if at_step or trains_with_others():
         scaler.defer(flags)
-        for state in states:
-            state.defer_update(scaler)
+        known = [one for flow in flows for one in flow.state.waiting if one.scaler is scaler]
+        (known[0] if known else Deferred(scaler, together)).join(flows)
     else:
         scaler.update(flags)

@@ -220,12 +220,16 @@ class ManagedOptimizer:
 
         The ranks that step together decide together.
         """
-        self.gradients.look_again()
+        waiting = list(self.gradients.state.waiting)
+        for deferred in waiting:
+            deferred.look_again()
+        if not waiting:
+            self.gradients.look_again()
         if self.gradients.step_group is not None and self._looks_for_overflow():
             zero.refuse_lead(self.optimizer)
             self.gradients.share_overflow()
-        if self.gradients.state.waiting:
-            self.gradients.state.update_deferred()
+        for deferred in waiting:
+            deferred.update()
 
     def bring_up_to_date(self) -> None:
         """Unscale what is pending; have masters follow what was written into half weights.

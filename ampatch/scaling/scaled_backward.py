@@ -106,14 +106,15 @@ class ScaledBackward:
             raise
 
     def _unscale(self) -> None:
-        flags, states = [], []
+        flags = []
         for flow in self._flows:
-            states.append(flow.state)
             found = flow.after_backward(self._scaler, self._scale, self._sharing)
             if found is not None:
                 flags.append(found)
         if self._together and flags:
             found, by = functools.reduce(either, flags), Unscaled(self._scaler, self._scale)
-            for state in states:
-                state.note_overflow(found, by)
-        update_scaler(self._scaler, flags, states, at_step=self._delay_check)
+            for flow in self._flows:
+                flow.state.note_overflow(found, by)
+        update_scaler(
+            self._scaler, flags, self._flows, at_step=self._delay_check, together=self._together
+        )

@@ -80,7 +80,11 @@ BAD_INITIALIZE = [
     ),
     ({"patch_torch_functions": True, "opt_level": "O2"}, ValueError, "patch_torch_functions=True"),
     ({"cast_model_outputs": torch.int32}, ValueError, "cast_model_outputs=torch.int32"),
-    ({"patch_scope": "thread"}, ValueError, 'expected "process" (cast every call) or "model"'),
+    (
+        {"patch_scope": "thread"},
+        ValueError,
+        'expected "model" (only inside managed models) or "process"',
+    ),
     ({"overrides": ["a"]}, TypeError, "overrides=['a']"),
     ({"overrides": {"0": "floot"}}, ValueError, 'Did you mean "float"?'),
     ({"overrides": {"deco.*": "float"}}, ValueError, "no submodule matches 'deco.*'"),

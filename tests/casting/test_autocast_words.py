@@ -277,6 +277,53 @@ def test_outside_of_models_a_region_is_torch_s(scope):
     assert all(map(torch.equal, found, expected)) and found[0].dtype is expected[0].dtype
 
 
+@pytest.mark.parametrize("how", ["the model", "a part at O2", "in a region"])
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_what_ctrl_c_left_is_gone_when_the_next_forward_begins(scope, how):
+    """It skips the hooks that would end the forward."""
+    level = "O2" if how == "a part at O2" else "O1"
+
+    def interrupted(layer, x):
+        raise KeyboardInterrupt
+
+    model = o1(interrupted, level=level, patch_scope=scope)
+    region = torch.autocast("cpu", dtype=FP16) if how == "in a region" else contextlib.nullcontext()
+    before = (X @ X.T).dtype
+    with region:
+        if how == "a part at O2":
+            hook = model.layer.register_forward_pre_hook(lambda *_: interrupted(None, None))
+        with pytest.raises(KeyboardInterrupt):
+            model.layer(X) if how == "a part at O2" else model(X)
+    if how == "a part at O2":
+        hook.remove()
+    model.function = lambda layer, x: layer(x)
+    assert model(X).dtype is (FP32 if level == "O2" else H)
+    assert not STATE.thread.frames and (X @ X.T).dtype is before
+    if level == "O1":
+        with torch.autocast("cpu", dtype=FP16):
+            assert model(X).dtype is FP16
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_a_block_of_precision_beside_a_region_casts(scope):
+    model = o1(patch_scope=scope)
+    on, fp16 = torch.autocast("cpu", dtype=H), torch.autocast("cpu", dtype=FP16)
+    for around, expected in (
+        ((on, ampatch.precision("half")), H),
+        ((fp16, ampatch.precision("half")), FP16),
+        ((off(), ampatch.precision("half")), H),
+        ((ampatch.precision("half"), off()), H),
+        ((ampatch.precision("float"), off()), FP32),
+        ((ampatch.disable_casts(), off()), FP32),
+        ((on, ampatch.precision("float")), FP32),
+    ):
+        with contextlib.ExitStack() as stack:
+            for one in around:
+                stack.enter_context(one)
+            assert model(X).dtype is expected, around
+    assert model(X).dtype is H and not STATE.thread.frames
+
+
 def test_ctrl_c_in_a_region_leaves_torchs_autocast_off():
     def forward(layer, x):
         raise KeyboardInterrupt

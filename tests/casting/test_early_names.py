@@ -228,6 +228,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
         ("torch.backends.mha", "get_fastpath_enabled"),
         ("torch.utils.checkpoint", checkpoints.no_reentry()),
         ("torch.jit", "script"),
+        ("torch.nn.functional", "multi_head_attention_forward"),
         *(("torch", name) for name in AUTOCAST_S),
         *((where, name) for where in MODES_IN for name in ("_push_mode", "_pop_mode")),
         *(("torch.overrides", name) for name in OVERRIDES),

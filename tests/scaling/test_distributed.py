@@ -10,6 +10,7 @@ from ddp_training import backward, batch, build, everything
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
+from ampatch.session.registry import registry
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
@@ -132,23 +133,35 @@ def averaging_by_hand(rank: int, level: str, clip: str) -> dict:
     return {"skipped": skipped, "moved": moved, "weights": weights, "scale": amp.loss_scale()}
 
 
-def averaging_for_two_optimizers(rank: int, level: str) -> dict:
+def averaging_for_two_optimizers(rank: int, level: str, inside: bool, as_apex: bool) -> dict:
     """One loss; in the second step rank 1 overflows in the second optimizer's weights."""
     model, _ = build(seed=0)
     pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    amp.initialize(model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic")
-    scales = []
+    registry.opens_as_apex = as_apex
+    try:
+        amp.initialize(
+            model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic"
+        )
+    finally:
+        registry.opens_as_apex = False
+    scales, skipped = [], []
     for number in range(3):
         for optimizer in pair:
             optimizer.zero_grad()
-        backward(model, pair, 10 * rank + number)
-        if rank == 1 and number == 1:
+        inputs, targets = batch(10 * rank + number)
+        overflows = rank == 1 and number == 1
+        with amp.scale_loss(F.cross_entropy(model(inputs), targets), pair) as scaled_loss:
+            scaled_loss.backward()
+            if overflows and inside:
+                model[2].bias.grad.fill_(float("inf"))
+        if overflows and not inside:
             model[2].bias.grad.fill_(float("inf"))
         average(model.parameters())
         for optimizer in pair:
             optimizer.step()
+        skipped.append([amp.step_was_skipped(optimizer) for optimizer in pair])
         scales.append((amp.loss_scale(), amp.state_dict()["loss_scaler0"]["unskipped"]))
-    return {"weights": everything(model, pair[1]), "scales": scales}
+    return {"weights": everything(model, pair[1]), "scales": scales, "skipped": skipped}
 
 
 def reducing_inside_the_last_block(rank: int, level: str) -> dict:
@@ -243,11 +256,17 @@ def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(
     assert all(map(torch.equal, one["weights"], two["weights"]))
 
 
-def test_an_overflow_after_the_block_in_the_second_of_two_optimizers(ranks):
-    one, two = ranks(averaging_for_two_optimizers, "O1")
+@pytest.mark.parametrize("as_apex", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_of_one_rank_in_the_second_of_two_optimizers(ranks, level, inside, as_apex):
+    """Both ranks skip the same steps, and the scale moves once on each.  In apex both steps go."""
+    one, two = ranks(averaging_for_two_optimizers, level, inside, as_apex)
     assert all(map(torch.equal, one["weights"], two["weights"]))
     assert all(bool(value.isfinite().all()) for value in one["weights"])
-    assert [step[1] for step in one["scales"]] == [1, 2, 3]  # a step is counted once
+    for rank in (one, two):
+        assert rank["scales"] == [(64.0, 1), (32.0, 0), (32.0, 1)]
+        assert rank["skipped"] == [[False, False], [as_apex, True], [False, False]]
 
 
 def test_a_shared_flag_skips_the_step_on_both_ranks(ranks):
