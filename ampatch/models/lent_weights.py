@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 import threading
 import time
 import weakref
@@ -38,6 +37,7 @@ from ..casting.batched_casts import (
     may_be_planned,
     may_use_all,
 )
+from ..casting.calling_frames import calling_frame, is_running
 from ..casting.cast_state import CastState
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values
@@ -166,7 +166,7 @@ class Lending:
         self.tree = tree
         self.copies = copies
         self.thread = threading.current_thread()
-        self.caller = _caller()  # if this frame runs no longer, the call was interrupted
+        self.caller = calling_frame()  # if this frame runs no longer, the call was interrupted
         self.is_in_place = False
         self.begun_as: dict[int, Tensor] = {}  # copies that are compared in the end, by place
         self._versions = list(map(_version_of, copies))
@@ -201,7 +201,7 @@ class Lending:
 
     def end_if_interrupted(self) -> None:
         """Take back what a call left that never ended: Ctrl-C skips hooks."""
-        if not _runs(self.caller):
+        if not is_running(self.caller):
             self._owner.drop(self)
 
     @contextlib.contextmanager
@@ -225,22 +225,6 @@ def carry(copy: Tensor, parameter: Tensor) -> None:
     with torch.no_grad():
         same = parameter.to(copy.dtype) == copy
         parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
-
-
-def _caller() -> Any:
-    """The innermost frame that is not of ampatch."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("ampatch."):
-        frame = frame.f_back
-    return frame
-
-
-def _runs(frame: Any) -> bool:
-    """Whether a frame is on the stack of this thread."""
-    now: Any = sys._getframe(1)
-    while now is not None and now is not frame:
-        now = now.f_back
-    return now is not None
 
 
 class LentWeights:
@@ -292,7 +276,7 @@ class LentWeights:
             return
         running = self._running
         if running is not None and running.thread is threading.current_thread():
-            if _runs(running.caller):
+            if is_running(running.caller):
                 self._roots.append(root)
                 return
             self._end()
