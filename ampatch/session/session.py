@@ -315,6 +315,8 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`."""
+        if registry.ranks.expected:
+            registry.ranks.before_pass(loss)
         registry.state.drop_interrupted()
         for optimizer in managed:
             optimizer.add_new_params()
