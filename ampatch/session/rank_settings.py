@@ -69,7 +69,7 @@ class RankSettings:
     def settings(self, model: nn.Module) -> Settings:
         """What `initialize` was given for the parts of a model; empty: nothing is managed."""
         return {
-            part: _of_model(properties) | _of_scalers(session)
+            part: _of_model(properties) | _of_overrides(session) | _of_scalers(session)
             for part, session, properties in self._parts(model)
         }
 
@@ -90,15 +90,21 @@ class RankSettings:
                     scaler.load_state_dict({**scaler.state_dict(), **news})
 
     def _parts(self, model: nn.Module) -> Iterator[tuple[str, Session, Properties]]:
-        names = {id(module): name for name, module in model.named_modules()}
+        """Names in `model` of what it shares with managed models: their whole, or a part of one."""
+        names = {
+            id(module): name
+            for name, module in model.named_modules()
+            if next(module.parameters(), None) is not None
+        }
         for number, session in enumerate(self._registry.sessions):
             if not session.properties.enabled:
                 continue
             if session.models.is_empty():
                 yield f"{_EVERYWHERE} ({number})", session, session.properties
             for managed in session.models.alive():
-                if id(managed.model) in names:
-                    yield names[id(managed.model)], session, managed.properties
+                shared = [names[key] for key in map(id, managed.model.modules()) if key in names]
+                if shared:
+                    yield shared[0], session, managed.properties
 
 
 def _of_model(properties: Properties) -> dict[str, str]:
@@ -107,6 +113,14 @@ def _of_model(properties: Properties) -> dict[str, str]:
     if properties.opt_level == "O0":
         del shown["dtype"]
     return shown
+
+
+def _of_overrides(session: Session) -> dict[str, str]:
+    """They decide in which types calls compute, and weights are sent."""
+    modules, functions = session.rules
+    given = [*modules, *functions.items()]
+    shown = [f"{getattr(key, '__name__', key)}: {precision}" for key, precision in given]
+    return {"overrides": f"{{{', '.join(shown)}}}"}
 
 
 def _of_scalers(session: Session) -> dict[str, str]:

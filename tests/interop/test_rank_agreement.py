@@ -99,6 +99,38 @@ def test_ranks_that_differ_are_told_on_every_rank(ranks, what, kind, order):
             assert f"ank {rank} has " in message and shown.format(value) in message, message
 
 
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_parts_of_a_model_that_are_wrapped_are_compared(ranks, order):
+    for message in ranks(_told_of_parts, order):
+        assert message.startswith("DistributedDataParallel(Linear): the ranks average gradients")
+        assert "Rank 0 has dtype=torch.float16; rank 1 has dtype=torch.bfloat16" in message
+
+
+def _told_of_parts(rank, order):
+    settings = {**DYNAMIC, "dtype": (torch.float16, torch.bfloat16)[rank]}
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        if order == "after":
+            ampatch.initialize(model, optimizer, **settings)
+        model[0] = DistributedDataParallel(model[0])
+        if order == "before":
+            ampatch.initialize(model, optimizer, **settings)
+        train(model, optimizer, 1)
+    except ampatch.AmpatchError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_overrides_that_differ(ranks, level):
+    """They decide the types of what DDP sends: gloo aborts, or mixes up their bytes."""
+    settings = {**PLAIN, "opt_level": level}
+    by_rank = [{**settings, "overrides": {"0": "float", torch.bmm: "float"}}, settings]
+    first, second = ranks(told, "torch", "after", by_rank)
+    assert first == second
+    assert "Rank 0 has overrides={0: float, bmm: float}; rank 1 has overrides={}" in first
+
+
 @pytest.mark.parametrize("levels", ["O1 O2", "O2 O3", "O3 O1"])
 def test_levels_whose_weights_are_of_other_types(ranks, levels):
     """torch's broadcast would mix up their bytes, or wait for more of them."""
