@@ -65,7 +65,7 @@ def scale_loss(
     Raises:
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `loss_id` is out of range.
-        AmpatchError: `initialize` was not called, or not with these optimizers.
+        AmpatchError: `initialize` was not called, or not with these optimizers and enabled.
     """
     argument_checks.floating_loss(loss, "ampatch.scale_loss")
     if isinstance(optimizers, (list, tuple)):
@@ -93,12 +93,14 @@ def _managed_optimizers(optimizers: list | tuple) -> tuple[Session, list[Managed
 def _wrapped(optimizer: Any, where: str) -> tuple[Session, Any]:
     """The session of the optimizer that this one stands for, and that optimizer as managed.
 
-    Raises `AmpatchError` for an optimizer that no session manages.
+    Raises `AmpatchError` for an optimizer that no session manages, unless all are disabled.
     """
     found = wrapped_optimizers.find(registry.optimizers, optimizer)
     if found is not None:
         return found
-    registry.latest("ampatch.scale_loss(...)")
+    latest = registry.latest("ampatch.scale_loss(...)")
+    if not any(session.properties.enabled for session in registry.sessions):
+        return latest, optimizer
     raise AmpatchError(f"ampatch.scale_loss({where}={_unknown(optimizer)}")
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import weakref
 from typing import Any, Protocol
 
 import torch
 import torch.distributed
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +28,8 @@ from ..torch_private.ddp import parameters_of_ranks, pass_verification, store_of
 
 Settings = dict[str, dict[str, str]]
 """By the part of a model that a session manages: names and values of what it was given."""
+Scales = dict[str, list[dict[str, Any]]]
+"""The states of its loss scalers, by the same parts."""
 
 
 class Trained(Protocol):
@@ -36,10 +38,10 @@ class Trained(Protocol):
     def settings(self, model: nn.Module) -> Settings:
         """What `initialize` was given for the parts of a model; empty: nothing is managed."""
 
-    def scales(self, model: nn.Module) -> dict[str, list[dict[str, Any]]]:
+    def scales(self, model: nn.Module) -> Scales:
         """The states of the loss scalers, by the same parts."""
 
-    def take_scales(self, model: nn.Module, scales: dict[str, list[dict[str, Any]]]) -> None:
+    def take_scales(self, model: nn.Module, scales: Scales) -> None:
         """Have those of another rank."""
 
 
@@ -57,48 +59,99 @@ def agree_at_wrapping(trained: Trained, model: nn.Module, group: Any) -> None:
     if not settings or not sent or store is None or not is_member:
         return
     meeting = _Meeting(store, group, "wrapping", model)
-    meeting.say(settings, trained.scales(model))
+    meeting.say(settings)
     if pass_verification(group, sent):
-        trained.take_scales(model, meeting.conclude())
+        trained.take_scales(model, meeting.conclude(trained.scales(model)))
+
+
+def can_meet() -> bool:
+    """Whether the ranks have a store."""
+    return store_of_ranks() is not None
 
 
 def say_inactive(wrapper: DistributedDataParallel) -> None:
-    """For `agree_at_first_forward` on other ranks: this one does not manage a wrapped model."""
-    store = store_of_ranks()
-    if store is not None:
-        _Meeting(store, wrapper.process_group, "forward", wrapper).say({}, {})
+    """For `FirstPass` on other ranks: this one does not manage a wrapped model."""
+    _Meeting(store_of_ranks(), wrapper.process_group, "pass", wrapper).say({})
 
 
-def agree_at_first_forward(
-    trained: Trained, wrapper: DistributedDataParallel
-) -> Callable[[], None]:
-    """`initialize` was given a model that had been wrapped; returns what calls the meeting off.
+class FirstPass:
+    """`initialize` was given a model that had been wrapped.
 
-    The ranks meet in the first forward whose gradients are averaged: in its backward pass they
-    wait for each other in any case.
+    Each rank says what it has in its first forward whose gradients are to be averaged, and waits
+    for nobody: a rank may look at shapes or validate alone.  The ranks meet in the backward pass
+    of such a forward, where DistributedDataParallel has them wait for each other in any case:
+    before its loss is scaled, or without a `scale_loss` at the first gradient.
     """
 
-    def before_forward(model: DistributedDataParallel, args: Any) -> None:
-        if is_dynamo_compiling() or not (
-            model.training and torch.is_grad_enabled() and model.require_backward_grad_sync
-        ):
-            return
-        handle.remove()
-        settings, store = trained.settings(model), store_of_ranks()
-        if settings and store is not None:
-            meeting = _Meeting(store, model.process_group, "forward", model)
-            meeting.say(settings, trained.scales(model))
-            meeting.wait()
-            trained.take_scales(model, meeting.conclude())
+    def __init__(self, trained: Trained, wrapper: DistributedDataParallel) -> None:
+        self._trained = trained
+        self._wrapper = weakref.ref(wrapper)  # a session must not keep its models
+        self._meeting = _Meeting(store_of_ranks(), wrapper.process_group, "pass", wrapper)
+        self._has_said = False
+        self._is_averaged = False  # the gradients of the last forward
+        self._handles = [wrapper.register_forward_pre_hook(Hook(self._before_forward))]
 
-    handle = wrapper.register_forward_pre_hook(Hook(before_forward))
-    return handle.remove
+    def call_off(self) -> None:
+        """The ranks have met, or the session closes."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def is_over(self) -> bool:
+        """Whether nothing is to be done any more."""
+        return not self._handles or self._wrapper() is None
+
+    def before_pass(self, loss: Tensor) -> None:
+        """A loss is about to be scaled for its backward pass."""
+        wrapper = self._wrapper() if self._is_averaged else None
+        if wrapper is not None and _reaches(loss, parameters_of_ranks(wrapper.module)):
+            self._meet(wrapper)
+
+    def _before_forward(self, model: DistributedDataParallel, args: Any) -> None:
+        if is_dynamo_compiling():
+            return
+        self._is_averaged = torch.is_grad_enabled() and model.require_backward_grad_sync
+        settings = self._trained.settings(model)
+        if self._has_said or not (self._is_averaged and settings):
+            return
+        self._has_said = True
+        self._meeting.say(settings)
+        hook = Hook(self._before_reduction)
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for parameter in parameters_of_ranks(model.module)
+        ]
+
+    def _before_reduction(self, parameter: Tensor) -> None:
+        wrapper = self._wrapper()
+        if wrapper is not None and self._is_averaged:
+            self._meet(wrapper)
+
+    def _meet(self, wrapper: DistributedDataParallel) -> None:
+        self.call_off()
+        self._meeting.wait()
+        scales = self._meeting.conclude(self._trained.scales(wrapper))
+        self._trained.take_scales(wrapper, scales)
+
+
+def _reaches(loss: Tensor, parameters: list[Tensor]) -> bool:
+    """Whether the backward pass of a loss has gradients for one of these parameters."""
+    wanted = set(map(id, parameters))
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in wanted:
+                return True
+            waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 class _Meeting:
     """One comparison between the ranks of a process group.
 
-    Meetings of a kind are counted in the store: ranks come to them in the same order.
+    Meetings of a kind are counted in the store, for models with parameters of the same names: ranks
+    prepare them in the same order.
     """
 
     def __init__(self, store: Any, group: Any, kind: str, model: nn.Module) -> None:
@@ -106,17 +159,19 @@ class _Meeting:
         self._store = store
         self._ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         self._me = distributed.get_rank()
-        self._model = model
-        name = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
+        self._call = f"DistributedDataParallel({type(getattr(model, 'module', model)).__name__})"
+        parameters = [name for name, _ in model.named_parameters()]
+        name = hashlib.sha256(repr((self._ranks, parameters)).encode()).hexdigest()[:16]
         self._place = f"ampatch/{kind}/{name}"
         number = store.add(f"{self._place}/{self._me}", 1)
         self._place += f"/{number}"
-        self._mine: dict[str, Any] = {}
+        self._mine: Settings = {}
+        store.set(self._key(f"{self._me} is active"), "")
 
-    def say(self, settings: Settings, scales: dict[str, list[dict[str, Any]]]) -> None:
+    def say(self, settings: Settings) -> None:
         """What this rank has."""
-        self._mine = {"settings": settings, "scales": scales}
-        self._store.set(self._key(self._me), json.dumps(self._mine))
+        self._mine = settings
+        self._store.set(self._key(self._me), json.dumps(settings))
 
     def wait(self) -> None:
         """Until every rank that this one hears of has written, or the store's patience ends."""
@@ -125,32 +180,36 @@ class _Meeting:
         try:
             self._store.wait([self._key(rank) for rank in others])
         except RuntimeError as error:
-            missing = [rank for rank in others if not self._store.check([self._key(rank)])]
+            missing = [rank for rank in others if not self._has(rank)]
+            active = [rank for rank in missing if self._has(f"{rank} is active")]
             raise AmpatchError(
-                f"{self._call()}: rank {self._me} is in the first forward that ranks train "
-                f"together. Ranks without ampatch, or not there in time: {missing}. Expected "
-                "ampatch.initialize on every rank."
+                f"{self._call}: rank {self._me} has waited in a backward pass, whose gradients "
+                f"all ranks average, for ranks {missing}. Of these {active} have not begun such a "
+                f"pass; without ampatch.initialize for this model are "
+                f"{sorted({*missing} - {*active})}. Expected initialize and the same passes on "
+                "every rank."
             ) from error
 
-    def conclude(self) -> dict[str, list[dict[str, Any]]]:
-        """The loss scales of the first rank.  Raises `AmpatchError` where settings differ."""
+    def conclude(self, scales: Scales) -> Scales:
+        """The loss scales of the first rank; `scales` are those of this one.
+
+        Raises `AmpatchError` where settings differ.
+        """
         first = self._ranks[0]
         if self._me == first:
-            verdict = self._compare()
-            self._store.set(self._key("verdict"), json.dumps(verdict))
+            found = self._compare()
+            self._store.set(self._key("verdict"), json.dumps([found, scales]))
         else:
-            theirs = self._said(first)
-            verdict = self._difference(first, theirs["settings"], self._me, self._mine["settings"])
-            if theirs["settings"]:
-                verdict = json.loads(self._store.get(self._key("verdict")))
-        if verdict is not None:
-            raise AmpatchError(f"{self._call()}: {verdict}")
-        return self._said(first)["scales"]
+            found = self._difference(first, self._said(first), self._me, self._mine)
+            if found is None:  # else the first rank, which has the store, may have ended by now
+                found, scales = json.loads(self._store.get(self._key("verdict")))
+        if found is not None:
+            raise AmpatchError(f"{self._call}: {found}")
+        return scales
 
     def _compare(self) -> str | None:
         for rank in self._ranks[1:]:
-            theirs = self._said(rank)["settings"]
-            found = self._difference(self._me, self._mine["settings"], rank, theirs)
+            found = self._difference(self._me, self._mine, rank, self._said(rank))
             if found is not None:
                 return found
         return None
@@ -166,17 +225,14 @@ class _Meeting:
             "the same values."
         )
 
-    def _said(self, rank: int) -> dict[str, Any]:
-        if not self._store.check([self._key(rank)]):
-            return {"settings": {}, "scales": {}}
-        return json.loads(self._store.get(self._key(rank)))
+    def _said(self, rank: int) -> Settings:
+        return json.loads(self._store.get(self._key(rank))) if self._has(rank) else {}
+
+    def _has(self, part: Any) -> bool:
+        return self._store.check([self._key(part)])
 
     def _key(self, part: Any) -> str:
         return f"{self._place}/{part}"
-
-    def _call(self) -> str:
-        inner = getattr(self._model, "module", self._model)
-        return f"DistributedDataParallel({type(inner).__name__})"
 
 
 def _shown(first: Settings, second: Settings) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..models.copies import SharedState
 from ..models.plain_parameters import PlainParameters
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.optimizers.state import move_state
+from ..scaling.optimizers.state import entry_copy, move_state
 
 
 class OptimizerCopies:
@@ -98,7 +98,7 @@ class OptimizerCopies:
         entries = copy.copy(state.get("state", {}))
         for half in widened:
             if half in entries:
-                entries[plain[id(half)]] = dict(entries.pop(half))
+                entries[plain[id(half)]] = entry_copy(entries.pop(half))
         shadow = _Holder(groups, entries)
         _fit_state(shadow)
         return {**state, "param_groups": groups, "state": entries}

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.opt_levels import Properties
 from ..interop import rank_agreement
-from ..interop.rank_agreement import Settings
+from ..interop.rank_agreement import FirstPass, Scales, Settings
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +42,7 @@ class RankSettings:
 
     def __init__(self, registry: Sessions) -> None:
         self._registry = registry
+        self.expected: list[FirstPass] = []  # of models that had been wrapped
 
     def agree(self, model: nn.Module, group: Any) -> None:
         """The ranks of a process group wrap a model.  Raises `AmpatchError` if they differ."""
@@ -49,28 +50,37 @@ class RankSettings:
 
     def expect(self, wrappers: list[DistributedDataParallel], session: Session) -> None:
         """A session was given models that had been wrapped: ranks are to agree later."""
+        if not (wrappers and rank_agreement.can_meet()):
+            return
         for wrapper in wrappers:
             if session.properties.enabled:
-                call_off = rank_agreement.agree_at_first_forward(self, wrapper)
-                session.at_close.append(call_off)
+                first_pass = FirstPass(self, wrapper)
+                session.at_close.append(first_pass.call_off)
+                self.expected.append(first_pass)
             else:
                 rank_agreement.say_inactive(wrapper)
+
+    def before_pass(self, loss: Tensor) -> None:
+        """A loss is about to be scaled.  Raises `AmpatchError` if ranks differ."""
+        self.expected = [one for one in self.expected if not one.is_over()]
+        for first_pass in self.expected:
+            first_pass.before_pass(loss)
 
     def settings(self, model: nn.Module) -> Settings:
         """What `initialize` was given for the parts of a model; empty: nothing is managed."""
         return {
-            part: _of_model(properties) | _of_scalers(session)
+            part: _of_model(properties) | _of_overrides(session) | _of_scalers(session)
             for part, session, properties in self._parts(model)
         }
 
-    def scales(self, model: nn.Module) -> dict[str, list[dict[str, Any]]]:
+    def scales(self, model: nn.Module) -> Scales:
         """The states of the loss scalers, by the same parts."""
         return {
             part: [_state(scaler) for scaler in session.scalers]
             for part, session, _ in self._parts(model)
         }
 
-    def take_scales(self, model: nn.Module, scales: dict[str, list[dict[str, Any]]]) -> None:
+    def take_scales(self, model: nn.Module, scales: Scales) -> None:
         """Have those of another rank, with the settings that were changed there."""
         for part, session, _ in self._parts(model):
             for scaler, theirs in zip(session.scalers, scales[part], strict=True):
@@ -80,15 +90,21 @@ class RankSettings:
                     scaler.load_state_dict({**scaler.state_dict(), **news})
 
     def _parts(self, model: nn.Module) -> Iterator[tuple[str, Session, Properties]]:
-        names = {id(module): name for name, module in model.named_modules()}
+        """Names in `model` of what it shares with managed models: their whole, or a part of one."""
+        names = {
+            id(module): name
+            for name, module in model.named_modules()
+            if next(module.parameters(), None) is not None
+        }
         for number, session in enumerate(self._registry.sessions):
             if not session.properties.enabled:
                 continue
             if session.models.is_empty():
                 yield f"{_EVERYWHERE} ({number})", session, session.properties
             for managed in session.models.alive():
-                if id(managed.model) in names:
-                    yield names[id(managed.model)], session, managed.properties
+                shared = [names[key] for key in map(id, managed.model.modules()) if key in names]
+                if shared:
+                    yield shared[0], session, managed.properties
 
 
 def _of_model(properties: Properties) -> dict[str, str]:
@@ -97,6 +113,14 @@ def _of_model(properties: Properties) -> dict[str, str]:
     if properties.opt_level == "O0":
         del shown["dtype"]
     return shown
+
+
+def _of_overrides(session: Session) -> dict[str, str]:
+    """They decide in which types calls compute, and weights are sent."""
+    modules, functions = session.rules
+    given = [*modules, *functions.items()]
+    shown = [f"{getattr(key, '__name__', key)}: {precision}" for key, precision in given]
+    return {"overrides": f"{{{', '.join(shown)}}}"}
 
 
 def _of_scalers(session: Session) -> dict[str, str]:

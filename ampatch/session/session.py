@@ -63,13 +63,13 @@ class Session:
         process_group: Any = None,
         has_apex_tables: bool = False,
     ) -> None:
-        self._module_rules, function_rules = rules
+        self.rules = rules  # overrides of modules and of functions
         self.properties = properties
         self.models: Members[ManagedModel] = Members(self, registry.models, registry.end_sessions)
         self.optimizers: Members[ManagedOptimizer] = Members(
             self, registry.optimizers, registry.end_sessions
         )
-        self.policies = Policies(properties, function_rules, has_apex_tables)
+        self.policies = Policies(properties, rules[1], has_apex_tables)
         self.masters = Masters(self.optimizers)
         self.weights = ModelWeights(self.models, has_apex_tables)
         self.values = FloatValues(self.masters)
@@ -164,7 +164,7 @@ class Session:
     # Models
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
-        found = module_overrides.precisions(model, self._module_rules, properties)
+        found = module_overrides.precisions(model, self.rules[0], properties)
         managed = ManagedModel(
             model,
             properties,
@@ -315,6 +315,8 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`."""
+        if registry.ranks.expected:
+            registry.ranks.before_pass(loss)
         registry.state.drop_interrupted()
         for optimizer in managed:
             optimizer.add_new_params()

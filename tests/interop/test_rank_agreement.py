@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch
+from ampatch.interop import rank_agreement
+from ampatch.torch_private.ddp import store_of_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
@@ -93,6 +99,38 @@ def test_ranks_that_differ_are_told_on_every_rank(ranks, what, kind, order):
             assert f"ank {rank} has " in message and shown.format(value) in message, message
 
 
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_parts_of_a_model_that_are_wrapped_are_compared(ranks, order):
+    for message in ranks(_told_of_parts, order):
+        assert message.startswith("DistributedDataParallel(Linear): the ranks average gradients")
+        assert "Rank 0 has dtype=torch.float16; rank 1 has dtype=torch.bfloat16" in message
+
+
+def _told_of_parts(rank, order):
+    settings = {**DYNAMIC, "dtype": (torch.float16, torch.bfloat16)[rank]}
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        if order == "after":
+            ampatch.initialize(model, optimizer, **settings)
+        model[0] = DistributedDataParallel(model[0])
+        if order == "before":
+            ampatch.initialize(model, optimizer, **settings)
+        train(model, optimizer, 1)
+    except ampatch.AmpatchError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_overrides_that_differ(ranks, level):
+    """They decide the types of what DDP sends: gloo aborts, or mixes up their bytes."""
+    settings = {**PLAIN, "opt_level": level}
+    by_rank = [{**settings, "overrides": {"0": "float", torch.bmm: "float"}}, settings]
+    first, second = ranks(told, "torch", "after", by_rank)
+    assert first == second
+    assert "Rank 0 has overrides={0: float, bmm: float}; rank 1 has overrides={}" in first
+
+
 @pytest.mark.parametrize("levels", ["O1 O2", "O2 O3", "O3 O1"])
 def test_levels_whose_weights_are_of_other_types(ranks, levels):
     """torch's broadcast would mix up their bytes, or wait for more of them."""
@@ -100,6 +138,28 @@ def test_levels_whose_weights_are_of_other_types(ranks, levels):
     first, second = ranks(told, "torch", "after", by_rank)
     one, two = levels.split()
     assert first == second and f"opt_level={one}" in first and f"opt_level={two}" in first
+
+
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_a_rank_that_finds_a_difference_asks_no_more(ranks, order):
+    """The first rank has found it too, may have ended, and the store with it."""
+    first, second = ranks(_told_without_verdict, order)
+    assert first == second and "rank 1 has opt_level=O0" in first
+
+
+def _told_without_verdict(rank, order):
+    class Ends:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def get(self, key):
+            if key.endswith("/verdict"):
+                raise dist.DistNetworkError("the first rank has ended")
+            return store.get(key)
+
+    store = store_of_ranks()
+    with mock.patch.object(rank_agreement, "store_of_ranks", Ends):
+        return told(rank, "torch", order, [PLAIN, {**PLAIN, "opt_level": "O0"}])
 
 
 def test_a_disabled_rank_is_told_of_too(ranks):
@@ -198,6 +258,74 @@ def _loaded_after_wrapping(rank):
             wrapper.module(torch.ones(1, 6))  # evaluation on one rank waits for none
     train(wrapper, optimizer, 1)
     return ampatch.loss_scale()
+
+
+@pytest.mark.parametrize("has_block", [True, False])
+def test_a_forward_on_one_rank_waits_for_nobody(ranks, has_block):
+    """Such as one that looks at shapes, and passes of other models do not either."""
+    assert ranks(_alone, has_block) == [512.0, 512.0]
+
+
+def _alone(rank, has_block):
+    wrapper, optimizer = prepared("torch", "before", DYNAMIC)
+    other = ampatch.add_models(nn.Linear(6, 2))
+    data = torch.ones(2, 6)
+    if rank == 0:
+        held = [wrapper(data), wrapper(data)]
+        inputs = data.clone().requires_grad_()
+        torch.autograd.grad(wrapper(inputs).sum(), inputs)
+    dist.barrier()  # of plain DDP rank 0 has come here, too
+    if rank == 0:
+        ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}})
+        with ampatch.scale_loss(other(data).sum(), optimizer) as scaled:
+            scaled.backward()
+        held.clear()
+    dist.barrier()
+    if has_block:
+        train(wrapper, optimizer, 1)
+    else:
+        wrapper(data).sum().backward()
+    return ampatch.loss_scale()
+
+
+def test_a_rank_that_does_not_come_is_told_from_one_without_ampatch(ranks):
+    message, _ = ranks(_left_alone)
+    assert "for ranks [1]. Of these [1] have not begun" in message
+    assert "without ampatch.initialize for this model are []" in message
+
+
+def _left_alone(rank):
+    wrapper, optimizer = prepared("torch", "before", PLAIN)
+    dist.barrier()
+    if rank == 1:
+        return None
+    store = store_of_ranks()
+    patience = store.timeout
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        train(wrapper, optimizer, 1)
+    except ampatch.AmpatchError as error:
+        return str(error)
+    finally:
+        store.set_timeout(patience)
+
+
+def test_a_model_that_was_wrapped_before_is_not_kept(ranks):
+    assert ranks(_gone) == [[None, None]] * 2
+
+
+def _gone(rank):
+    found = []
+    for has_trained in (True, False):
+        wrapper, optimizer = prepared("torch", "before", PLAIN)
+        wrapper(torch.ones(1, 6))
+        if has_trained:
+            train(wrapper, optimizer, 1)
+        gone = weakref.ref(wrapper)
+        del wrapper, optimizer
+        gc.collect()
+        found.append(gone())
+    return found
 
 
 def test_other_process_groups_have_their_own_settings(four_ranks):

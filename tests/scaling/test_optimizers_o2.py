@@ -91,6 +91,38 @@ def train(model, optimizer, steps=4, scaled=True):
         optimizer.step()
 
 
+class WithNumbers(torch.optim.SGD):
+    """Counts in `state`, beside the parameters' entries; these are plain tensors."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.state["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state.setdefault(p, torch.zeros_like(p))
+                p.sub_(mean.lerp_(p.grad, 1 / self.state["steps"]), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+def test_state_that_is_no_dictionary_stays(opt_level, begun):
+    """What `initialize` finds of it goes on, and comes back if the session closes."""
+    plain, model = seeded(), seeded()
+    expected, optimizer = (WithNumbers(one.parameters(), lr=0.05) for one in (plain, model))
+    train(plain, expected, steps=begun + 4, scaled=False)
+    train(model, optimizer, steps=begun, scaled=False)
+    options = {"loss_scale": "dynamic", "dtype": BF16, "verbosity": 0}
+    ampatch.initialize(model, optimizer, opt_level=opt_level, **options)
+    train(model, optimizer)
+    assert optimizer.state["steps"] == begun + 4
+    ampatch.deactivate()
+    assert optimizer.state["steps"] == begun + 4
+    assert all(isinstance(optimizer.state[p], torch.Tensor) for p in model.parameters())
+
+
 @pytest.mark.parametrize("kind", [Cached, Lookahead])
 def test_lists_and_inner_optimizers_are_taken_along(kind, caplog):
     plain = seeded()

@@ -127,6 +127,23 @@ def test_a_disabled_session_takes_them_too():
     assert model[0].weight.dtype is torch.float32
 
 
+@pytest.mark.parametrize("as_list", [True, False])
+def test_disabled_sessions_pass_a_loss_through_for_any_optimizer(as_list):
+    """Beside one that is enabled its own must be named, as ever."""
+    model = build()
+    own = adam(model)
+    ampatch.initialize(model, own, enabled=False)
+    foreign = adam(build())
+    loss = model(torch.ones(2, 8)).sum()
+    with ampatch.scale_loss(loss, [foreign] if as_list else foreign) as scaled:
+        assert scaled is loss
+    with ampatch.scale_loss(loss, [own, foreign]) as scaled:
+        assert scaled is loss
+    other = ampatch.initialize(build(), opt_level="O1", verbosity=0)
+    with pytest.raises(ampatch.AmpatchError, match="was not given to"):
+        ampatch.scale_loss(other(torch.ones(2, 8)).sum(), foreign)
+
+
 def test_after_an_exception_nothing_has_changed():
     model = ampatch.initialize(build(), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
     before = build().state_dict()

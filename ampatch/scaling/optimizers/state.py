@@ -22,11 +22,13 @@ def move_state(optimizer: Any, old: Tensor, new: Tensor) -> None:
     for state in states_of(optimizer):
         if old in state:
             moved = state.pop(old)
-            if moved is not None:  # ZeroRedundancyOptimizer notes so what another rank has
+            if isinstance(moved, dict):
                 for key, value in moved.items():
                     if key != "step":
                         moved[key] = _as_dtype(value, new.dtype)
-            state[new] = moved
+                state[new] = moved
+            else:  # of the optimizer's own making; ZeroRedundancyOptimizer has None
+                state[new] = _as_dtype(moved, new.dtype)
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
@@ -36,6 +38,11 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(dtype)
     return value
+
+
+def entry_copy(entry: Any) -> Any:
+    """What an optimizer has for a parameter; beside these it may have numbers of its own."""
+    return dict(entry) if isinstance(entry, dict) else entry
 
 
 class FoundStates:
@@ -50,7 +57,7 @@ class FoundStates:
     def note(self, optimizer: Any) -> None:
         """Remember the states as they are now."""
         self.known = [
-            (state, {param: dict(entry) for param, entry in state.items()})
+            (state, {key: entry_copy(entry) for key, entry in state.items()})
             for state in states_of(optimizer)
         ]
 
