@@ -77,19 +77,21 @@ def install(force: bool = False) -> None:
 
     Also makes `importlib.metadata.version("apex")` succeed.
 
-    Raises `AmpatchError` if a real apex with an amp could be imported and `force` is not set;
-    with `force` it is hidden until `uninstall`.  An apex without amp, and a folder without
-    `__init__.py`, give way, which is logged; what ours lacks is still found there.
+    Raises `AmpatchError` if an apex with an amp, or a module apex of your own, could be imported
+    and `force` is not set; with `force` it is hidden until `uninstall`.  NVIDIA's or an installed
+    apex without amp, and a folder without `__init__.py`, give way, which is logged; what ours
+    lacks is still found there.
     """
     if is_installed():
         return
     found = behind.find()
-    if found is None or (found.has_amp and force):
+    if found is None or (found.stays and force):
         install_before(())
-    elif found.has_amp:
+    elif found.stays:
         raise AmpatchError(
-            f"ampatch.compat.apex.install(): a package apex is installed at {found.place}, and "
-            "would be hidden. Uninstall it (pip uninstall apex), or call install(force=True)."
+            f"ampatch.compat.apex.install(): there is an apex at {found.place}, which would be "
+            "hidden. Uninstall it (pip uninstall apex), rename it if it is your own, or call "
+            "install(force=True)."
         )
     else:
         logger.warning(found.given_way())
@@ -97,9 +99,9 @@ def install(force: bool = False) -> None:
 
 
 def install_unless_real() -> None:
-    """`install()`, if there is no other apex with an amp."""
+    """`install()`, if there is no other apex with an amp, and none of the user's own."""
     found = behind.find()
-    if found is None or not found.has_amp:
+    if found is None or not found.stays:
         install()
 
 

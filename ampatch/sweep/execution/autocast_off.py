@@ -72,7 +72,7 @@ class AutocastOff:
         def set_autocast_enabled(*args: Any, **named: Any) -> None:
             if (*args, *named.values())[-1]:  # no region of torch's, which are all disabled
                 self._note()
-            last = {name: False for name in list(named)[-1:]}
+            last = dict.fromkeys(list(named)[-1:], False)
             switch(*(args if named else (*args[:-1], False)), **{**named, **last})
 
         return set_autocast_enabled
