@@ -197,6 +197,17 @@ def test_what_is_missing_names_a_replacement():
         from apex.optimizers import FusedMixedPrecisionLamb  # noqa: F401
     with pytest.raises(ImportError, match="scaled_dot_product_attention"):
         importlib.import_module("apex.contrib.multihead_attn")
+    for name, says in (
+        ("", "AdamW.*ZeroRedundancyOptimizer"),
+        ("fused_adam", r"AdamW\(fused=True\)"),
+        ("fp16_optimizer", "FP16_Optimizer from apex.fp16_utils"),
+        ("distributed_fused_lamb", "FusedLAMB from apex.optimizers"),
+    ):
+        with pytest.raises(ImportError, match=says):
+            importlib.import_module(f"apex.contrib.optimizers.{name or 'unheard_of'}")
+    with pytest.raises(ImportError, match=r"torch\.nn") as error:
+        importlib.import_module("apex.contrib.bottleneck")
+    assert "attention" not in str(error.value)
     with pytest.raises(AttributeError, match="clip=False"):
         _ = apex.optimizers.FusedLARS
     assert not hasattr(apex.amp, "nonsense")

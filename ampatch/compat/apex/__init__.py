@@ -67,6 +67,7 @@ CONTENTS = {
     "apex.contrib": {},
     "apex.contrib.optimizers": optimizers,
     "apex.multi_tensor_apply": multi_tensor_apply,
+    "apex.multi_tensor_apply.multi_tensor_apply": multi_tensor_apply,
 }
 KERNELS = {"amp_C": amp_c, "apex_C": apex_c}
 """apex's compiled modules, which have names of their own; installed ones are not hidden."""
@@ -124,6 +125,7 @@ def install_before(folders: Sequence[str]) -> None:
     ].__class__ = _CallableLARC  # the class and its module have the same name
     finder = Finder(modules, _hide(), others)
     sys.meta_path.insert(0, finder)
+    sys.meta_path.append(finder.last)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
     stop_observing = observe(cleaner)
@@ -153,6 +155,7 @@ def uninstall() -> None:
         return
     finder.stop()
     sys.meta_path.remove(finder)
+    sys.meta_path.remove(finder.last)
     for name, module in finder.modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
