@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ class AutocastOff:
 
     def __init__(self) -> None:
         self.places: list[str] = []
+        self._asked: weakref.WeakSet[Any] = weakref.WeakSet()  # regions that would be on
 
     def install(self) -> None:
         """Make each region that is made from now on a disabled one, and each switch one to off.
@@ -55,12 +57,13 @@ class AutocastOff:
             enabled: bool = True,
             cache_enabled: bool | None = None,
         ) -> None:
-            region._ampatch_asked = enabled
+            if enabled:
+                self._asked.add(region)
             make(region, device_type, dtype, False, cache_enabled)
 
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:
-            if region._ampatch_asked:
+            if region in self._asked:
                 self._note()
             return enter(region)
 
