@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from ampatch._version import __version__
@@ -40,7 +42,7 @@ def _run(argv: list[str]) -> int:
     _check_command(parser, own)
     options, unknown = parser.parse_known_args(own)
     if unknown:
-        options.parser.error(_unrecognized(own[0], options, unknown))
+        options.parser.error(_unrecognized(own, options, unknown))
     options.own, options.arguments = own, script_arguments
     code: int = options.command(options)
     return code
@@ -56,19 +58,31 @@ def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
     parser.error(f"there is no command {own[0]!r}.{meant}\nExpected one of {', '.join(NAMES)}.")
 
 
-def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str]) -> str:
+def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
+    command = own[0]
     known = re.findall(r"--[\w-]+", options.parser.format_help())
     meant = did_you_mean(unknown[0].partition("=")[0], known) if unknown[0][:2] == "--" else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if command in WITH_SEPARATOR:
-        program = options.script or "SCRIPT"
-        if options.module:  # SCRIPT is then the value of an argument of the module
-            program, unknown = f"-m {options.module}", [*unknown, *filter(None, [options.script])]
+        program = [options.script or "SCRIPT"]
+        if options.module:  # SCRIPT is then an argument of the module, or the value of one
+            program, unknown = ["-m", options.module], [*unknown, *filter(None, [options.script])]
+        of_script = _as_given(unknown, own)
         message += (
             "\nThe script's own arguments go behind --: "
-            f"ampatch {command} {program} -- {' '.join(unknown)}"
+            f"ampatch {command} {shlex.join(program)} -- {shlex.join(of_script)}"
         )
     return message
+
+
+def _as_given(words: list[str], given: list[str]) -> list[str]:
+    """The words in their order among those `given`."""
+    left, found = Counter(words), []
+    for word in reversed(given):
+        if left[word]:
+            left[word] -= 1
+            found.append(word)
+    return found[::-1]
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -24,6 +24,8 @@ class RunNotes:
         self._has_children = False
         self._said: set[str] = set()
         self._stop = ampatch.observe(self)
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(before=self.child_started)  # so that both know
 
     def on_initialize(self, properties: Any) -> None:
         """The script called `initialize`."""
@@ -39,7 +41,7 @@ class RunNotes:
         self._say(f"ampatch: in force instead of what the script gives: {', '.join(changes)}")
 
     def child_started(self) -> None:
-        """The script spawns a process, which may do the training."""
+        """The script spawns or forks a process, which may do the training."""
         self._has_children = True
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ def refuse_launcher(options: argparse.Namespace, program: Program, advice: str =
     if launchers.put_first(program, options.arguments, ()) is None:
         return
     command = options.parser.prog
-    script = " ".join(launchers.trained_by(options.arguments)[:1])
+    script = shlex.join(launchers.trained_by(program, options.arguments))
     options.parser.error(
         f"{program}: it starts other processes, which {command} does not see.\nExpected the script "
         f"that it starts: {command} {script}{advice}"

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import select
+import shlex
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -47,10 +48,10 @@ def check_script(script: str) -> None:
         )
     if not path.is_file():
         raise ValueError(f"{script}: not a file.\nExpected the path of a Python file.")
-    if path.suffix == ".ipynb":
+    if path.suffix.lower() == ".ipynb":
         raise ValueError(
             f"{script}: a notebook. Expected the path of a Python file: `jupyter nbconvert --to "
-            f"script {script}` writes one; lines of % and ! have to leave it."
+            f"script {shlex.quote(script)}` writes one; lines of % and ! have to leave it."
         )
 
 

@@ -143,6 +143,7 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
             ((command, "notebook.ipynb"), "jupyter nbconvert --to script notebook.ipynb")
             for command in ("run", "sweep", "explain", "gradients")
         ),
+        (("run", "MY BOOK.IPYNB"), "jupyter nbconvert --to script 'MY BOOK.IPYNB'"),
         *(
             (("sweep", "-m", name), f"-m {name}: there is no such module")
             for name in ("gone", "train.py", "train.gone", ".train", "email")
@@ -153,6 +154,11 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
             ("explain", "-m", "train", "--lr", "1"),
             "behind --: ampatch explain -m train -- --lr 1",
         ),
+        *(
+            (("explain", "-m", "train", *words.split()), f"explain -m train -- {words}")
+            for words in ("x y", "--lr 1 x", "x --lr 1")
+        ),
+        (("explain", "--steps", "2", "train.py", "--tag", "a b"), "train.py -- --tag 'a b'"),
         (("sweep", "train.py", "--levels", "O0,O5x"), "unknown level 'O5x'"),
         (("sweep", "train.py", "--epochs", "2"), "behind --: ampatch sweep train.py -- --epochs 2"),
         (("sweep", "train.py", "--timeout", "-1"), "argument --timeout: -1 is not above 0"),
@@ -182,7 +188,8 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
 )
 def test_a_wrong_command_line_is_refused(arguments, message, script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "notebook.ipynb").write_text("{}")
+    for name in ("notebook.ipynb", "MY BOOK.IPYNB"):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(SystemExit) as stop:
         main.main(arguments)
     assert stop.value.code == 2

@@ -197,6 +197,17 @@ def test_what_is_missing_names_a_replacement():
         from apex.optimizers import FusedMixedPrecisionLamb  # noqa: F401
     with pytest.raises(ImportError, match="scaled_dot_product_attention"):
         importlib.import_module("apex.contrib.multihead_attn")
+    for name, says in (
+        ("", "AdamW.*ZeroRedundancyOptimizer"),
+        ("fused_adam", r"AdamW\(fused=True\)"),
+        ("fp16_optimizer", "FP16_Optimizer from apex.fp16_utils"),
+        ("distributed_fused_lamb", "FusedLAMB from apex.optimizers"),
+    ):
+        with pytest.raises(ImportError, match=says):
+            importlib.import_module(f"apex.contrib.optimizers.{name or 'unheard_of'}")
+    with pytest.raises(ImportError, match=r"torch\.nn") as error:
+        importlib.import_module("apex.contrib.bottleneck")
+    assert "attention" not in str(error.value)
     with pytest.raises(AttributeError, match="clip=False"):
         _ = apex.optimizers.FusedLARS
     assert not hasattr(apex.amp, "nonsense")
@@ -263,6 +274,14 @@ def test_an_apex_without_amp_gives_way_and_its_kernels_stay(tmp_path, monkeypatc
     assert str(tmp_path / "apex") in said and "no amp" in said and "kernels" in said
 
 
+def test_another_apex_that_pip_installed_gives_way(tmp_path, monkeypatch):
+    """As the package of this name on PyPI, installed by mistake."""
+    installed_apex(tmp_path / "site-packages", monkeypatch, __init__="", auth="")
+    from apex import amp
+
+    assert amp.initialize is ampatch.compat.apex.amp.initialize
+
+
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_a_folder_without_init_gives_way(has_folder, tmp_path, monkeypatch, caplog):
     """As an empty git submodule, or a checkout of apex, whose package is a folder below."""
@@ -283,9 +302,10 @@ def test_a_folder_without_init_gives_way(has_folder, tmp_path, monkeypatch, capl
         {"__init__": "class amp: pass\n"},
         {"__init__": "import torch.cuda.amp as amp\n"},
         {"amp__in__": ""},  # a namespace with an amp
+        {"__init__": "", "core": ""},  # the user's own
     ],
 )
-def test_an_apex_with_amp_is_left_alone(files, tmp_path, monkeypatch):
+def test_an_apex_with_amp_or_of_the_users_own_is_left_alone(files, tmp_path, monkeypatch):
     with pytest.raises(ampatch.AmpatchError, match="force=True"):
         installed_apex(tmp_path, monkeypatch, **files)
     compat.install_unless_real()

@@ -159,7 +159,9 @@ def test_flat_dist_call(ranks):
 def test_asking_first_leads_to_torchs_own():
     """Scripts that ask want more kernels than there are."""
     from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+    from apex.multi_tensor_apply import multi_tensor_apply as module
 
+    assert module.MultiTensorApply is MultiTensorApply
     assert not multi_tensor_applier.available
     assert MultiTensorApply(8)(lambda *args: args, "flag", ["lists"], 1, 2) == (
         *(8, "flag", ["lists"], 1, 2),
@@ -183,6 +185,57 @@ def test_missing_kernels_name_a_replacement(name, says):
         exec(f"from amp_C import {name}")
     with pytest.raises(AttributeError, match=says):
         getattr(amp_C, name)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("syncbn", "torch.nn.SyncBatchNorm"),
+        ("fused_layer_norm_cuda", "functional.layer_norm"),
+        ("fused_adam_cuda", r"AdamW\(fused=True\)"),
+        ("distributed_adam_cuda", r"AdamW\(fused=True\)"),
+        ("xentropy_cuda", "cross_entropy"),
+        ("mlp_cuda", "torch.nn.Linear"),
+        ("fused_dense_cuda", "functional.linear"),
+        ("scaled_masked_softmax_cuda", "functional.softmax"),
+        ("fast_multihead_attn", "scaled_dot_product_attention"),
+        ("bnp", "BatchNorm2d"),
+    ],
+)
+def test_missing_kernel_modules_name_a_replacement(name, says, tmp_path, monkeypatch):
+    with pytest.raises(ModuleNotFoundError, match=says):
+        importlib.import_module(name)
+    assert importlib.util.find_spec(name) is None  # asking is no error
+    (tmp_path / f"{name}.py").write_text("")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        importlib.import_module(name)  # somebody has it
+    del sys.modules[name]
+    importlib.invalidate_caches()
+    compat.uninstall()
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{name}'$"):
+        importlib.import_module(name)
+
+
+def test_parts_of_flat_dist_call():
+    from apex.parallel.distributed import (
+        apply_flat_dist_call,
+        extract_tensors,
+        split_by_type,
+        split_half_float_double,
+    )
+
+    half, single, other = torch.ones(2).half(), torch.ones(2), torch.ones(1, 2)
+    nested, found = [{"key": 1}, (single, [half]), None, "text", other], []
+    extract_tensors(nested, found)
+    assert found == [single, half, other]
+    assert split_by_type(found) == {
+        "torch.FloatTensor": [single, other],
+        "torch.HalfTensor": [half],
+    }
+    assert split_half_float_double(found) == [[half], [single, other]]
+    apply_flat_dist_call([single, other], lambda flat, by: flat.mul_(by), (3,))
+    assert single.tolist() == [3, 3] and other.tolist() == [[3, 3]]
 
 
 def test_installed_kernels_stay():

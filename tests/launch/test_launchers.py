@@ -58,11 +58,41 @@ TRAINING = """
             "deepspeed --num_gpus 2 --module package.train --lr 1",
             "deepspeed --num_gpus 2 --module ampatch run -m package.train --lr 1",
         ),
-        ("--auto torchrun", "torchrun -m ampatch run --auto SCRIPT"),
+        (
+            "accelerate-launch --cpu -m package.train",
+            "accelerate-launch --cpu -m ampatch run -m package.train",
+        ),
+        ("fabric run --devices 2 train.py", "torchrun [OPTIONS] -m ampatch run SCRIPT [ARGUMENTS]"),
+        ("link --standalone train.py", "link --standalone -m ampatch run train.py"),
+        (
+            "distributed/run.py --standalone train.py",
+            "python -m torch.distributed.run --standalone -m ampatch run train.py",
+        ),
+        *(  # the script is not certain
+            (
+                f"--auto torchrun {words}",
+                "torchrun [OPTIONS] -m ampatch run --auto SCRIPT [ARGUMENTS]",
+            )
+            for words in (
+                "",
+                "--standalone tool",
+                "--standalone tool data.py",
+                "tool data.py",
+                "-m --standalone package.train",
+                "-m --standalone package.train data.py",
+                "--standalone --no-python tool data.py",
+                "--standalone -- train.py",
+                "--help",
+            )
+        ),
     ],
 )
 def test_a_launcher_given_as_the_script(typed, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    write(tmp_path / "tool", "")
+    (tmp_path / "link").symlink_to(tmp_path / "bin" / "torchrun")
+    write(tmp_path / "torch" / "distributed" / "run.py", "")
+    (tmp_path / "distributed").symlink_to(tmp_path / "torch" / "distributed")
     with pytest.raises(SystemExit) as stop:
         main.main(["run", *shlex.split(typed)])
     assert stop.value.code == 2
@@ -82,6 +112,9 @@ def test_other_commands_of_a_launchers_program_run(tmp_path, monkeypatch, capsys
     [
         ("explain torchrun -- --nproc-per-node 2 train.py", "ampatch explain train.py"),
         ("gradients -m torch.distributed.run -- train.py", "ampatch gradients train.py"),
+        ("explain torchrun -- -m package.train --lr 1", "ampatch explain -m package.train"),
+        ("gradients accelerate-launch -- tool data.py", "ampatch gradients SCRIPT"),
+        ("explain accelerate -- launch --cpu train.py", "ampatch explain train.py"),
         ("sweep torchrun -- train.py --lr 1", "ampatch sweep train.py --nproc-per-node N"),
     ],
 )

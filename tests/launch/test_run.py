@@ -307,6 +307,17 @@ def test_what_an_option_replaces_is_said_in_one_line(options, replaced, tmp_path
     assert (done.returncode, done.stderr) == (0, said)
 
 
+FORK = """
+import os
+pid = os.fork()
+if pid == 0:
+    import ampatch, torch
+    ampatch.initialize(torch.nn.Linear(2, 2), verbosity=0)
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
@@ -316,8 +327,9 @@ def test_what_an_option_replaces_is_said_in_one_line(options, replaced, tmp_path
         (NO_AMP, ["--auto", "--opt-level", "O0"], False),
         (NO_AMP + "import ampatch; ampatch.init(enabled=False)\n", [], False),
         (NO_AMP + "import ampatch; ampatch.init()._deactivate()\n", [], False),
+        (NO_AMP + FORK, [], False),
     ],
-    ids=["plain", "option", "failed", "auto", "init", "ended"],
+    ids=["plain", "option", "failed", "auto", "init", "ended", "fork"],
 )
 def test_a_script_that_never_calls_initialize_is_told(text, options, said, tmp_path):
     write(tmp_path / "train.py", text)
@@ -398,14 +410,14 @@ def test_processes_of_the_script_find_apex_too(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("files", [{}, {"__init__": "", "kernels": "found = 'behind'\n"}])
+@pytest.mark.parametrize("files", [{}, {"__init__": "", "contrib/kernels": "found = 'behind'\n"}])
 def test_an_apex_without_amp_gives_way_in_processes_of_the_script_too(files, tmp_path):
     """An empty folder beside the script; today's apex, whose other modules stay reachable."""
     (tmp_path / "apex").mkdir()
     for name, text in files.items():
-        (tmp_path / "apex" / f"{name}.py").write_text(text)
+        write(tmp_path / "apex" / f"{name}.py", text)
     text = CHILDREN.replace('("spawn", "forkserver")', "()")
-    kernels = "from apex.kernels import found\nassert found == 'behind'\n" if files else ""
+    kernels = "from apex.contrib.kernels import found\nassert found == 'behind'\n" if files else ""
     (tmp_path / "train.py").write_text(kernels + textwrap.dedent(text))
     done = ampatch_run(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "(0, 'apex.amp', '__mp_main__')\n"), done.stderr
@@ -420,6 +432,49 @@ def test_an_installed_apex_with_amp_is_what_the_script_gets(tmp_path):
     done = ampatch_run(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "the real one\n"), done.stderr
     assert "takes the place" not in done.stderr
+
+
+OWN = """
+    import inspect, pickle, sys
+    import apex
+    from apex import Own
+
+    def work(rank):
+        from apex import Own
+        print(rank, Own.__module__)
+
+    if __name__ == "__main__":
+        assert apex.__file__.startswith(sys.path[0]) and inspect.getsource(Own)
+        assert pickle.loads(pickle.dumps(Own())).__class__ is Own
+        import torch
+        torch.multiprocessing.spawn(work, nprocs=1)
+        if hasattr(apex, "__path__"):
+            from apex.parallel import Worker
+            import apex.optimizers
+            assert apex.optimizers.OWN and Worker.__module__ == "apex.parallel"
+"""
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"apex": "class Own: pass\n"},
+        {
+            "apex/__init__": "from .core import Own\n",
+            "apex/core": "class Own: pass\n",
+            "apex/parallel": "class Worker: pass\n",
+            "apex/optimizers": "OWN = True\n",
+        },
+    ],
+    ids=["file", "package"],
+)
+def test_a_module_apex_of_the_users_own_stays(files, tmp_path):
+    for name, text in files.items():
+        write(tmp_path / f"{name}.py", text)
+    write(tmp_path / "train.py", OWN)
+    done = ampatch_run(tmp_path, "--auto", "train.py")
+    of_own = "apex.core" if len(files) > 1 else "apex"
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"0 {of_own}\n", "")
 
 
 def test_processes_of_a_module(tmp_path):

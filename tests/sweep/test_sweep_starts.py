@@ -152,6 +152,13 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
             with region:
                 dtypes.add(str((inputs @ inputs.T).dtype))
                 assert not (os.environ["AMPATCH_OPT_LEVEL"] == "O0" and torch.is_autocast_enabled())
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+        switches = [("set_autocast_enabled", "cpu"), ("set_autocast_cpu_enabled",)]
+        for name, *device in switches:
+            getattr(torch, name)(*device, True)
+            dtypes.add(str((inputs @ inputs.T).dtype))
+            getattr(torch, name)(*device, False)
+        never_entered = torch.autocast("cpu", dtype=torch.bfloat16)
         amp.log_metrics(kinds=len(dtypes), halves=sum(dtype != "torch.float32" for dtype in dtypes))
         scaler = torch.amp.GradScaler("cpu")
         for _ in range(3):
@@ -168,6 +175,14 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
     base, other = (next(read_runs(results, label)).measured for label in ("O0", "O1-bfloat16"))
     assert base.metrics["halves"].values == [0] and base.metrics["kinds"].values == [1]
     assert other.metrics["halves"].values == [1] and not other.autocast_off
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    noted = {lines[int(place.partition(":")[2]) - 1].strip() for place in base.autocast_off}
+    assert noted == {
+        "dtypes = {str(decorated().dtype)}",
+        "with region:",
+        "getattr(torch, name)(*device, True)",
+        'with torch.autocast("cpu", dtype=torch.bfloat16):',
+    }
     said = capsys.readouterr().out
     for text in (said, (results / "report.html").read_text(), (results / "summary.md").read_text()):
         assert "train.py enters torch.autocast itself (train.py:" in text

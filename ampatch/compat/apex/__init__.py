@@ -67,6 +67,7 @@ CONTENTS = {
     "apex.contrib": {},
     "apex.contrib.optimizers": optimizers,
     "apex.multi_tensor_apply": multi_tensor_apply,
+    "apex.multi_tensor_apply.multi_tensor_apply": multi_tensor_apply,
 }
 KERNELS = {"amp_C": amp_c, "apex_C": apex_c}
 """apex's compiled modules, which have names of their own; installed ones are not hidden."""
@@ -77,19 +78,21 @@ def install(force: bool = False) -> None:
 
     Also makes `importlib.metadata.version("apex")` succeed.
 
-    Raises `AmpatchError` if a real apex with an amp could be imported and `force` is not set;
-    with `force` it is hidden until `uninstall`.  An apex without amp, and a folder without
-    `__init__.py`, give way, which is logged; what ours lacks is still found there.
+    Raises `AmpatchError` if an apex with an amp, or a module apex of your own, could be imported
+    and `force` is not set; with `force` it is hidden until `uninstall`.  NVIDIA's or an installed
+    apex without amp, and a folder without `__init__.py`, give way, which is logged; what ours
+    lacks is still found there.
     """
     if is_installed():
         return
     found = behind.find()
-    if found is None or (found.has_amp and force):
+    if found is None or (found.stays and force):
         install_before(())
-    elif found.has_amp:
+    elif found.stays:
         raise AmpatchError(
-            f"ampatch.compat.apex.install(): a package apex is installed at {found.place}, and "
-            "would be hidden. Uninstall it (pip uninstall apex), or call install(force=True)."
+            f"ampatch.compat.apex.install(): there is an apex at {found.place}, which would be "
+            "hidden. Uninstall it (pip uninstall apex), rename it if it is your own, or call "
+            "install(force=True)."
         )
     else:
         logger.warning(found.given_way())
@@ -97,9 +100,9 @@ def install(force: bool = False) -> None:
 
 
 def install_unless_real() -> None:
-    """`install()`, if there is no other apex with an amp."""
+    """`install()`, if there is no other apex with an amp, and none of the user's own."""
     found = behind.find()
-    if found is None or not found.has_amp:
+    if found is None or not found.stays:
         install()
 
 
@@ -122,6 +125,7 @@ def install_before(folders: Sequence[str]) -> None:
     ].__class__ = _CallableLARC  # the class and its module have the same name
     finder = Finder(modules, _hide(), others)
     sys.meta_path.insert(0, finder)
+    sys.meta_path.append(finder.last)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
     stop_observing = observe(cleaner)
@@ -151,6 +155,7 @@ def uninstall() -> None:
         return
     finder.stop()
     sys.meta_path.remove(finder)
+    sys.meta_path.remove(finder.last)
     for name, module in finder.modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

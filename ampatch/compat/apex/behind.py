@@ -1,8 +1,10 @@
 """The apex that is imported where ours is not: has it an amp, and what of it stays reachable?
 
 Today's apex has kernels and no amp, and a folder without `__init__.py`, such as an empty git
-submodule, is a package of nothing.  Ours takes the place of both.  What ours lacks comes from
-the one behind it: its submodules by the `__path__` of ours, its names by their modules.
+submodule, is a package of nothing.  Ours takes the place of both, and of whatever is installed
+under that name without an amp.  What ours lacks comes from the one behind it: its submodules by
+the `__path__` of ours, its names by their modules.  A module or package of the user's own that
+happens to be called apex stays.
 """
 
 from __future__ import annotations
@@ -13,8 +15,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import product
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_NVIDIA_S = ("contrib", "multi_tensor_apply", "normalization")
+"""Packages in every apex of NVIDIA's."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,18 @@ class Found:
     folders: tuple[str, ...]
     is_namespace: bool  # folders without __init__.py
     has_amp: bool
+
+    @property
+    def stays(self) -> bool:
+        """Whether ours leaves it alone: it has an amp, or it is the user's own."""
+        return self.has_amp or self._is_own
+
+    @property
+    def _is_own(self) -> bool:
+        """It has code, pip did not put it there, and NVIDIA's has other parts."""
+        if self.is_namespace or _INSTALLED.intersection(Path(self.place).parts):
+            return False
+        return not any(os.path.isdir(os.path.join(*at)) for at in product(self.folders, _NVIDIA_S))
 
     def given_way(self) -> str:
         """What is said where ours takes its place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sysconfig
 from pathlib import Path
@@ -27,8 +28,15 @@ def own_line(frame: FrameType | None, nearest: bool = False) -> str:
     "" where there is none, and with `nearest` where `frame` itself is another file's.
     """
     while frame is not None:
-        file = os.path.realpath(frame.f_code.co_filename)
-        if not file.startswith(_LIBRARIES) and os.path.exists(file):
-            return f"{Path(file).name}:{frame.f_lineno}"
+        file = _own_file(frame.f_code.co_filename)
+        if file:
+            return f"{file}:{frame.f_lineno}"
         frame = None if nearest else frame.f_back
     return ""
+
+
+@functools.cache
+def _own_file(path: str) -> str:
+    """The name of a file of the script's own, or ""."""
+    file = os.path.realpath(path)
+    return "" if file.startswith(_LIBRARIES) or not os.path.exists(file) else Path(file).name
