@@ -5,7 +5,8 @@ Where to look first:
 * which function follows which rule, and why: `tables`; what a rule chooses: `rules`;
 * what a patched call does: `wrapper` (hot path); functions that need more: `special_ops`,
   `fused_attention`;
-* what is in force, and for which thread: `policy`, `cast_state`, `contexts`;
+* what is in force, and for which thread: `policy`, `cast_state`, `contexts`; whether a forward
+  still runs: `calling_frames`;
 * half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`,
   `backward_policy` (custom autograd Functions), `activation_checkpoints`;
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,

@@ -3,6 +3,7 @@
 Where to look first:
 
 * one model and its hooks: `managed_model`, `hooks`; weights to half and back: `conversion`;
+* half copies during a forward, behind a switch: `lent_weights`, `registrations`;
 * how inputs are cast: `io_casting`; calls of parts of a model: `submodule_calls`; steps of a
   framework around it: `steps`; parts in another precision: `module_overrides`;
 * `copy.deepcopy`, pickle, `torch.save(model)`: `copies`, `plain_parameters`;
