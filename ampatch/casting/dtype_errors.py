@@ -23,6 +23,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _ABOUT = (
     *("dtype", "scalar type", "data type", "same type", "Type does not"),
     *("'Half'", "'BFloat16'", "c10::Half", "c10::BFloat16", "HalfTensor", "BFloat16Tensor"),
+    *("HalfType", "BFloat16Type"),
 )
 _KINDS = {
     **dict.fromkeys(("half", "float16", "bfloat16"), "half"),
