@@ -209,14 +209,14 @@ def test_fused_optimizers_of_apex_use_the_kernels_of_the_device():
 
 def test_autocast_is_answered_for_the_device():
     model = mlp().to(NAME)
-    ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
+    ampatch.initialize(model, dtype=torch.bfloat16, patch_scope="process", verbosity=0)
     assert torch.is_autocast_enabled(NAME)
     assert torch.get_autocast_dtype(NAME) is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_work_of_the_host_beside_the_model_stays_float32():
-    ampatch.initialize(mlp().to(NAME), verbosity=0)
+    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
     linear = torch.nn.functional.linear
     assert linear(torch.ones(2, 4), torch.ones(3, 4)).dtype is torch.float32
     on_it = [torch.ones(2, 4, device=NAME), torch.ones(3, 4, device=NAME)]
