@@ -20,7 +20,7 @@ from .validation import positive_number, truth_value, whole_number, word
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-LENDING = {0: False}
+LENDING = {0: True}
 """Internal switch, until O2's half parameters and their masters are gone: whether O2 leaves weights
 in FP32 and lends half copies to the modules while a forward runs (`models/lent_weights.py`).
 """
