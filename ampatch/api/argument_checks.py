@@ -120,22 +120,15 @@ def _no_repeats(argument: str, listed: list[Any]) -> None:
 def optimizers_own_parameters(
     models: list[nn.Module],
     optimizers: list[Any],
-    masters: Callable[[Any], Any],
     call: str = "ampatch.initialize",
 ) -> None:
-    """Raise `ValueError` for an optimizer none of whose parameters is in the models.
-
-    `masters(parameter)` gives the half parameter of a master from an earlier
-    `initialize`, or None.
-    """
+    """Raise `ValueError` for an optimizer none of whose parameters is in the models."""
     owned = {id(parameter) for model in models for parameter in model.parameters()}
     if not owned:
         return
     for index, optimizer in enumerate(optimizers):
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if params and not any(
-            id(param) in owned or id(masters(param)) in owned for param in params
-        ):
+        if params and owned.isdisjoint(map(id, params)):
             raise ValueError(
                 f"{call}(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
                 "holds none of the model's parameters. Expected an optimizer built from "
@@ -191,7 +184,7 @@ def wrappers_around(models: list[nn.Module]) -> list[nn.parallel.DistributedData
 def not_sharded(
     models: list[nn.Module], properties: Properties, managed: Callable[[nn.Module], Any]
 ) -> None:
-    """Raise `AmpatchError` for sharded parameters that would change dtype or need masters.
+    """Raise `AmpatchError` for sharded parameters that would change dtype, or be lent.
 
     Those of `fully_shard` change by its policy, and the DTensors of tensor parallel hold their data
     themselves.  FullyShardedDataParallel keeps its own views of their data, and would go on
@@ -215,7 +208,7 @@ def not_sharded(
             if sharded and _would_change(parameter, properties):
                 raise AmpatchError(
                     f"{call}: models[{index}] has the sharded parameter {name!r} (FSDP, DTensor) "
-                    f"in {parameter.dtype}, which can neither be cast nor get a master copy. "
+                    f"in {parameter.dtype}, which can neither be cast nor have a half copy. "
                     'Expected FP32 parameters and opt_level="O1", or a model sharded by '
                     "torch.distributed.fsdp.fully_shard, which works at O2 and O3 too."
                 )
@@ -249,12 +242,8 @@ def _is_fsdp(module: nn.Module, name: str = "FullyShardedDataParallel") -> bool:
 
 
 def _would_change(parameter: nn.Parameter, properties: Properties) -> bool:
-    if not parameter.is_floating_point():
-        return False
-    if properties.casts_model and parameter.dtype is not properties.cast_model_type:
-        return True
-    masters = properties.master_weights is not False and parameter.requires_grad
-    return masters and parameter.dtype in HALF_TYPES
+    is_other = parameter.dtype is not properties.cast_model_type
+    return parameter.is_floating_point() and properties.casts_model and is_other
 
 
 def weights_convert(models: list[nn.Module], properties: Properties) -> None:
@@ -315,19 +304,17 @@ def zero_steps_by_itself(
 ) -> None:
     """Raise `AmpatchError` for a `ZeroRedundancyOptimizer` whose steps nothing can prepare.
 
-    With `overlap_with_ddp` hooks of DDP step inside the backward pass: on scaled gradients, and on
-    the half weights.
+    With `overlap_with_ddp` hooks of DDP step inside the backward pass, on scaled gradients.
     """
-    if properties.loss_scale == 1.0 and properties.cast_model_type not in HALF_TYPES:
+    if properties.loss_scale == 1.0:
         return
     for optimizer in optimizers:
         if zero_redundancy.is_zero(optimizer) and zero_redundancy.steps_in_backward(optimizer):
             raise AmpatchError(
                 f"{call}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("
                 "overlap_with_ddp=True) steps inside the backward pass, where gradients are still "
-                "scaled, and has no place for FP32 master weights. Nothing was changed. Use "
-                'overlap_with_ddp=False, or opt_level="O1" with dtype=torch.bfloat16 and '
-                "loss_scale=1.0."
+                "scaled. Nothing was changed. Use overlap_with_ddp=False, or loss_scale=1.0 with "
+                "dtype=torch.bfloat16."
             )
 
 

@@ -54,20 +54,20 @@ def initialize(
     Args:
         models: a `torch.nn.Module`, or a list or tuple of them.  They are changed in
             place and returned, so existing references to them stay valid.
-        optimizers: an optimizer, or a list or tuple of them, or None.  At O2 their
-            `param_groups` then hold FP32 master weights.
+        optimizers: an optimizer, or a list or tuple of them, or None.
         enabled: False makes this call, `scale_loss` and the other functions do nothing.
         opt_level: `"O0"` trains in FP32.  At `"O1"` torch's functions cast their arguments,
-            and weights stay in FP32.  At `"O2"` the model is in the half type, with FP32
-            master weights in the optimizer.  At `"O3"` everything is in the half type.
+            and weights stay in FP32.  At `"O2"` the model computes in the half type: its weights
+            stay FP32 parameters, the master weights, and modules get half copies of them while
+            a forward runs.  At `"O3"` everything is in the half type.
             `"O4"` and `"O5"` are O1 and O2 in bfloat16.
-        cast_model_type: dtype of weights and inputs.  None: the opt level's.  False: models
-            are left as they are.
+        cast_model_type: dtype in which models compute: of their weights in a forward, and of
+            inputs.  None: the opt level's.  False: models are left as they are.
         patch_torch_functions: whether torch's functions are patched.  None: the opt level's.
         keep_batchnorm_fp32: whether BatchNorm and SyncBatchNorm stay in FP32 when the
             model is cast.  None: the opt level's.
-        master_weights: whether the optimizer updates FP32 copies of half weights.  None: the
-            opt level's.
+        master_weights: whether weights stay in FP32.  False: half models have half parameters.
+            None: the opt level's.
         loss_scale: `"dynamic"`, or a positive number, which may be a string.  None: the opt
             level's, which is `"dynamic"` for float16 at O1 and O2, and 1.0 otherwise.
         cast_model_outputs: dtype of the models' floating outputs.  None: FP32 at O0, O2 and
@@ -102,7 +102,7 @@ def initialize(
             scope to choose.  With several sessions the one opened last decides.
 
     A second call with managed models and optimizers puts them under the new settings.
-    Weights and masters keep their FP32 values, optimizers keep their state.
+    Weights keep their values, optimizers keep their state.
 
     Returns:
         `models` if no optimizers were given, else `(models, optimizers)`: the objects that
@@ -146,8 +146,8 @@ def initialize(
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
-    with Transfer(registry, listed_models, listed_optimizers) as transfer:
-        session.open(listed_models, listed_optimizers, transfer.trained)
+    with Transfer(registry, listed_models, listed_optimizers):
+        session.open(listed_models, listed_optimizers)
     registry.close_empty()
     registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)
     registry.observers.notify("on_initialize", properties)
@@ -168,7 +168,7 @@ def add_models(models: Any, to: Any = None) -> Any:
         second = ampatch.add_optimizers(torch.optim.Adam(discriminator.parameters()))
 
     For code that sees one model after the other, as frameworks do.  The models of one session
-    share its loss scales.  FP32 values wait for optimizers as `add_optimizers` says.
+    share its loss scales.
 
     Args:
         models: a `torch.nn.Module`, or a list or tuple of them.  Those that the session has already
@@ -208,9 +208,7 @@ def add_optimizers(optimizers: Any) -> Any:
         optimizer = ampatch.add_optimizers(torch.optim.Adam(model.parameters()))
 
     For code that makes its optimizers elsewhere, as frameworks do.  They join the session that
-    has their parameters, as if `initialize` had been given them: at O2 their `param_groups` hold
-    FP32 master weights.  The masters have the values from before the conversion if the model has
-    not run since, else those of the half weights.
+    has their parameters, as if `initialize` had been given them.
 
     Args:
         optimizers: an optimizer, or a list or tuple of them.  Those that the session has already
@@ -230,8 +228,7 @@ def add_optimizers(optimizers: Any) -> Any:
     new = [one for one in listed if registry.optimizers.session_of(one) is None]
     if session.properties.enabled:
         models = [managed.model for managed in session.models.alive()]
-        half_of = registry.half_weights.half_of
-        argument_checks.optimizers_own_parameters(models, new, half_of, call)
+        argument_checks.optimizers_own_parameters(models, new, call)
         argument_checks.fused_steps_work(models, new, session.properties, call)
         group = session.process_group
         argument_checks.parts_share_overflow(new, session.properties, group, call)
@@ -244,7 +241,7 @@ def _session_of(optimizers: list[Any]) -> Session:
     """The session that has these optimizers or their parameters, else the one opened last."""
     latest = registry.latest("ampatch.add_optimizers(...)")
     params = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    found = {one for one in registry.sessions if not params.isdisjoint(one.weights.names())}
+    found = {one for one in registry.sessions if not params.isdisjoint(one.names())}
     managing = map(registry.optimizers.session_of, optimizers)
     found |= {session for session in managing if session is not None}
     if len(found) > 1:
@@ -301,7 +298,7 @@ def _check(
     process_group: Any,
 ) -> None:
     """Refuse what `initialize` cannot do with these models and optimizers."""
-    argument_checks.optimizers_own_parameters(models, optimizers, registry.half_weights.half_of)
+    argument_checks.optimizers_own_parameters(models, optimizers)
     argument_checks.not_wrapped_before(models, properties)
     argument_checks.not_sharded(models, properties, registry.models.managed)
     argument_checks.weights_convert(models, properties)
@@ -317,7 +314,7 @@ def _check(
 def set_opt_level(model: nn.Module, opt_level: Any) -> None:
     """Put a managed model under another opt level at once.
 
-    Weights keep their FP32 values, optimizers keep their state.  Call it between steps.
+    Weights keep their values, optimizers keep their state.  Call it between steps.
     Other models of the same `initialize` keep their level, and the dynamic loss scales
     that they need stay as they are.
 
@@ -335,7 +332,7 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """A plain copy of a managed model: no hooks or patches, FP32 weights from the masters.
+    """A plain copy of a managed model: no hooks or patches.
 
     Raises `AmpatchError` for a model that no open session manages.
     """
@@ -360,8 +357,8 @@ def cache_info() -> Any:
 def deactivate() -> None:
     """Undo every `initialize`: torch, models and optimizers are as they were.
 
-    Half weights become FP32 weights with their masters' values.  Without an open session
-    the call does nothing.  A session whose models and optimizers were all collected has ended
+    Weights that a level without master weights has made half are FP32 again, with the values that
+    half could hold.  Without an open session the call does nothing.  A session whose models and optimizers were all collected has ended
     by itself, unless it cast every call of the process.  Where a part cannot be undone, the
     other parts still are, and the error is raised at the end.  Several errors are raised as an
     `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError` that names them.

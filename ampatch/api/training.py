@@ -38,20 +38,20 @@ def scale_loss(
         with ampatch.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    After the block the gradients in the optimizers' `param_groups` are FP32 and unscaled,
-    added to the gradients that were there before.  If they hold an inf or NaN under a
-    dynamic loss scale, the next `optimizer.step()` does nothing.
+    After the block the gradients in the optimizers' `param_groups` are unscaled, added to the
+    gradients that were there before.  If they hold an inf or NaN under a dynamic loss scale, the
+    next `optimizer.step()` does nothing.  Inside the block `p.grad` is what autograd has left: the
+    scaled gradient of this block, in FP32 but for weights that are half.
 
-    At O2 `p.grad` of a half weight of the model is the FP32 gradient of its master, the same
-    tensor.  Between the block and the step it can be read, changed, replaced or set to None.
-    Inside the block `p.grad` is what autograd has left: the scaled gradient of this block
-    alone, in the half type.
+    Under a static scale of 1, bfloat16's default, the context yields the loss and does nothing
+    else.
 
     If the block raises, the gradients that were there before it are put back, except that what
     its pass added stays in gradients that waited scaled.  This is logged.
 
     Args:
-        loss: floating tensor, usually 0-dim.  The context yields it in FP32, scaled.
+        loss: floating tensor, usually 0-dim.  The context yields it in FP32, scaled; under a
+            static scale of 1 the tensor itself.
         optimizers: the optimizers whose parameters the loss reaches: one, or a list or tuple.
             An object that stands for one does too (accelerate's `AcceleratedOptimizer`,
             Lightning's `LightningOptimizer`): it has it as `.optimizer` and shares its
@@ -116,14 +116,11 @@ def _unknown(optimizer: Any) -> str:
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the tensors that `optimizer.step` updates: FP32 masters at O2, else parameters.
+    """Yield the tensors that `optimizer.step` updates: the optimizer's parameters.
 
-    For clipping: `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.  Masters have what
-    was written into half weights; what numpy and collectives wrote there they have at the step.
+    They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
+    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
     """
-    managed = wrapped_optimizers.managed(registry.optimizers, optimizer)
-    if managed is not None:
-        managed.show_parameters()
     for group in optimizer.param_groups:
         yield from group["params"]
 

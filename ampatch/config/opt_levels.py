@@ -20,11 +20,6 @@ from .validation import positive_number, truth_value, whole_number, word
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-LENDING = {0: True}
-"""Internal switch, until O2's half parameters and their masters are gone: whether O2 leaves weights
-in FP32 and lends half copies to the modules while a forward runs (`models/lent_weights.py`).
-"""
-
 _DTYPE_NAMES = {
     "float16": torch.float16,
     "fp16": torch.float16,
@@ -75,8 +70,7 @@ class Properties:
     @property
     def lends_weights(self) -> bool:
         """Whether weights stay FP32 and modules get half copies while a forward runs (O2)."""
-        is_half = self.cast_model_type in HALF_TYPES
-        return LENDING[0] and is_half and self.master_weights is not False
+        return self.cast_model_type in HALF_TYPES and self.master_weights is not False
 
     @property
     def scale_settings(self) -> ScaleSettings:

@@ -18,8 +18,6 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampatch.session.facade import half_of
-
 
 def check_model(model: Any, what: str) -> None:
     """Raise `TypeError` unless `model` is a module or None; `what` is the user's call."""
@@ -74,12 +72,8 @@ class Models:
         self._handles.clear()
 
     def name_of(self, weight: Tensor) -> str | None:
-        """The name of a parameter, also by its FP32 master; None for other models' weights."""
-        name = self._parameters.get(weight)
-        if name is not None:
-            return name
-        half = half_of(weight)
-        return None if half is None else self._parameters.get(half)
+        """The name of a parameter; None for other models' weights."""
+        return self._parameters.get(weight)
 
     def owner(self, parameter: str) -> nn.Module | None:
         """The module that a parameter of this name sits in."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ampatch.torch_private import custom_ops, dispatch_modes
 from ampatch.torch_private.foreach import TORCH_NAMES
-from ampatch.torch_private.half_grads import is_redirected
 
 from .exact import largest_exact
 from .storages import StorageNotes, storage_key, values
@@ -210,7 +209,7 @@ def _read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        is_plain = type(value) in (Tensor, nn.Parameter) or is_redirected(value)
+        is_plain = type(value) in (Tensor, nn.Parameter)
         if is_plain and value.dtype in CHECKED and not value.is_meta:
             yield value
     elif isinstance(value, (list, tuple)):

@@ -38,7 +38,7 @@ from ..config.opt_levels import ARGUMENTS, properties_for
 from ..config.overrides import parse
 from ..errors import did_you_mean
 from ..log import logger
-from ..session.facade import expect_optimizers, note_reduction, open_sessions, session_of
+from ..session.facade import open_sessions, session_of
 from ..torch_private.modules import compiled_from
 from .process_end import end_gloo_at_exit
 
@@ -135,7 +135,6 @@ class AmpatchAccelerator(Accelerator):
         if member is None:
             ampatch.initialize(new, **self._settings)
             session = open_sessions()[-1]
-            expect_optimizers(session)
             self._is_off = not session.properties.enabled
         else:
             ampatch.add_models(new, to=member)
@@ -166,14 +165,6 @@ class AmpatchAccelerator(Accelerator):
             return super().backward(loss, **kwargs)
         with ampatch.scale_loss(loss, managed, loss_id=loss_id) as scaled_loss:
             super().backward(scaled_loss, **kwargs)
-
-    @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """As accelerate's; at O2 the gradients that waited in the masters are averaged too."""
-        with Accelerator.trigger_sync_in_backward(model):
-            note_reduction(_innermost(model))
-            yield
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:

@@ -69,8 +69,8 @@ def supervised_training_step(
 
     Args:
         optimizer: one that was given to `ampatch.initialize`.  It has the place of `scaler` too.
-        clip: called before each step with the tensors that the step updates (FP32 masters at
-            O2), whose gradients are unscaled: `lambda params: clip_grad_norm_(params, 1.0)`.
+        clip: called before each step with the tensors that the step updates, whose gradients are
+            unscaled: `lambda params: clip_grad_norm_(params, 1.0)`.
     """
     if gradient_accumulation_steps <= 0:
         raise ValueError(

@@ -25,8 +25,6 @@ from torch import Tensor
 
 import ampatch
 
-from ..session.facade import master_pairs
-
 
 class AmpatchScaler:
     """Called as `timm.utils.NativeScaler` is: backward pass, clipping, step.
@@ -77,11 +75,7 @@ class AmpatchScaler:
 
 
 def _updated(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-    """The tensors that the step updates for these parameters: FP32 masters in place of halves."""
-    everything = list(ampatch.master_params(optimizer))
+    """These parameters; without any, all that the step updates."""
     if parameters is None:
-        return everything
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
-    masters = {id(half): master for half, master in master_pairs(optimizer)}
-    return [masters.get(id(parameter), parameter) for parameter in parameters]
+        return list(ampatch.master_params(optimizer))
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -18,13 +18,11 @@ out.
 * Training, evaluation, prediction and `generate` run under casts until `ampatch.deactivate()`.
   As with `bf16=True` they are those of the model's forward, and its outputs are FP32: a loss or
   metrics computed outside of it run in FP32.  `patch_scope="process"` casts these too.
-* Before the first `train()` at O2, evaluation runs at O1: the weights stay as they are.
 * Under torchrun with gloo the process group is destroyed when the process ends, as `trainer.end()`
   would.  Without that about one run in 50 fails after its results are written, with ampatch or not.
 * Models and checkpoints are saved in FP32.  A checkpoint has the loss scale in `ampatch.json`, and
   `resume_from_checkpoint` goes on with the same bits.  It takes the scale of a run with `fp16=True`
   too.
-* Weights that are frozen at O2 have no FP32 masters: what is saved of them is rounded to half.
 * A skipped step counts in `global_step` and `max_steps`, as with `fp16=True`: its batches are used
   up.  The learning rate waits.
 """
@@ -34,7 +32,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +40,16 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import PretrainedConfig, Trainer
+from transformers import Trainer
 
 import ampatch
 
 from ..config.opt_levels import ARGUMENTS, Properties, properties_for
 from ..errors import AmpatchError
 from ..log import logger
-from ..session.facade import Session, open_sessions, session_of, when_closed
+from ..session.facade import Session, session_of
 from .accelerate import SkippingOptimizer, bare
 from .process_end import end_gloo_at_exit
-from .replaced import Replaced
 
 SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
@@ -60,9 +57,6 @@ GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
 _SETTINGS = frozenset(inspect.signature(ampatch.initialize).parameters) - {
     *("models", "optimizers", "num_losses", "unknown"),
 }
-_OF_HALF_MODELS = (
-    *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
-)
 _SEAMS = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
 _PLAIN = (DistributedType.NO, *(kind for kind in DistributedType if kind.value.startswith("MULTI")))
 
@@ -129,7 +123,7 @@ class AmpatchTrainerMixin:
             model = self.model_wrapped = self.model  # without the DDP of an earlier session
             self._ampatch_begin()
         elif not training and session_of(self.model) is None:
-            ampatch.initialize(self.model, **_for_evaluation(self._ampatch_settings))
+            ampatch.initialize(self.model, **self._ampatch_settings)
         return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
 
     def _ampatch_trains(self) -> bool:
@@ -140,11 +134,9 @@ class AmpatchTrainerMixin:
     def _ampatch_begin(self) -> None:
         optimizer = bare(self.optimizer)
         ampatch.initialize(self.model, optimizer, **self._ampatch_settings)
-        self._ampatch_session = session = session_of(optimizer)
+        self._ampatch_session = session_of(optimizer)
         if self.optimizer is optimizer:
             self.optimizer = SkippingOptimizer(optimizer)
-        if session is not None:
-            when_closed(session, _names_saved_dtypes.use())
         end_gloo_at_exit()
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -173,52 +165,6 @@ def _checked(settings: dict[str, Any]) -> Properties:
     """The settings that have values, checked; the others are looked at by `initialize`."""
     given = {name: settings[name] for name in ARGUMENTS if name in settings}
     return properties_for(settings["opt_level"], settings.get("dtype", torch.float16), **given)
-
-
-def _for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
-    """For a model that may train later: without masters, half weights would lose their values."""
-    properties = _checked(settings)
-    if not properties.master_weights:
-        return settings
-    kept = {name: value for name, value in settings.items() if name not in _OF_HALF_MODELS}
-    return {**kept, "opt_level": "O1", "dtype": properties.dtype}
-
-
-@functools.cache
-def _naming_the_saved_dtype(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def save_pretrained(self: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
-        dtype = _saved_dtype(self)
-        if dtype is not None:
-            self.dtype = str(dtype).removeprefix("torch.")
-        return original(self, *args, **kwargs)
-
-    return save_pretrained
-
-
-_names_saved_dtypes = Replaced([(PretrainedConfig, "save_pretrained", _naming_the_saved_dtype)])
-"""`config.json` names the dtype of the weights that are saved beside it.
-
-transformers writes that of the parameters, half at O2, and `from_pretrained` of transformers 5
-would round the FP32 weights to it.
-"""
-
-
-def _saved_dtype(config: PretrainedConfig) -> torch.dtype | None:
-    """The dtype of a managed model's weights in its `state_dict()`; None for other models."""
-    for session in open_sessions():
-        for managed in session.models.alive():
-            for module in managed.model.modules():
-                if getattr(module, "config", None) is config:
-                    return next(_dtypes_in_state(module), None)
-    return None
-
-
-def _dtypes_in_state(model: nn.Module) -> Iterator[torch.dtype]:
-    for module in model.modules():
-        if any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
-            saved = module.state_dict()
-            yield from (value.dtype for value in saved.values() if value.is_floating_point())
 
 
 def _check_seams() -> None:

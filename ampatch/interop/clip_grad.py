@@ -1,9 +1,4 @@
-"""`clip_grad_norm_` gets complete, unscaled gradients; `model.zero_grad()` forgets an overflow.
-
-`.grad` of a half weight is its master's, so these functions need not know masters.  With these
-replacements `model.zero_grad()` forgets an overflow too, and
-`clip_grad_norm_(model.parameters(), ...)` clips gradients that are complete and unscaled.
-"""
+"""`clip_grad_norm_` gets unscaled gradients; `model.zero_grad()` forgets an overflow."""
 
 from __future__ import annotations
 
@@ -27,9 +22,8 @@ def replacements(
 ) -> list[Replacement]:
     """What to replace.
 
-    `ready(tensors)` completes and unscales the gradients of these tensors: those that a plain
-    `backward()` left in half parameters, or that `delay_unscale` left scaled.  `zeroed(ids)` is
-    called with the ids of the parameters that have lost theirs.
+    `ready(tensors)` unscales the gradients of these tensors that `delay_unscale` left scaled.
+    `zeroed(ids)` is called with the ids of the parameters that have lost theirs.
     """
     places: list[tuple[Any, str, Callable]] = [
         (nn.Module, "zero_grad", lambda original: _zero_grad(original, zeroed))

@@ -1,15 +1,14 @@
 """`model.float()`, `.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
-Calls that change no dtype (`.to(device)`, `.cuda()`, a memory format) work, and move the
-masters too.  The parameters stay the same objects on every kind of device, so the optimizer has
-them still.
+Calls that change no dtype (`.to(device)`, `.cuda()`, a memory format) work.  The parameters stay
+the same objects on every kind of device, so the optimizer has them still.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,16 +23,10 @@ from ..torch_private.tensors import can_take_data
 Apply = Callable[[Tensor], Tensor]
 
 
-def replacements(
-    model_of: Callable[[nn.Module], nn.Module | None],
-    masters_of: Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]],
-    as_plain: Callable[[set[int]], AbstractContextManager],
-) -> list[Replacement]:
+def replacements(model_of: Callable[[nn.Module], nn.Module | None]) -> list[Replacement]:
     """What to replace.
 
-    `model_of(module)` gives a managed model that shares tensors with a module, or None, and
-    `masters_of(module)` the module's half parameters with their masters.  Inside
-    `as_plain(halves)` half parameters (ids) are of the class that torch gave them.
+    `model_of(module)` gives a managed model that shares tensors with a module, or None.
     """
     if not hasattr(nn.Module, APPLY):
         return []
@@ -46,36 +39,19 @@ def replacements(
             nonlocal running
             if running:
                 return original(self, fn, *args, **kwargs)
-            model, pairs = model_of(self), []
+            model = model_of(self)
             if model is not None:
                 _refuse_new_dtypes(self, fn, model)
-                pairs = [(half, half.data_ptr(), master) for half, master in masters_of(self)]
             running = True
             try:
-                plain = as_plain({id(half) for half, _, _ in pairs})
-                with plain, _same_parameters(self, fn, model):
-                    result = original(self, fn, *args, **kwargs)
+                with _same_parameters(self, fn, model):
+                    return original(self, fn, *args, **kwargs)
             finally:
                 running = False
-            for half, place, master in pairs:
-                if half.data_ptr() != place or half.device != master.device:
-                    _move(master, fn)
-            return result
 
         return _apply
 
     return [(nn.Module, APPLY, make)]
-
-
-def _move(master: Tensor, fn: Apply) -> None:
-    grad, master.grad = master.grad, None
-    moved = fn(master.data)
-    if can_take_data(master, moved):
-        master.data = moved
-    else:
-        torch.utils.swap_tensors(master, nn.Parameter(moved, master.requires_grad))
-    if grad is not None:
-        master.grad = fn(grad)
 
 
 @contextmanager
@@ -119,8 +95,7 @@ def _refuse_new_dtypes(module: nn.Module, fn: Apply, model: nn.Module) -> None:
             raise AmpatchError(
                 f"{type(module).__name__} is to be converted to {wanted}, and its {name} in "
                 f"{tensor.dtype} is managed by ampatch, in {type(model).__name__}: "
-                "optimizer and masters would not follow. Nothing was changed. Choose dtypes "
-                "by ampatch.initialize(model, optimizer, opt_level=..., dtype=...), or call "
-                "ampatch.deactivate() before the conversion; copy.deepcopy(model) is a plain "
-                "FP32 model."
+                "the optimizer would not follow. Nothing was changed. Choose dtypes by "
+                "ampatch.initialize(model, optimizer, opt_level=..., dtype=...), or call "
+                "ampatch.deactivate() before the conversion; copy.deepcopy(model) is a plain model."
             )

@@ -15,26 +15,22 @@ from torch.nn import Parameter
 
 from ..casting.patches import Replacement
 
-Listener = Callable[[Tensor, Tensor | None], None]
+Listener = Callable[[Tensor], None]
 
 
 def replacements(listener: Listener) -> list[Replacement]:
-    """What to replace.
-
-    `listener(parameter, data)` is called with each `data` that was read, and `listener(parameter,
-    None)` when the parameter was given other data.
-    """
+    """What to replace.  `listener(parameter)` is called when `.data` is read, and when it is set."""
     return [(Parameter, "data", lambda original: _listening(original, listener))]
 
 
 def _listening(original: Any, listener: Listener) -> property:
     def get(parameter: Tensor) -> Tensor:
         data = original.__get__(parameter)
-        listener(parameter, data)
+        listener(parameter)
         return data
 
     def set(parameter: Tensor, data: Tensor) -> None:
         original.__set__(parameter, data)
-        listener(parameter, None)
+        listener(parameter)
 
     return property(get, set, doc=torch.Tensor.data.__doc__)

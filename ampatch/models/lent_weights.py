@@ -266,6 +266,10 @@ class LentWeights:
                 self._trees[id(root)] = tree
         return tree
 
+    def lends(self, parameter: Tensor) -> bool:
+        """Whether the forward computes with a half copy of this weight."""
+        return any(one is parameter for one in self.tree_of(self._model).parameters)
+
     def begin(self, root: nn.Module) -> None:
         """A call of the model or of a part of it begins; the outermost one lends."""
         if is_dynamo_compiling():

@@ -1,8 +1,8 @@
 """One model in a session: its hooks, put in and taken out exactly.
 
 `copy.deepcopy`, `pickle`, `torch.save(model)` and sending it to another process
-give plain models: no hooks, FP32 weights (O0, O1: the same values; O2: the
-masters'; O3: the rounded ones, widened), usable where ampatch is not installed.
+give plain models: no hooks, weights as they are (O3: half, else FP32), usable where
+ampatch is not installed.
 `copy.copy` and DataParallel's replicas share weights and hooks: they are cast
 as the model is, for as long as the session is open.
 """
@@ -30,7 +30,6 @@ from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.dtensors import exchange_data
-from ..torch_private.half_grads import restore_grad
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import (
     Converted,
@@ -42,12 +41,10 @@ from .conversion import (
     set_data,
 )
 from .copies import ModelCopies
-from .float_values import FloatValues
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .lent_weights import LentWeights
 from .module_overrides import ModuleOverride, Running
-from .plain_parameters import PlainParameters
 from .sharded_weights import (
     Place,
     ShardedWeights,
@@ -56,7 +53,6 @@ from .sharded_weights import (
     places_in,
     sharded_parameters,
 )
-from .state_dicts import StateDictHooks
 from .steps import Step
 from .submodule_calls import SubmoduleCalls
 
@@ -70,6 +66,8 @@ class MakesOverrides(Protocol):
         """What has a part of a model run in a precision of its own: "float" or "half"."""
 
 
+_SHOWN = 5  # weights named in a warning
+
 Places = dict[int, tuple["weakref.ref[nn.Module]", str]]
 """Where parameters stand, by their ids: in which module, under which name.
 
@@ -81,14 +79,8 @@ torch from swapping it.
 class Owner(Protocol):
     """What a managed model needs of the session that it is in."""
 
-    values: FloatValues
-    plain_parameters: PlainParameters
-
     def mix(self, managed: ManagedModel) -> None:
         """FP32 values are to meet half ones in the forward: give it a policy that lets them."""
-
-    def before_forward(self, model: nn.Module) -> None:
-        """A forward begins of a model whose weights may have masters."""
 
     @property
     def policies(self) -> MakesOverrides:
@@ -133,9 +125,6 @@ class ManagedModel:
         self._step: Step | None = None
         self._overrides = overrides
         self._running = Running()
-        self._values = owner.values
-        self._widened = owner.values.widened
-        self._may_have_masters = False
         self.sharded = ShardedWeights(model, properties)
         self._lent: LentWeights | None = None
         self._converted: list[Converted] = []
@@ -144,7 +133,7 @@ class ManagedModel:
         self.mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
         self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
-        self._copies = ModelCopies(model, self._values.of, owner.plain_parameters)
+        self._copies = ModelCopies(model)
         self._plan = Plan(model) if policy is not None and policy.follows_tables else None
 
     def _make_inputs(self, name: str, dtype: torch.dtype) -> ModelInputs:
@@ -171,7 +160,7 @@ class ManagedModel:
     # Put in, take out
 
     def convert(self, skip: Callable[[nn.Module], bool]) -> None:
-        """Convert weights and buffers to the model's dtype."""
+        """Lend the weights in the model's dtype, or convert weights and buffers to it."""
         dtype = self.in_dtype
         if dtype is None:
             return
@@ -180,6 +169,7 @@ class ManagedModel:
         if self.properties.lends_weights:
             leave = functools.partial(sharded_parameters, self.model)
             self._lent = LentWeights(self.model, dtype, skip, leave, self._state)
+            self._warn_of_half_weights()
         else:
             self._converted = convert_weights(
                 self.model, dtype, skip, leave=sharded_parameters(self.model)
@@ -187,9 +177,6 @@ class ManagedModel:
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
             return
-        for tensor, _, original, _ in self._converted:
-            if tensor.dtype in HALF_TYPES and not isinstance(tensor, nn.Parameter):
-                self._widened.keep_original(tensor, original.float())
         buffers = float_buffers(self.model, skip)
         self.mixes = any(buffer.dim() for buffer in buffers.values())
         lost = [name for name, buffer in buffers.items() if half_cannot_hold(buffer, dtype)]
@@ -201,48 +188,26 @@ class ManagedModel:
                 ", ".join(lost),
             )
 
-    @contextlib.contextmanager
-    def as_float(self, part: nn.Module) -> Iterator[None]:
-        """The weights of the model, or of a part of it, have their FP32 values meanwhile.
+    def _warn_of_half_weights(self) -> None:
+        """Master weights are FP32 parameters; those that were given in half are trained as such."""
+        given = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and parameter.dtype in HALF_TYPES
+        ]
+        if given:
+            logger.warning(
+                "%s: these trainable weights were given in half and are trained in half, without "
+                "FP32 master weights: %s%s. For master weights call model.float() before "
+                "ampatch.initialize.",
+                type(self.model).__name__,
+                ", ".join(given[:_SHOWN]),
+                f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else "",
+            )
 
-        What stands there at the end, perhaps other parameters, is converted again.
-        """
-        own = set(map(id, part.parameters()))
-        concerned = [entry for entry in self._converted if id(entry.tensor) in own]
-        for entry in concerned:
-            self._restore(entry)
-        self._converted = [entry for entry in self._converted if id(entry.tensor) not in own]
-        try:
-            yield
-        finally:
-            if self.in_dtype is not None:
-                leave = sharded_parameters(self.model)
-                new = convert_weights(part, self.in_dtype, self._stays_float, leave=leave)
-                self._converted += new
-                self._dtypes |= {id(entry.tensor): entry.dtype for entry in new}
-
-    def originals(self) -> dict[int, Tensor]:
-        """FP32 values that half parameters were rounded from, by the parameter's id.
-
-        A parameter that came in the other half type was rounded too.
-        """
-        return {
-            id(entry.tensor): entry.original.float()
-            for entry in self._converted
-            if entry.tensor.dtype in HALF_TYPES
-        }
-
-    def keep_originals(self, halves: set[int]) -> list[Tensor]:
-        """Keep the FP32 values of these half parameters (ids), for masters that are to come.
-
-        Returns those whose values are still here.
-        """
-        kept = []
-        for tensor, _, original, _ in self._converted:
-            if id(tensor) in halves and original is not tensor:
-                self._widened.keep_original(tensor, original.float())
-                kept.append(tensor)
-        return kept
+    def lends(self, parameter: Tensor) -> bool:
+        """Whether the forward computes with half copies of this weight."""
+        return self._lent is not None and self._lent.lends(parameter)
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""
@@ -253,7 +218,7 @@ class ManagedModel:
         return {override.module for override in self._overrides}
 
     def forget_originals(self) -> None:
-        """Let go of the unconverted values; masters hold those that are still needed."""
+        """Let go of the unconverted values."""
         self._converted = [
             entry._replace(original=entry.tensor, grad=None) for entry in self._converted
         ]
@@ -274,12 +239,6 @@ class ManagedModel:
             self._handles.extend(self._submodule_calls.install(own))
         for override in self._overrides:
             self._handles.extend(override.install(self._running))
-        dtypes = {param.dtype for param in model.parameters()}  # at O1 some may have come in half
-        given = set() if self._lent is not None else {self.properties.cast_model_type}
-        if (dtypes | given) & set(HALF_TYPES):
-            self._may_have_masters = self.properties.master_weights is not False
-            state_dicts = StateDictHooks(model, self._values.saved, self._values.load)
-            self._handles.extend(state_dicts.install())
         self._copies.install()
 
     def _note_places(self) -> None:
@@ -294,7 +253,7 @@ class ManagedModel:
         )
 
     def uninstall(self) -> None:
-        """Take hooks and conversions out; half weights get their FP32 masters' values."""
+        """Take hooks and conversions out."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -304,7 +263,7 @@ class ManagedModel:
         if self._lent is not None:
             self._lent.close()
             self._lent = None
-        undo = UndoAll("ampatch: a model's weights get their FP32 values")
+        undo = UndoAll("ampatch: a model's weights get their dtypes back")
         undo.do(self.sharded.release)
         for entry in self._converted:
             undo.do(self._restore, entry)
@@ -315,21 +274,12 @@ class ManagedModel:
 
     def _restore(self, entry: Converted) -> None:
         tensor, dtype, original, grad = entry
-        master = self._values.masters.current(tensor)
-        restore_grad(tensor)
         if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
             tensor.grad = None
             exchange_data(tensor, original)
             tensor.grad = grad
-            if master is not None:
-                master.grad = None
-        elif master is None:
-            set_data(tensor, self._values.release(tensor).to(dtype))
         else:
-            tensor.grad = None
-            exchange_data(tensor, master.detach().to(dtype))
-            if master.grad is not None:
-                tensor.grad, master.grad = master.grad.to(dtype), None
+            set_data(tensor, tensor.detach().to(dtype))
 
     # Sharding
 
@@ -353,14 +303,13 @@ class ManagedModel:
         places = places_in(modules, ignored | sharded_parameters(self.model))
         not_in_parts(call, places)
         kept = self._converted, self._dtypes
-        widened = self._widen(places)
+        before = self._fit_shards(places)
         try:
             yield self.sharded.policy(given, is_whole)
         except BaseException:
             self._converted, self._dtypes = kept
-            for parameter, half in widened:
-                self._widened.keep_original(half, parameter.data)
-                set_data(parameter, half)
+            for parameter, data in before:
+                set_data(parameter, data)
             raise
         self.sharded.adopt(given, self._as_given(places, kept[1]), self._stays_float)
 
@@ -375,18 +324,18 @@ class ManagedModel:
             self._overrides.append(override)
             self._handles.extend(override.install(self._running))
 
-    def _widen(self, places: list[Place]) -> list[tuple[Tensor, Tensor]]:
-        """Parameters whose shards are to be FP32 get these values; returns them as they were."""
-        widened = []
+    def _fit_shards(self, places: list[Place]) -> list[tuple[Tensor, Tensor]]:
+        """Half parameters whose shards are to be FP32 are; returns them with the data they had."""
+        before = []
         for module, _, parameter, dtype in places:
             wanted = self.sharded.storage_dtype(module, self._stays_float)
             if dtype in HALF_TYPES and dtype is not wanted:
-                widened.append((parameter, parameter.data))
-                set_data(parameter, self._values.release(parameter).to(wanted))
+                before.append((parameter, parameter.detach()))
+                set_data(parameter, parameter.detach().to(wanted))
         gone = {id(place.parameter) for place in places}
         self._converted = [entry for entry in self._converted if id(entry.tensor) not in gone]
         self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key not in gone}
-        return widened
+        return before
 
     def _as_given(self, places: list[Place], dtypes: dict[int, torch.dtype]) -> list[Place]:
         return [one._replace(dtype=dtypes.get(id(one.parameter), one.dtype)) for one in places]
@@ -416,11 +365,6 @@ class ManagedModel:
             policy.cache.open(self, self._plan)
             if policy.devices is not None:
                 self._note_device(policy.devices)
-        if not is_dynamo_compiling():
-            if self._may_have_masters:
-                self._owner.before_forward(model)
-            if self._widened.copies:
-                self._widened.take_over()
         if self._lent is not None:
             self._lent.begin(model)
         return taken
@@ -447,10 +391,6 @@ class ManagedModel:
         self._state.push(self.policy, owner)
         if self._lent is not None:
             self._lent.begin(part)
-        if self._may_have_masters:
-            self._owner.before_forward(self.model)
-        if self._widened.copies:
-            self._widened.take_over()
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
@@ -487,5 +427,5 @@ class ManagedModel:
             devices.add(parameter.device.type)
 
     def plain_copy(self) -> nn.Module:
-        """A deep copy without hooks and patches, its weights in FP32."""
+        """A deep copy without hooks and patches."""
         return self._copies.plain_copy()

@@ -18,14 +18,12 @@ from torch import Tensor
 from ..log import logger
 from .gradient_state import Event, GradientState, Pending, State, Unscaled
 from .loss_scaler import Scaler
-from .master_weights import MasterWeights
-from .masters.half_gradients import HalfGradients, Script
 from .optimizers import zero
 from .other_blocks import OtherBlocks, entering
 from .process_group import share_flag, sharers, trains_with_others, world_size
 from .scale_value import Flag, is_set
 from .shared_parameters import NOTHING_SHARED, Sharing
-from .tensor_lists import add_to, drop_grads, grads_of, put_back, with_grads
+from .tensor_lists import drop_grads, grads_of, put_back, with_grads
 
 _grad_of = operator.attrgetter("grad")
 
@@ -37,32 +35,19 @@ class GradientFlow:
     at each step.
     """
 
-    def __init__(self, optimizer: Any, masters: MasterWeights, process_group: Any = None) -> None:
+    def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
         self.state = GradientState(optimizer)
-        self.others = OtherBlocks(optimizer, self.state, self.leaves)
-        self.in_halves = HalfGradients(masters, self.state, self.others)
-        self._masters = masters
+        self.others = OtherBlocks(optimizer, self.state, self.parameters)
         self._process_group = process_group
         self.step_group = zero.group_of(optimizer)
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors the optimizer updates: masters, or the parameters themselves.
-
-        Of a single group it is the list itself: for reading.
-        """
+        """The tensors the optimizer updates.  Of a single group it is the list itself: read only."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
         return [param for group in groups for param in group["params"]]
-
-    def leaves(self) -> Sequence[Tensor]:
-        """Where autograd leaves gradients: the half parameters of masters, or the parameters."""
-        params = self.parameters()
-        if not self._masters.by_half:
-            return params
-        halves = map(self._masters.half_of, params)
-        return [param if half is None else half for param, half in zip(params, halves, strict=True)]
 
     def has_gradients(self) -> bool:
         """Whether there is anything to step on."""
@@ -84,10 +69,6 @@ class GradientFlow:
         if self.others.left_scaled:
             self.others.report()
         state.had_block = True
-        if self._masters.by_half:
-            unreduced = self.in_halves.is_unreduced
-            self.in_halves.add_to_masters()
-            self.in_halves.is_unreduced = unreduced
         if state.now is State.SPENT:
             self.look_again()
         return self._held()
@@ -106,12 +87,9 @@ class GradientFlow:
             if not stays:
                 state.aside = list(zip(owned, map(_grad_of, owned), strict=True))
         else:
-            self.in_halves.is_unreduced = False
             state.overflow = None
             if state.now is not State.COMPLETE:
                 self.zeroed()
-        if self.in_halves.script is Script.UNKNOWN:
-            self.in_halves.note_block()
         with entering:
             state.change(Event.ENTER)  # from here on there is something to put back
             self.others.own_blocks += 1
@@ -121,62 +99,26 @@ class GradientFlow:
             param.grad = None
 
     def _put_back_scaled(self, owned: list[Tensor], pending: Pending) -> None:
-        """Leave earlier gradients where backward adds to them, at the scale of the block.
-
-        Those of masters stay there in FP32, unless DDP is about to average for the first
-        time what it was kept from (`no_sync`).
-        """
+        """Leave earlier gradients where backward adds to them, at the scale of the block."""
         if self.state.now is State.IN_BLOCK:
             pending.scale_up(list(map(_grad_of, owned)))
             self.state.change(Event.SCALE_UP, pending)
             pending.join(self)
-        if self.in_halves.is_unreduced and self.in_halves.reduces:
-            self.in_halves.put_back(set(map(id, owned)))
 
     def after_backward(self, scaler: Scaler, scale: Any, sharing: Sharing) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
-        one_scale = self.state.now is State.IN_BLOCK_PENDING
         self.state.change(Event.LEAVE)
-        taken = self.in_halves.take(ends_block=True) if self._masters.by_half else None
-        if one_scale:
-            if taken is not None:
-                add_to(*taken)
-            self._add_aside()
-            return self._unscale_all(scaler, scale, sharing)
-        if taken is None:
-            found = self._unscale_all(scaler, scale, sharing)
-        else:
-            found = self._unscale_taken(*taken, scaler, scale, sharing)
+        found = self._unscale_all(scaler, scale, sharing)
         if self.state.aside:
             self._add_aside()
-        return found
-
-    def _unscale_taken(
-        self,
-        masters: list[Tensor],
-        grads: list[Tensor],
-        scaler: Scaler,
-        scale: Any,
-        sharing: Sharing,
-    ) -> Flag | None:
-        """Unscale what came out of half weights, and what the pass left in other parameters.
-
-        Masters have gradients of the pass themselves where the loss was made of them.
-        """
-        own = self._held()
-        all_grads = [*map(_grad_of, own), *grads]
-        found = sharing.unscale(self, scaler, [*own, *masters], all_grads, scale)
-        add_to(masters, grads)
         return found
 
     def leave_scaled(self, pending: Pending, sharing: Sharing) -> None:
         """`delay_unscale`: bring everything to the scaler's scale and leave it there."""
         one_scale = self.state.now is State.IN_BLOCK_PENDING
         self.state.change(Event.DELAY, pending)
-        taken = self.in_halves.take(ends_block=True)
         if not one_scale:
             pending.scale_up([grad for _, grad in self.state.aside])
-        add_to(*taken)
         self._add_aside()
         pending.join(self)
 
@@ -194,9 +136,7 @@ class GradientFlow:
             return
         one_scale = state.now is State.IN_BLOCK_PENDING
         state.change(Event.ABANDON)
-        taken = self.in_halves.take()
         if one_scale:
-            add_to(*taken)
             logger.warning(
                 "%s: an ampatch.scale_loss block has raised, and earlier gradients were in p.grad "
                 "for its backward pass to add to (delay_unscale=True, or several ranks). What it "
@@ -306,25 +246,14 @@ class GradientFlow:
             state.change(Event.ZERO)
         state.overflow, state.aside = None, []
         self.others.left_scaled = False
-        if self._masters.by_half:
-            self.in_halves.drop()
 
     def zeroed_by_model(self, zeroed: set[int]) -> None:
         """Parameters (ids) of a model were zeroed; forget an overflow if no gradients are left."""
-        state, half_of = self.state, self._masters.half_of
-        if state.in_block:  # what masters have is not to be seen there, but they go too
-            for half, master in self._masters:
-                if id(half) in zeroed:
-                    master.grad = None
-        state.aside = [
-            (param, grad)
-            for param, grad in state.aside
-            if id(param) not in zeroed and id(half_of(param)) not in zeroed
-        ]
+        state = self.state
+        state.aside = [(param, grad) for param, grad in state.aside if id(param) not in zeroed]
         is_known = state.overflow is not None or state.now is State.SPENT
         if (is_known or self.others.left_scaled) and all(
-            param.grad is None or id(param) in zeroed or id(half_of(param)) in zeroed
-            for param in self.parameters()
+            param.grad is None or id(param) in zeroed for param in self.parameters()
         ):
             state.overflow = None
             self.others.left_scaled = False
@@ -332,9 +261,8 @@ class GradientFlow:
                 state.change(Event.ZERO)
 
     def ready(self, wanted: set[int]) -> None:
-        """Gradients of these tensors (ids) are about to be used: leave none scaled or half."""
-        leaves = zip(self.parameters(), self.leaves(), strict=True)
-        if any(id(param) in wanted or id(leaf) in wanted for param, leaf in leaves):
+        """Gradients of these tensors (ids) are about to be used: leave none scaled."""
+        if any(id(param) in wanted for param in self.parameters()):
             if self.state.in_block:
                 logger.error(
                     "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
@@ -344,4 +272,3 @@ class GradientFlow:
                 return
             self.state.finish_pending()
             self.look_again()  # clipping may hide what another rank's inf has left
-        self.in_halves.add_to_masters()

@@ -148,8 +148,7 @@ class GradientState:
     """The state of one optimizer's gradients, and the facts that hold in any state.
 
     Read freely; `change` alone writes `now` and `in_block`.  The other facts have their places
-    elsewhere: gradients that another block left scaled in `OtherBlocks`, what DDP has not
-    averaged in `HalfGradients`.
+    elsewhere: gradients that another block left scaled are in `OtherBlocks`.
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from ..log import logger
-from ..torch_private.half_grads import raw_grad
 from .gradient_state import GradientState
 
 Seen = tuple[list[Tensor | None], list[int]]
@@ -30,16 +29,16 @@ _grad_of = operator.attrgetter("grad")
 class OtherBlocks:
     """What blocks for other optimizers do to the gradients of this one.
 
-    `leaves` gives the tensors where autograd leaves them; `left_scaled` says whether such a
-    block has left scaled gradients there.
+    `parameters` gives the tensors that have them; `left_scaled` says whether such a block has left
+    scaled gradients there.
     """
 
     def __init__(
-        self, optimizer: Any, state: GradientState, leaves: Callable[[], Sequence[Tensor]]
+        self, optimizer: Any, state: GradientState, parameters: Callable[[], Sequence[Tensor]]
     ) -> None:
         self._kind = type(optimizer).__name__
         self._state = state
-        self._leaves = leaves
+        self._parameters = parameters
         self.left_scaled = False
         self.open_blocks = 0  # of others, with a loss scale
         self.own_blocks = 0  # that have begun
@@ -73,7 +72,7 @@ class OtherBlocks:
 
     def report(self) -> None:
         """Log an error if such gradients are about to be used."""
-        if self.left_scaled and any(grad is not None for grad in map(_grad_of, self._leaves())):
+        if self.left_scaled and any(grad is not None for grad in map(_grad_of, self._parameters())):
             logger.error(
                 "%s: gradients are used that an ampatch.scale_loss block left scaled, because it "
                 "was not given this optimizer. Pass every optimizer the loss reaches, "
@@ -84,5 +83,5 @@ class OtherBlocks:
 
     def _seen(self) -> Seen:
         """Gradients as backward has left them, and versions, to tell later what it changed."""
-        grads = list(map(raw_grad, self._leaves()))
+        grads = list(map(_grad_of, self._parameters()))
         return grads, [-1 if grad is None else grad._version for grad in grads]

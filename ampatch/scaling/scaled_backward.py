@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,7 @@ class ScaledBackward:
 
     __slots__ = (
         *("_loss", "_flows", "_sharing", "_others", "_scaler", "_scale", "_pending"),
-        *("_delay_unscale", "_delay_check", "_done", "_together"),
+        *("_delay_unscale", "_delay_check", "_together"),
     )
 
     def __init__(
@@ -41,7 +41,6 @@ class ScaledBackward:
         delay_unscale: bool,
         delay_overflow_check: bool,
         others: Sequence[ManagedOptimizer],
-        done: Callable[[], None],
         together: bool = False,
     ) -> None:
         self._loss = loss
@@ -56,7 +55,6 @@ class ScaledBackward:
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
-        self._done = done
         self._together = together and len(self._flows) > 1
         self._scale: Any = None
 
@@ -87,7 +85,6 @@ class ScaledBackward:
         return self._pending
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._done()
         for flow, before in self._others:
             flow.others.after(before)
         if kind is not None:

@@ -112,9 +112,7 @@ def _offenders(managed: ManagedOptimizer, names: dict[int, str]) -> str:
     for group, params in enumerate(group["params"] for group in managed.optimizer.param_groups):
         for index, param in enumerate(params):
             if param.grad is not None and not _is_finite(param.grad):
-                half = managed.masters.half_of(param)
-                name = names.get(id(param if half is None else half))
-                bad.append(name or f"param_groups[{group}]['params'][{index}]")
+                bad.append(names.get(id(param)) or f"param_groups[{group}]['params'][{index}]")
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     return (", ".join(bad[:_SHOWN]) + more) or "none here now (zeroed since, or on another rank)"
 

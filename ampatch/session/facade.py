@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.patches import PatchSet
@@ -22,7 +22,6 @@ from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..casting.tables import Rule
 from ..config.opt_levels import Properties
-from ..scaling.master_weights import Pair, have_any_of
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.closures import torch_optimizers
 from ..torch_private import foreach
@@ -33,7 +32,6 @@ from .session import Session
 
 __all__ = [
     "ManagedOptimizer",
-    "Pair",
     "PatchSet",
     "Properties",
     "Session",
@@ -41,17 +39,13 @@ __all__ = [
     "drop_cached_weights",
     "edit_tables",
     "evaluates_closure_once",
-    "expect_optimizers",
     "foreach",
-    "half_of",
     "have_fused_optimizers",
     "in_step",
     "listed_function",
     "manage_optimizer",
     "managed_optimizer",
-    "master_pairs",
     "members_of",
-    "note_reduction",
     "open_automatic_session",
     "open_sessions",
     "optimizers_of",
@@ -59,7 +53,6 @@ __all__ = [
     "replacement_of",
     "session_of",
     "stop_watching_casts",
-    "sync_masters",
     "watch_casts",
     "when_closed",
     "with_apex_tables",
@@ -121,12 +114,7 @@ def release_model(model: nn.Module) -> None:
         registry.close_empty()
 
 
-# Optimizers and master weights
-
-
-def expect_optimizers(session: Session) -> None:
-    """FP32 values of half models wait for optimizers past forwards, as of an early evaluation."""
-    session.waiting.outlast_forwards = True
+# Optimizers
 
 
 def optimizers_of(session: Session) -> list[Any]:
@@ -161,33 +149,6 @@ def evaluates_closure_once(optimizer: Any) -> bool:
     So it is with torch's own optimizers, but for LBFGS.
     """
     return type(optimizer) in torch_optimizers()
-
-
-def half_of(master: Tensor) -> Tensor | None:
-    """The half parameter whose FP32 master weight a tensor is, or None."""
-    return registry.half_weights.half_of(master)
-
-
-def note_reduction(model: nn.Module) -> None:
-    """DDP averages the next pass of a model if its wrapper says so now, not at the forward."""
-    session = registry.models.session_of(model)
-    reduces = registry.wrapped.reduces(model)
-    for managed in [] if session is None else session.optimizers.alive():
-        if have_any_of(managed.masters, model):
-            managed.gradients.in_halves.reduces = reduces
-
-
-def master_pairs(optimizer: Any) -> list[Pair]:
-    """The half parameters of an optimizer that have masters, as `(half, master)` pairs."""
-    managed = registry.optimizers.managed(optimizer)
-    return [] if managed is None else list(managed.masters)
-
-
-def sync_masters(optimizer: Any) -> None:
-    """Have the masters of an optimizer take over what was written into their half weights."""
-    managed = registry.optimizers.managed(optimizer)
-    if managed is not None:
-        managed.masters.sync_from_half()
 
 
 # Models

@@ -23,16 +23,15 @@ from ..casting.rebind import one_search
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
-from ..interop import distributed_checkpoint, fully_shard, tensor_parallel, zero_redundancy
-from ..interop.ddp import WrappedModels
+from ..interop import fully_shard
 from ..interop.lr_scheduler import HeldSchedulers
 from ..torch_private.dynamo import is_compiling
 from . import wrapped_optimizers
-from .half_weights import HalfWeights
 from .index import Index
 from .observers import Observers
 from .policies import limited, mixes
 from .rank_settings import RankSettings
+from .torch_events import TorchEvents
 from .torch_tools import TorchTools, needs_of, tools, watches
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class Registry:
     """The open sessions, newest last, and what they share.
 
     `optimizers` and `models` find the session and the managed counterpart of an object.
-    `half_weights` answers questions about weights of all sessions.
+    `events` tells all sessions what happens in torch.
     """
 
     def __init__(self, ask_state: Callable[[], CastState]) -> None:
@@ -55,8 +54,7 @@ class Registry:
         self.observers = Observers()
         self.optimizers = Index(operator.attrgetter("optimizer"))
         self.models = Index(operator.attrgetter("model"))
-        self.half_weights = HalfWeights(self)
-        self.wrapped = WrappedModels(self.half_weights.keepers)
+        self.events = TorchEvents(self)
         self.ranks = RankSettings(self)
         managed_of = functools.partial(wrapped_optimizers.managed, self.optimizers)
         self.schedulers = HeldSchedulers(managed_of)
@@ -231,10 +229,7 @@ class Registry:
             if is_new:
                 installed.regions.begin()
             self._tools.put_in(needs)
-        self._await(distributed_checkpoint, needs.optimizers)
         self._await(fully_shard, needs.models)
-        self._await(tensor_parallel, needs.models)
-        self._await(zero_redundancy, needs.master_levels)
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """What is in force outside managed forwards; these sessions cast calls.

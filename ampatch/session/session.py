@@ -4,55 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from ..casting.policy import Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
 from ..errors import UndoAll
-from ..interop import ddp, dynamo_skip, fx_jit, rank_agreement
-from ..models import float_copies, float_values, module_overrides
-from ..models.float_values import FloatValues
+from ..interop import dynamo_skip, fx_jit, rank_agreement
+from ..models import module_overrides
 from ..models.managed_model import ManagedModel
-from ..models.plain_parameters import PlainParameters
-from ..scaling import (
-    gradient_flow,
-    gradient_state,
-    master_weights,
-    other_blocks,
-    tensor_lists,
-)
 from ..scaling.loss_scaler import make_scaler
-from ..scaling.master_weights import have_any_of
-from ..scaling.masters import comparison, half_gradients, handed_out, writers, writes
 from ..scaling.optimizer import ManagedOptimizer
+from ..scaling.optimizers.state import fit_state
 from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
 from ..scaling.skip_report import SkipReports
-from ..torch_private import half_grads
-from . import half_weights, masters, members, policies, rank_settings
-from .masters import Masters, ModelWeights
+from . import members, policies, rank_settings
 from .members import Members
 from .observers import ObservedBlock
-from .optimizer_copies import OptimizerCopies
 from .policies import Policies
 from .registry import registry
-from .step_casts import StepCasts
 from .transfer import Transfer
-from .waiting_weights import WaitingWeights
 
 
 class Session:
     """Models and optimizers under one set of `Properties`.
 
     Complete when constructed, in force after `open`.  `models` and `optimizers` are its members,
-    `policies` what it casts, `masters` finds FP32 masters in the optimizers, `weights` knows the
-    models' weights, `values` gives the FP32 values of models for copies and checkpoints.
+    `policies` what it casts.  Its optimizers ask it what they need for a step (`StepOwner`).
     """
 
     def __init__(
@@ -70,11 +53,7 @@ class Session:
             self, registry.optimizers, registry.end_sessions
         )
         self.policies = Policies(properties, rules[1], has_apex_tables)
-        self.masters = Masters(self.optimizers)
-        self.weights = ModelWeights(self.models, has_apex_tables)
-        self.values = FloatValues(self.masters)
-        self.waiting = WaitingWeights(self.weights, self.masters, self.values)
-        self.plain_parameters = PlainParameters()
+        self.casts_off = registry.state.casts_off
         self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
         self.skips = SkipReports(properties.growth_interval)
         self.is_open = False
@@ -87,13 +66,8 @@ class Session:
 
     # Put in, take out
 
-    def open(
-        self, models: list[nn.Module], optimizers: list[Any], trained: Collection[int] = ()
-    ) -> None:
-        """Change models, optimizers and torch; all of it or, on an exception, nothing.
-
-        Parameters in `trained` (ids) were in optimizers of earlier sessions.
-        """
+    def open(self, models: list[nn.Module], optimizers: list[Any]) -> None:
+        """Change models, optimizers and torch; all of it or, on an exception, nothing."""
         self._was_given = bool(models or optimizers)
         if not models:
             self.policies.cast_everywhere()
@@ -106,14 +80,9 @@ class Session:
         try:
             for model in models:
                 self._manage_model(model, self.properties)
-            weights = self.weights.originals(), self.weights.halves(trained)
             for optimizer in optimizers:
-                self.manage_optimizer(optimizer, weights)
-            self._forget_originals()
-            for managed in self.optimizers.alive():
-                managed.found_states.forget()
-            if optimizers:
-                self.weights.warn_of_missing_masters(self.masters)
+                self.manage_optimizer(optimizer)
+            self._settle()
             self.is_open = True
             registry.add(self)
         except BaseException:
@@ -126,19 +95,16 @@ class Session:
         undo.do(registry.observers.notify, "on_close", self)
         undo.do(registry.state.drop_interrupted)
         undo.do(self.skips.close)
-        for optimizer in self.optimizers.alive():
-            undo.do(optimizer.bring_up_to_date)
         changed: set[int] = set()
         for managed in self.models.alive():
-            undo.do(managed.uninstall)
             changed |= managed.converted()
+            undo.do(managed.uninstall)
         for optimizer in self.optimizers.alive():
             undo.do(optimizer.uninstall)
-            undo.do(optimizer.groups.fit_state, changed)
+            undo.do(fit_state, optimizer.optimizer, changed)
             undo.do(optimizer.found_states.restore)
         self.models.clear()
         self.optimizers.clear()
-        self.waiting.halves = []
         self.is_open = False
         undo.do(registry.remove, self)
         while self.at_close:
@@ -192,19 +158,33 @@ class Session:
         try:
             for model in models:
                 self._manage_model(model, self.properties)
-            self._adopt_parameters({}, ())
+            self._fit_states()
         except BaseException:
             _give_back_models(self, models)
             raise
-        self.waiting.wait()
-        self.weights.forget_originals()
+        self._settle()
         registry.refresh()
 
-    def _forget_originals(self) -> None:
-        """Masters hold the FP32 values that are still needed; without an optimizer they wait."""
-        if self.optimizers.is_empty():
-            self.waiting.wait()
-        self.weights.forget_originals()
+    def _fit_states(self) -> None:
+        """The state of optimizers has the dtypes that their parameters have got."""
+        converted = {key for managed in self.models.alive() for key in managed.converted()}
+        for managed in self.optimizers.alive():
+            fit_state(managed.optimizer, converted)
+
+    def _settle(self) -> None:
+        """From here on nothing goes back to what it was before."""
+        for model in self.models.alive():
+            model.forget_originals()
+        for optimizer in self.optimizers.alive():
+            optimizer.found_states.forget()
+
+    def names(self) -> dict[int, str]:
+        """Names of the models' parameters, by ids of the parameters."""
+        return {
+            id(parameter): name
+            for managed in self.models.alive()
+            for name, parameter in managed.model.named_parameters()
+        }
 
     def mix(self, managed: ManagedModel) -> None:
         """FP32 meets half in a model's forward: what PyTorch refuses then follows the tables."""
@@ -214,21 +194,20 @@ class Session:
                 registry.refresh()
 
     def release_model(self, model: nn.Module) -> None:
-        """Manage a model no longer; its parameters go back into the optimizers."""
+        """Manage a model no longer."""
         managed = self.models.find(model)
         if managed is None:
             return
         for optimizer in self.optimizers.alive():
-            optimizer.bring_up_to_date()
+            optimizer.gradients.state.finish_pending()
+        changed = managed.converted()
         managed.uninstall()
-        ids = {id(parameter) for parameter in model.parameters()}
         for optimizer in self.optimizers.alive():
-            optimizer.release_parameters(ids)
-            optimizer.groups.fit_state(managed.converted())
+            fit_state(optimizer.optimizer, changed)
         self.models.remove(model)
 
     def stop_casting(self) -> None:
-        """Leave torch's functions alone from now on; models, masters and loss scales stay."""
+        """Leave torch's functions alone from now on; models and loss scales stay."""
         self.may_cast = False
         for managed in self.models.alive():
             managed.policy = None
@@ -236,32 +215,13 @@ class Session:
 
     # Optimizers
 
-    def manage_optimizer(
-        self, optimizer: Any, weights: tuple[dict, set] | None = None
-    ) -> ManagedOptimizer:
-        """Manage an optimizer: masters for its half parameters, its `step` and `zero_grad`.
-
-        `weights` are the originals and the ids of the half parameters of all models, for a caller
-        with many optimizers.
-        """
-        managed = ManagedOptimizer(
-            optimizer,
-            casts=StepCasts(registry.state),
-            before_step=self._before_step,
-            after_step=self._after_step,
-            halves=self._halves_to_step_on,
-            master_of=self.masters.share,
-            half_of=self.masters.half_of if self.is_open else _no_half_of,
-            process_group=self.process_group,
-            name_of=lambda half: self.weights.names().get(id(half), "a weight"),
-            held_copy=self.values.widened.hand_over,
-            looks_for_overflow=lambda: _look_for_overflow(self.scalers),
-        )
-        copies = OptimizerCopies(managed, self.weights.contain, self.plain_parameters)
-        managed.add_methods(copies.methods())
+    def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
+        """Manage an optimizer: its `step`, `zero_grad` and `load_state_dict`."""
+        managed = ManagedOptimizer(optimizer, self)
         self.optimizers.add(managed)
         self.skips.follow(managed)
-        managed.install(*(weights or (self.weights.originals(), self.weights.halves())))
+        managed.install()
+        fit_state(optimizer, {key for one in self.models.alive() for key in one.converted()})
         return managed
 
     def add_optimizers(self, optimizers: list[Any]) -> None:
@@ -272,29 +232,19 @@ class Session:
             return
         for model in self.models.alive():
             model.sharded.refuse_unseen("ampatch.add_optimizers(...)")
-        halves = self._halves_to_step_on()
-        known = self.waiting.originals()
         try:
-            added = [self.manage_optimizer(one, (known, halves)) for one in optimizers]
+            added = [self.manage_optimizer(one) for one in optimizers]
         except BaseException:
             _give_back(optimizers, self.optimizers)
             raise
         for managed in added:
             managed.found_states.forget()
-        self.waiting.give_to(added)
         registry.refresh()
-
-    def _halves_to_step_on(self) -> set[int]:
-        """Ids of the half parameters that get masters; they are up to date, to be stepped on."""
-        if self.values.widened.copies:
-            self.values.widened.take_over()
-        return self.weights.halves()
 
     def release_optimizer(self, optimizer: Any) -> None:
         """Manage an optimizer no longer."""
         managed = self.optimizers.find(optimizer)
         if managed is not None:
-            managed.bring_up_to_date()
             managed.uninstall()
         self.optimizers.remove(optimizer)
 
@@ -314,12 +264,32 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """The context manager behind `scale_loss`."""
+        """The context manager behind `scale_loss`; at a static scale of 1 it gives the loss."""
         if registry.ranks.expected:
             registry.ranks.before_pass(loss)
         registry.state.drop_interrupted()
-        for optimizer in managed:
-            optimizer.add_new_params()
+        self.policies.cache.close()
+        if registry.observers.are_there:
+            registry.observers.notify("on_loss", loss, loss_id)
+            registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
+            registry.observers.notify("on_block", self.scalers[loss_id])
+        block: AbstractContextManager[Tensor]
+        if self.scalers[loss_id].is_one:
+            block = nullcontext(loss)
+        else:
+            block = self._block(loss, managed, loss_id, delay_unscale, delay_overflow_check)
+        if registry.observers.are_there:
+            return ObservedBlock(block, registry.observers, loss_id)
+        return block
+
+    def _block(
+        self,
+        loss: Tensor,
+        managed: list[ManagedOptimizer],
+        loss_id: int,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> ScaledBackward:
         others: list[ManagedOptimizer] = []
         members = self.optimizers.references
         if not (len(managed) == len(members) == 1 and members[0]() is managed[0]):
@@ -327,55 +297,43 @@ class Session:
             managed = with_sharers(managed, everyone)
             if not self.scales_by_itself:
                 others = [other for other in everyone if other not in managed]
-        if registry.observers.are_there:
-            registry.observers.notify("on_loss", loss, loss_id)
-            registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
-            registry.observers.notify("on_block", self.scalers[loss_id])
-        block = ScaledBackward(
+        return ScaledBackward(
             loss,
             managed,
             self.scalers[loss_id],
             delay_unscale,
             delay_overflow_check,
             others,
-            self.policies.cache.close,
             together=self.policies.tables.apex_tables,
         )
-        if registry.observers.are_there:
-            return ObservedBlock(block, registry.observers, loss_id)
-        return block
 
-    def before_forward(self, model: nn.Module) -> None:
-        """A forward begins of a model whose weights may have masters."""
-        if self.waiting.halves:
-            self.waiting.before_forward(model)
-        if self.optimizers.references:
-            unscaled = all(scaler.is_one for scaler in self.scalers)
-            reduces = registry.wrapped.reduces(model)
-            for managed in self.optimizers.alive():
-                masters = managed.masters
-                if masters.by_half and (not registry.wrapped or have_any_of(masters, model)):
-                    in_float = reduces is not None and registry.wrapped.average_in_float(model)
-                    managed.gradients.in_halves.before_forward(reduces, in_float, unscaled)
+    def looks_for_overflow(self) -> bool:
+        """Whether there is a dynamic loss scale."""
+        return any(scaler.is_dynamic for scaler in self.scalers)
 
-    def _before_step(self, managed: ManagedOptimizer) -> None:
+    def computes_in_half(self, parameter: Tensor) -> bool:
+        """Whether a model computes with half copies of this weight."""
+        return any(managed.lends(parameter) for managed in self.models.alive())
+
+    def casts_on(self) -> AbstractContextManager[None]:
+        """The policy in force around the step that is running, for the forward in a closure."""
+        state = registry.state
+        return state.under(state.covered, state.covered_by_user())
+
+    def before_step(self, managed: ManagedOptimizer) -> None:
+        """A step of one of the optimizers begins."""
         if registry.observers.are_there:
             registry.observers.notify("on_step_begin", managed.optimizer)
 
-    def _after_step(self, managed: ManagedOptimizer) -> None:
+    def after_step(self, managed: ManagedOptimizer) -> None:
+        """It has ended."""
         self.policies.cache.close()
         registry.state.drop_interrupted()
-        if managed.masters.is_shared:
-            for other in self.optimizers.alive():
-                if other is not managed and other.masters.is_shared:
-                    other.masters.note_shared(managed.masters)
-        if self.values.widened.copies:
-            self.values.widened.take_over()
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
-            self.skips.report(managed, news, self.weights.names(), self.scalers)
+            self.skips.report(managed, news, self.names(), self.scalers)
         without_block = not (managed.step_had_block or self.scales_by_itself)
-        if without_block and _look_for_overflow(self.scalers):
+        if without_block and self.looks_for_overflow():
             managed.warn_without_block()
         if registry.observers.are_there:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
@@ -383,7 +341,7 @@ class Session:
     # Changes at run time
 
     def relevel(self, model: nn.Module, opt_level: Any) -> None:
-        """Put one of the models under another opt level; FP32 values carry over exactly.
+        """Put one of the models under another opt level.
 
         What the level decides is decided anew, a loss scale among it; the rest
         (dtype, limits, scope, ...) stays.  Other models of the session keep
@@ -403,12 +361,12 @@ class Session:
                 f"the models given to initialize together share {self.properties.dtype}. Choose "
                 "a level in that type, or call initialize for this model and its optimizer alone."
             )
-        with Transfer(registry, [model], []) as transfer:
+        with Transfer(registry, [model], []):
             self.policies.cast_to(properties.dtype)
             self._manage_model(model, properties)
-            self._adopt_parameters({}, transfer.trained)
+            self._fit_states()
         self._fit_scalers(properties, others)
-        self._forget_originals()
+        self._settle()
         registry.refresh()
 
     def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
@@ -430,9 +388,8 @@ class Session:
         models: list[ManagedModel],
         optimizers: list[ManagedOptimizer],
         unmanaged: list[Any],
-        masters: dict[int, Parameter],
     ) -> None:
-        """Manage again what was released; `masters` by ids of half parameters are used again."""
+        """Manage again what was released."""
         self.policies.cast_to(self.properties.dtype)
         for managed in models:
             if self.models.find(managed.model) is None:
@@ -442,14 +399,9 @@ class Session:
         for optimizer in optimizers:
             self.optimizers.add(optimizer)
             optimizer.reinstall()
-        self._adopt_parameters(masters, masters)
-        self._forget_originals()
+        self._fit_states()
+        self._settle()
         registry.refresh()
-
-    def _adopt_parameters(self, masters: dict[int, Parameter], trained: Collection[int]) -> None:
-        originals, halves = self.weights.originals(), self.weights.halves(trained)
-        for managed in self.optimizers.alive():
-            managed.adopt_parameters(originals, halves, masters)
 
 
 def _give_back_models(session: Session, models: list[nn.Module]) -> None:
@@ -472,23 +424,10 @@ def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
     undo.end()
 
 
-def _look_for_overflow(scalers: list[Any]) -> bool:
-    return any(scaler.is_dynamic for scaler in scalers)
-
-
-def _no_half_of(master: Tensor) -> None:
-    """While a session opens there are no masters that an optimizer could have been made of."""
-
-
 def _scaler(properties: Properties) -> Any:
     is_needed = properties.opt_level != "O0" and properties.dtype is torch.float16
     settings = dataclasses.asdict(properties.scale_settings)
     return make_scaler(properties.loss_scale, is_needed, **settings)
 
 
-dynamo_skip.run_eagerly(
-    *(sys.modules[__name__], members, masters, half_weights, policies),
-    *(float_values, ddp, float_copies, half_grads, rank_agreement, rank_settings),
-    *(gradient_flow, gradient_state, other_blocks, master_weights, half_gradients),
-    *(handed_out, writers, writes, comparison, tensor_lists),
-)
+dynamo_skip.run_eagerly(sys.modules[__name__], members, policies, rank_agreement, rank_settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..casting import activation_checkpoints
@@ -16,22 +15,17 @@ from ..interop import (
     clip_grad,
     data_loading,
     ddp,
-    distributed_checkpoint,
     fully_shard,
     fx_jit,
     module_dtype,
     parameter_data,
-    swa,
     tensor_hooks,
-    tensor_parallel,
     uneven_inputs,
-    zero_redundancy,
 )
-from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
+from ..scaling.optimizers.all_steps import NotifyOfSteps
 from ..torch_private import layer_forwards
 
 if TYPE_CHECKING:
-    from .half_weights import HalfWeights
     from .registry import Registry
     from .session import Session
 
@@ -44,8 +38,6 @@ class Needs(NamedTuple):
     models: bool
     optimizers: bool
     half_models: bool
-    master_levels: bool  # models at a level with master weights
-    masters: bool
     tables: bool  # torch's functions are patched
     casts: bool  # a policy is in force for the process
 
@@ -74,8 +66,6 @@ def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
         models=bool(models),
         optimizers=bool(optimizers),
         half_models=not set(HALF_TYPES).isdisjoint(weight_types),
-        master_levels=True in [managed.properties.master_weights for managed in models],
-        masters=sum([len(optimizer.masters.by_half) for optimizer in optimizers]) > 0,
         tables=tables,
         casts=casts,
     )
@@ -104,54 +94,35 @@ class Watch(NamedTuple):
 
 def tools(registry: Registry) -> list[Tool]:
     """Every tool of torch that is replaced outside the tables."""
-    halves = registry.half_weights
-
-    def without_methods(optimizer: Any) -> AbstractContextManager:
-        managed = registry.optimizers.managed(optimizer)
-        return nullcontext() if managed is None else managed.without_methods()
-
+    events = registry.events
     return [
         Tool(
             "clipping and zero_grad: gradients are complete, an overflow is forgotten",
             lambda needs: needs.optimizers,
-            lambda: clip_grad.replacements(halves.ready_gradients, halves.forget_overflow),
+            lambda: clip_grad.replacements(events.ready_gradients, events.forget_overflow),
             is_over_tables=True,
         ),
         Tool(
-            "DistributedDataParallel: ranks agree on settings, masters are broadcast too",
+            "DistributedDataParallel: ranks agree on settings",
             lambda needs: needs.active,
-            lambda: ddp.replacements(
-                registry.ranks.agree, halves.broadcast_masters, registry.wrapped.note
-            ),
+            lambda: ddp.replacements(registry.ranks.agree),
             is_over_tables=True,
         ),
         Tool(
-            "DistributedDataParallel.join: masters and loss scales of the rank that trained on",
+            "DistributedDataParallel.join: loss scales of the rank that trained on",
             lambda needs: needs.optimizers,
-            lambda: uneven_inputs.replacements(halves, registry.wrapped.averages_of),
-            is_over_tables=True,
-        ),
-        Tool(
-            "AveragedModel: averages of masters",
-            lambda needs: needs.optimizers,
-            lambda: swa.replacements(halves.current_master_of, halves.name_of),
-            is_over_tables=True,
-        ),
-        Tool(
-            "averages by hand: a warning where they are kept in half",
-            lambda needs: needs.half_models,
-            lambda: swa.watched(halves.name_of),
+            lambda: uneven_inputs.replacements(events),
             is_over_tables=True,
         ),
         Tool(
             "parameter.data: writes that raise no version",
-            lambda needs: needs.tables or needs.masters,
-            lambda: parameter_data.replacements(halves.note_data_access),
+            lambda needs: needs.tables,
+            lambda: parameter_data.replacements(events.note_data_access),
         ),
         Tool(
             "tensor.register_hook: weights are cast one by one from there on",
             lambda needs: needs.tables,
-            lambda: tensor_hooks.replacements(halves.note_hook),
+            lambda: tensor_hooks.replacements(events.note_hook),
         ),
         Tool(
             "torch.fx and torch.jit.script: casts in graphs, or a warning",
@@ -174,42 +145,20 @@ def tools(registry: Registry) -> list[Tool]:
             layer_forwards.replacements,
         ),
         Tool(
-            "module.to(dtype): refused, and masters follow to other devices",
+            "module.to(dtype): refused",
             lambda needs: needs.models,
-            lambda: module_dtype.replacements(
-                halves.model_with, halves.masters_in, halves.as_plain
-            ),
+            lambda: module_dtype.replacements(events.model_with),
         ),
         Tool(
-            "torch.distributed.checkpoint.state_dict: masters in the place of half weights",
-            lambda needs: needs.optimizers and distributed_checkpoint.is_imported(),
-            lambda: distributed_checkpoint.replacements(halves.current_master_of, without_methods),
-        ),
-        *(_tensor_parallel(halves, module) for module in tensor_parallel.FUNCTIONS),
-        Tool(
-            "ZeroRedundancyOptimizer: made of half weights beside FP32 ones",
-            lambda needs: needs.master_levels and zero_redundancy.is_imported(),
-            lambda: zero_redundancy.replacements(halves.that_need_masters),
-        ),
-        Tool(
-            "fully_shard: sharded weights are FP32 again, and FSDP2 gets the level's policy",
+            "fully_shard: FSDP2 gets the level's policy",
             lambda needs: needs.models and fully_shard.is_imported(),
-            lambda: fully_shard.replacements(halves.being_sharded),
+            lambda: fully_shard.replacements(events.being_sharded),
         ),
     ]
 
 
-def _tensor_parallel(halves: HalfWeights, module: str) -> Tool:
-    return Tool(
-        f"{tensor_parallel.FUNCTIONS[module]}: DTensors are made of FP32 values",
-        lambda needs: needs.models and tensor_parallel.has(module),
-        lambda: tensor_parallel.replacements(module, halves.optimizer_of, halves.as_float),
-    )
-
-
 def watches(registry: Registry) -> list[Watch]:
     """Every hook of torch's that is hung in for the process."""
-    halves = registry.half_weights
     return [
         Watch(
             "TorchFunctionModes: calls go the long way inside them",
@@ -217,14 +166,9 @@ def watches(registry: Registry) -> list[Watch]:
             FunctionModes(registry.state).watch,
         ),
         Watch(
-            "steps of optimizers without masters on half weights: refused",
-            lambda needs: needs.master_levels,
-            RefuseUnmanaged(halves.that_need_masters).keep,
-        ),
-        Watch(
             "steps of every optimizer: weights are cast anew",
             lambda needs: needs.tables,
-            NotifyOfSteps(halves.forget_copies).keep,
+            NotifyOfSteps(registry.events.forget_copies).keep,
         ),
     ]
 

@@ -134,8 +134,7 @@ def _put_stash(optimizer: Any) -> None:
 
 
 def _lazy_init(optimizer: Any) -> None:
-    """Copy what was written into the half weights to their masters."""
-    engine.sync_masters(optimizer)
+    """As in apex, where the first backward pass made the masters; here weights are FP32."""
     optimizer._amp_stash.lazy_init_called = True
 
 

@@ -152,7 +152,10 @@ class SessionHandle:
 
 
 class Stash:
-    """`optimizer._amp_stash`: the half parameters, and their FP32 masters."""
+    """`optimizer._amp_stash`: its parameters, as apex sorted them.
+
+    Weights are FP32 in the model at O2 too, so there are no masters beside them.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -160,20 +163,18 @@ class Stash:
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
-        """The model's half parameters."""
-        return [pair.half for pair in engine.master_pairs(self._optimizer)]
+        """Half parameters that have masters: none."""
+        return []
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """Their FP32 masters, in the same order."""
-        return [pair.master for pair in engine.master_pairs(self._optimizer)]
+        """Their FP32 masters, in the same order: none."""
+        return []
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The parameters that are FP32 in the model."""
-        masters = {id(pair.master) for pair in engine.master_pairs(self._optimizer)}
-        groups = self._optimizer.param_groups
-        return [param for group in groups for param in group["params"] if id(param) not in masters]
+        """The parameters."""
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import ampatch
 
 from ...config.opt_levels import ARGUMENTS, HALF_TYPES, properties_for
 from ...config.overrides import parse
-from ...errors import UndoAll, did_you_mean
+from ...errors import did_you_mean
 from ...session import facade
 
 
@@ -51,7 +50,6 @@ class PluginSession:
         self._settings = settings
         self._last: facade.Session | None = None
         self._scales: dict[str, Any] = {}  # when nothing is open
-        self._values: list[tuple[nn.Parameter, Tensor]] = []  # before they were rounded
 
     def open(self, module: nn.Module) -> None:
         """Manage a module, beside those that are open or as the first.
@@ -61,22 +59,17 @@ class PluginSession:
         session = self._session()
         if session is not None and facade.session_of(module) is not session:
             facade.release_model(module)  # an earlier plugin had it
-        values = [(parameter, parameter.data) for parameter in module.parameters()]
         if session is None:
             ampatch.initialize(module, **self._settings.given)
             self._last = facade.open_sessions()[-1]
-            facade.expect_optimizers(self._last)
             self.scales = self._scales
         elif session.properties.enabled:
             ampatch.add_models(module, to=self._member())
-        self._values += [(known, value) for known, value in values if known.dtype != value.dtype]
 
     def add(self, optimizers: Iterable[Any]) -> None:
         """Manage optimizers that have weights."""
         for optimizer in optimizers:
             if optimizer.param_groups:
-                trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-                self._values = [known for known in self._values if id(known[0]) not in trained]
                 ampatch.add_optimizers(optimizer)
 
     def hold(self, scheduler: Any) -> None:
@@ -114,15 +107,8 @@ class PluginSession:
         """Modules and optimizers are plain again.  Harmless when closed."""
         self._scales = self.scales
         last, self._last = self._last, None
-        values, self._values = self._values, []
-        rounded = [(parameter, parameter.detach().clone(), value) for parameter, value in values]
-        undo = UndoAll("ampatch.integrations.lightning: the plugin's teardown")
         if last is not None and last.is_open:
-            undo.do(last.close)
-        for parameter, half, value in rounded:
-            if torch.equal(half, value.to(half)):  # nobody has written into it
-                parameter.data.copy_(value)
-        undo.end()
+            last.close()
 
     def _session(self) -> facade.Session | None:
         """The open session; None where its modules and optimizers are closed or gone."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import ampatch
 
 from ...session import facade
-from .averages import Averages
 from .packages import PACKAGES
 from .session import PluginSession, Settings
 
@@ -36,7 +35,6 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
         self._settings = Settings(type(self).__name__, given)
         self._run = PluginSession(self._settings)
-        self._averages = Averages()
         self._package = PACKAGES[0]
         self._module: Any = None  # that is managed now
         self._is_wrapped = self._is_compiled = False
@@ -69,12 +67,10 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         self._run.add(optimizers)
         for config in lr_schedulers:
             self._run.hold(config.scheduler)
-        self._averages.widen(self._module.trainer.callbacks)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Module and optimizers are plain again; the loss scale stays, for another fit."""
-        self._averages.release()
         self._module = None
         self._run.close()
 

@@ -46,18 +46,19 @@ _COUNTED_IN_GROUPS = {
 
 
 def torch_layout(
-    state: dict[str, Any], optimizer: Any, is_master: Callable[[Tensor], bool]
+    state: dict[str, Any], optimizer: Any, is_in_half: Callable[[Tensor], bool]
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """torch's layout of an optimizer's `state_dict`, and `(parameter, FP32 values)` pairs.
 
-    `optimizer` is to load it, `is_master` tells which of its parameters are masters.  A state
+    `optimizer` is to load it, `is_in_half` tells which of its weights the model computes with in
+    half: apex had masters of these.  A state
     in torch's layout, or of an optimizer that is not torch's, comes back as it is.  Raises
     `ValueError` if apex's masters are not as many, or not as large.
     """
     values: list[tuple[Tensor, Tensor]] = []
     groups = optimizer.param_groups
     if _INNER in state and _LISTED in state:
-        values = _listed(state[_LISTED], groups, is_master)
+        values = _listed(state[_LISTED], groups, is_in_half)
         state = state[_INNER]
     elif _INNER in state and _FLAT in state:
         parts = [
@@ -89,19 +90,19 @@ def _zipped(saved: Sequence[Any], groups: Groups, name: str) -> list[tuple[Any, 
 
 
 def _listed(
-    saved: Sequence[Sequence[Tensor]], groups: Groups, is_master: Callable[[Tensor], bool]
+    saved: Sequence[Sequence[Tensor]], groups: Groups, is_in_half: Callable[[Tensor], bool]
 ) -> list[tuple[Tensor, Tensor]]:
     values: list[tuple[Tensor, Tensor]] = []
     for number, (tensors, group) in enumerate(_zipped(saved, groups, _LISTED)):
         params = group["params"]
         if len(params) != len(tensors):  # apex left out those that were FP32 in the model
-            params = [param for param in params if is_master(param)]
+            params = [param for param in params if is_in_half(param)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         expected = [tuple(param.shape) for param in params]
         if shapes != expected:
             raise ValueError(
                 f"optimizer.load_state_dict(state): state[{_LISTED!r}][{number}] has shapes "
-                f"{shapes}, this optimizer's masters have {expected}."
+                f"{shapes}, this optimizer's weights have {expected}."
             )
         values += zip(params, tensors, strict=True)
     return values

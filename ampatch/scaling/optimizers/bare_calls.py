@@ -20,7 +20,7 @@ from ...torch_private.optimizers import (
     STEP_PRE_HOOKS,
 )
 from ...torch_private.probes import is_profiling
-from .unmanaged import are_others
+from .all_steps import are_others
 
 
 def _code_around_steps() -> Any:

@@ -1,7 +1,6 @@
 """`optimizer.step(closure)`: the optimizer calls the closure, when and as often as it wants.
 
-The closure runs with casting on.  Before it the half weights are brought to where the
-optimizer has moved the masters; after it the gradients are complete.  Whether gradients are
+The closure runs with casting on; after it the gradients are complete.  Whether gradients are
 recorded is for the optimizer and the closure to say.  If the gradients of an evaluation
 overflow, or an evaluation raises, the optimizer's own step ends there, and weights, state and
 the optimizer's own numbers go back to what they were before it.  An overflow counts as one
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...torch_private.optimizers import GLOBAL_PRE_HOOKS, STEP_PRE_HOOKS
+from .all_steps import are_others
 from .snapshots import WeightsAndState
-from .unmanaged import are_others
 
 if TYPE_CHECKING:
     from ..optimizer import ManagedOptimizer
@@ -54,10 +53,9 @@ class Evaluations:
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         managed = self._managed
-        managed.masters.push()
-        with managed.casts.on():
+        with managed.owner.casts_on():
             loss = closure()
-        managed.bring_up_to_date()
+        managed.gradients.state.finish_pending()
         if self.count == 0:
             self.first = loss
         self.count += 1
@@ -94,21 +92,19 @@ def step_with_closure(
             evaluations.ask()
     except BaseException as error:
         if not (isinstance(error, Overflowed) and evaluations.overflowed):
-            _go_back(managed, before)  # an overflow seen by a step around this one, too
+            _go_back(before)  # an overflow seen by a step around this one, too
             raise
     if evaluations.overflowed:
-        _go_back(managed, before)
+        _go_back(before)
         managed.note_step(True)
         return evaluations.first
-    managed.masters.push()
     managed.note_step(False)
     return result
 
 
-def _go_back(managed: ManagedOptimizer, before: WeightsAndState | None) -> None:
+def _go_back(before: WeightsAndState | None) -> None:
     if before is not None:
         before.restore()
-    managed.masters.push()
 
 
 def with_closures(

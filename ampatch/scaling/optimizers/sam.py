@@ -87,17 +87,14 @@ class TwoSteps:
         """To the weights from before the first half, if it has moved them."""
         self._before.restore()
         self._before = Weights()
-        self._managed.masters.push()
 
     def _moved(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         try:
-            with self._managed.casts.off:
-                result = original(*args, **kwargs)
+            with self._managed.owner.casts_off:
+                return original(*args, **kwargs)
         except BaseException:
             self._go_back()
             raise
-        self._managed.masters.push()
-        return result
 
     def _zero_grad_if_asked(self, original: Callable, args: tuple, kwargs: dict) -> None:
         signature = inspect.signature(original)

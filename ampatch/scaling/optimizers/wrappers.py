@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 Answer = Callable[[Callable, tuple, dict], Any]
@@ -15,9 +14,10 @@ _SEAT = "_ampatch_seat"  # functools.wraps hands it on to wrappers around the re
 class _Seat:
     """What answers for a method; without an answer calls pass through."""
 
-    __slots__ = ("answer",)
+    __slots__ = ("answer", "optimizer")
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, optimizer: Any, answer: Answer) -> None:
+        self.optimizer = optimizer
         self.answer: Answer | None = answer
 
 
@@ -43,31 +43,13 @@ class Methods:
         if seat is not None and seat.answer is None:
             seat.answer = answer
         else:
-            seat = _Seat(answer)
+            seat = _Seat(self._optimizer, answer)
             of_class = None if name in own else getattr(type(self._optimizer), name, None)
             asking = _asking(seat, name, original, of_class)
             method = types.MethodType(asking, self._optimizer)
             self._put[name] = (name in own, own.get(name), method)
             own[name] = method
         self._seats.append(seat)
-
-    def put_own(self, name: str, method: Callable) -> None:
-        """Have `method` on the optimizer under a name that at most its class has."""
-        own = vars(self._optimizer)
-        self._put[name] = (name in own, own.get(name), method)
-        own[name] = method
-
-    @contextlib.contextmanager
-    def out(self) -> Iterator[None]:
-        """Context manager: without these methods, except those that other code has wrapped."""
-        own = vars(self._optimizer)
-        inside = [name for name, (_, _, put) in self._put.items() if own.get(name) is put]
-        for name in inside:
-            self._take_out(name)
-        try:
-            yield
-        finally:
-            own.update({name: self._put[name][2] for name in inside})
 
     def take_out(self) -> None:
         """Give the optimizer its own methods back, except those that other code has wrapped."""
@@ -91,11 +73,13 @@ def _asking(seat: _Seat, name: str, original: Callable, of_class: Any) -> Callab
     """A method that asks what answers in `seat`; `original` is what it stands for.
 
     That was found on the class as `of_class`, if not None; what other code puts there
-    later is called in its place, as Python would do.
+    later is called in its place, as Python would do.  A copy of the optimizer asks nobody.
     """
 
     @functools.wraps(getattr(original, "__func__", original))
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if optimizer is not seat.optimizer:
+            return _bound(getattr(type(optimizer), name), optimizer)(*args, **kwargs)
         call = original
         if of_class is not None:
             present = getattr(type(optimizer), name, of_class)
