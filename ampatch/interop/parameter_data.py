@@ -19,7 +19,7 @@ Listener = Callable[[Tensor], None]
 
 
 def replacements(listener: Listener) -> list[Replacement]:
-    """What to replace.  `listener(parameter)` is called when `.data` is read, and when it is set."""
+    """What to replace.  `listener(parameter)` is called when `.data` is read or set."""
     return [(Parameter, "data", lambda original: _listening(original, listener))]
 
 

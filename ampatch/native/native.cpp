@@ -26,13 +26,6 @@
 #include <utility>
 #include <vector>
 
-// A function compiled for several vector widths; the machine's own is chosen when it is loaded.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define AMPATCH_WIDE_VECTORS __attribute__((target_clones("avx2", "default")))
-#else
-#define AMPATCH_WIDE_VECTORS
-#endif
-
 namespace {
 
 using at::ScalarType;
@@ -687,57 +680,7 @@ PyObject* drop_grads(PyObject*, PyObject* sequence) {
   END_HANDLE_TH_ERRORS
 }
 
-// any_raw_grad(tensors): whether autograd has left a gradient in one.
-PyObject* any_raw_grad(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  const Items items(sequence);
-  for (Py_ssize_t i = 0; i < items.size(); ++i) {
-    if (raw_grad(items.tensor(i)).defined()) Py_RETURN_TRUE;
-  }
-  Py_RETURN_FALSE;
-  END_HANDLE_TH_ERRORS
-}
-
-// drop_raw_grads(tensors): drop what autograd has left in each.
-PyObject* drop_raw_grads(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  const Items items(sequence);
-  for (Py_ssize_t i = 0; i < items.size(); ++i) drop(items.tensor(i));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// versions(tensors): the version of each.
-PyObject* versions(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  const Items items(sequence);
-  THPObjectPtr list(PyList_New(items.size()));
-  if (!list) return nullptr;
-  for (Py_ssize_t i = 0; i < items.size(); ++i) {
-    PyObject* version = PyLong_FromLongLong(items.tensor(i)._version());
-    if (version == nullptr) return nullptr;
-    PyList_SET_ITEM(list.get(), i, version);
-  }
-  return list.release();
-  END_HANDLE_TH_ERRORS
-}
-
-// places(tensors): the address of each one's data.
-PyObject* places(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  const Items items(sequence);
-  THPObjectPtr list(PyList_New(items.size()));
-  if (!list) return nullptr;
-  for (Py_ssize_t i = 0; i < items.size(); ++i) {
-    PyObject* place = PyLong_FromVoidPtr(items.tensor(i).data_ptr());
-    if (place == nullptr) return nullptr;
-    PyList_SET_ITEM(list.get(), i, place);
-  }
-  return list.release();
-  END_HANDLE_TH_ERRORS
-}
-
-// ---- The optimizer side: gradients and masters --------------------------------------------------
+// ---- The optimizer side: gradients --------------------------------------------------------------
 
 // Whether operators do with it what they do with a plain tensor, and autograd records none of them.
 bool is_ordinary(const Tensor& tensor) {
@@ -774,146 +717,6 @@ PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-constexpr int64_t kPart = 1 << 16;  // elements: small models are dealt with all at once
-constexpr int kFewThreads = 2;  // with more, ATen's operators read large tensors faster than one
-
-// A gradient of a half weight in its master's type and layout, where it can be made here.
-Tensor small_wide(const Tensor& grad, const Tensor& master) {
-  if (grad.strides() != master.strides() || grad.sizes() != master.sizes()) return {};
-  return master.scalar_type() == at::kFloat ? small_copy(grad, at::kFloat) : Tensor();
-}
-
-// take_up(halves, masters): move the gradients out of half weights.  Two lists: the masters of
-// those that had one, and these gradients in the masters' dtype, in new tensors.
-// None: nothing was done, one of them is unusual.
-PyObject* take_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "take_up(halves, masters)");
-  const Items halves(args[0]), masters(args[1]);
-  TORCH_CHECK_VALUE(halves.size() == masters.size(), "take_up: lists of different lengths");
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) Py_RETURN_NONE;
-  int64_t elements = 0;
-  std::vector<Py_ssize_t> places;
-  for (Py_ssize_t i = 0; i < halves.size(); ++i) {
-    const Tensor& grad = raw_grad(halves.tensor(i));
-    if (!grad.defined()) continue;
-    if (!is_ordinary(grad) || grad.requires_grad() || !is_ordinary(masters.tensor(i))) {
-      Py_RETURN_NONE;
-    }
-    elements += grad.numel();
-    places.push_back(i);
-  }
-  const int64_t limit = std::max(kPart, elements / 8);
-  THPObjectPtr taken(PyList_New(places.size())), wide(PyList_New(places.size()));
-  if (!taken || !wide) return nullptr;
-  for (size_t begin = 0, end = 0; begin < places.size(); begin = end) {
-    std::vector<Tensor> to, rest, rest_to;
-    for (int64_t size = 0; end < places.size() && (end == begin || size < limit); ++end) {
-      const Tensor& grad = raw_grad(halves.tensor(places[end]));
-      const Tensor& master = masters.tensor(places[end]);
-      size += grad.numel();
-      to.push_back(small_wide(grad, master));
-      if (to.back().defined()) continue;
-      to.back() = at::empty_like(master);
-      rest.push_back(grad);
-      rest_to.push_back(to.back());
-    }
-    if (!rest.empty()) {
-      pybind11::gil_scoped_release no_gil;
-      at::NoGradGuard no_grad;
-      at::_foreach_copy_(rest_to, rest);
-    }
-    for (size_t i = begin; i < end; ++i) {
-      drop(halves.tensor(places[i]));
-      PyList_SET_ITEM(taken.get(), i, Py_NewRef(masters[places[i]]));
-      PyObject* grad = THPVariable_Wrap(std::move(to[i - begin]));
-      if (grad == nullptr) return nullptr;
-      PyList_SET_ITEM(wide.get(), i, grad);
-    }
-  }
-  return PyTuple_Pack(2, taken.get(), wide.get());
-  END_HANDLE_TH_ERRORS
-}
-
-// Whether each number is the one beside it rounded to the nearest, to even.  False for NaN.
-// Blocks of a fixed size: a compiler makes vector code of them.
-AMPATCH_WIDE_VECTORS bool is_rounded(const uint16_t* halves, const uint32_t* wide, int64_t size) {
-  constexpr int64_t block = 256;
-  const auto difference = [&](int64_t i) -> uint32_t {
-    const uint32_t bits = wide[i];
-    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    return (rounded ^ halves[i]) | ((bits & 0x7FFFFFFF) > 0x7F800000);
-  };
-  int64_t i = 0;
-  for (; i + block <= size; i += block) {
-    uint32_t differing = 0;
-    for (int64_t k = 0; k < block; ++k) differing |= difference(i + k);
-    if (differing != 0) return false;
-  }
-  for (; i < size; ++i) {
-    if (difference(i) != 0) return false;
-  }
-  return true;
-}
-
-// are_rounded(halves, wide): whether bfloat16 tensors hold the rounding of FP32 ones, to the bit.
-// False also where that cannot be told here.  All are 1-D without gaps.
-PyObject* are_rounded(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "are_rounded(halves, wide)");
-  const Items halves(args[0]), wide(args[1]);
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) Py_RETURN_FALSE;
-  if (halves.size() != wide.size()) Py_RETURN_FALSE;
-  for (Py_ssize_t i = 0; i < halves.size(); ++i) {
-    const Tensor &half = halves.tensor(i), &master = wide.tensor(i);
-    if (!is_in_memory(half) || !is_in_memory(master) ||
-        half.scalar_type() != at::kBFloat16 || master.scalar_type() != at::kFloat ||
-        half.numel() != master.numel() || !half.is_contiguous() || !master.is_contiguous() ||
-        (half.numel() > kPart && at::get_num_threads() > kFewThreads) ||
-        !is_rounded(
-            static_cast<const uint16_t*>(half.const_data_ptr()),
-            static_cast<const uint32_t*>(master.const_data_ptr()), half.numel())) {
-      Py_RETURN_FALSE;
-    }
-  }
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
-}
-
-// round_down(halves, masters): write masters' values, rounded, into half weights.
-// False: nothing was done, one of them is unusual.
-PyObject* round_down(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "round_down(halves, masters)");
-  const Items halves(args[0]), masters(args[1]);
-  TORCH_CHECK_VALUE(halves.size() == masters.size(), "round_down: lists of different lengths");
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) Py_RETURN_FALSE;
-  for (Py_ssize_t i = 0; i < halves.size(); ++i) {
-    if (!is_ordinary(halves.tensor(i)) || !is_ordinary(masters.tensor(i))) Py_RETURN_FALSE;
-  }
-  std::vector<Tensor> rest, rest_from;
-  for (Py_ssize_t i = 0; i < halves.size(); ++i) {
-    const Tensor &half = halves.tensor(i), &master = masters.tensor(i);
-    if (half.scalar_type() == at::kBFloat16 && master.scalar_type() == at::kFloat &&
-        is_small(half) && is_small(master) && half.sizes() == master.sizes() &&
-        half.strides() == master.strides()) {
-      narrow(static_cast<uint16_t*>(half.mutable_data_ptr()),
-             static_cast<const uint32_t*>(master.const_data_ptr()), half.numel());
-      half.unsafeGetTensorImpl()->bump_version();
-    } else {
-      rest.push_back(half);
-      rest_from.push_back(master);
-    }
-  }
-  if (!rest.empty()) {
-    pybind11::gil_scoped_release no_gil;
-    at::NoGradGuard no_grad;
-    at::_foreach_copy_(rest, rest_from);
-  }
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
-}
-
 template <typename F>
 PyCFunction fast(F function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -921,21 +724,14 @@ PyCFunction fast(F function) {
 
 PyMethodDef methods[] = {
     {"any_half", any_half, METH_O, nullptr},
-    {"any_raw_grad", any_raw_grad, METH_O, nullptr},
     {"are_alike", fast(are_alike), METH_FASTCALL, nullptr},
-    {"are_rounded", fast(are_rounded), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
     {"cast_together", fast(cast_together), METH_FASTCALL, nullptr},
     {"copies", fast(copies), METH_FASTCALL, nullptr},
     {"drop_grads", drop_grads, METH_O, nullptr},
-    {"drop_raw_grads", drop_raw_grads, METH_O, nullptr},
     {"grads_of", grads_of, METH_O, nullptr},
     {"on_missing", on_missing, METH_O, nullptr},
-    {"places", places, METH_O, nullptr},
-    {"round_down", fast(round_down), METH_FASTCALL, nullptr},
-    {"take_up", fast(take_up), METH_FASTCALL, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},
-    {"versions", versions, METH_O, nullptr},
     {"watch", watch, METH_O, nullptr},
     {"with_grads", with_grads, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -43,7 +43,7 @@ class GradientFlow:
         self.step_group = zero.group_of(optimizer)
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors the optimizer updates.  Of a single group it is the list itself: read only."""
+        """The tensors the optimizer updates; of a single group its own list, for reading."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]

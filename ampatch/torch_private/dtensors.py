@@ -7,7 +7,7 @@ expected, its public method is asked, and DTensors count as ones whose data cann
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,9 +75,3 @@ def meshes_of(tensors: Sequence[Tensor]) -> list[Any]:
     if not any_dtensor(tensors):
         return []
     return list(dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t)))  # type: ignore[attr-defined]
-
-
-def note_write(tensors: Iterable[Tensor]) -> None:
-    """Local tensors of these DTensors were written into: their versions rise, as by a write."""
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
