@@ -55,8 +55,8 @@ from .registrations import registrations
 PATIENCE = 300.0
 """Seconds that a forward waits for one in another thread, before it counts as one without end."""
 
-lenders: weakref.WeakKeyDictionary[nn.Module, LentWeights] = weakref.WeakKeyDictionary()
-"""By the models that have them."""
+lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictionary()
+"""By the ids of their models, which they hold."""
 
 _waiting: dict[threading.Thread, LentWeights] = {}
 """Threads that wait, and for whose copies."""
@@ -252,7 +252,7 @@ class LentWeights:
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
-        lenders[model] = self
+        lenders[id(model)] = self
         registrations.watch()
         self._stop_watching = weakref.finalize(self, registrations.stop)
         self.tree_of(model)
@@ -356,8 +356,8 @@ class LentWeights:
         if self._running is not None:
             self._end()
         self._trees.clear()
-        if lenders.get(self._model) is self:
-            del lenders[self._model]
+        if lenders.get(id(self._model)) is self:
+            del lenders[id(self._model)]
         self._stop_watching()
 
     def _acquire(self) -> None:

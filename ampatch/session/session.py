@@ -82,6 +82,7 @@ class Session:
                 self._manage_model(model, self.properties)
             for optimizer in optimizers:
                 self.manage_optimizer(optimizer)
+            self._fit_states()
             self._settle()
             self.is_open = True
             registry.add(self)
@@ -221,7 +222,6 @@ class Session:
         self.optimizers.add(managed)
         self.skips.follow(managed)
         managed.install()
-        fit_state(optimizer, {key for one in self.models.alive() for key in one.converted()})
         return managed
 
     def add_optimizers(self, optimizers: list[Any]) -> None:
@@ -234,6 +234,7 @@ class Session:
             model.sharded.refuse_unseen("ampatch.add_optimizers(...)")
         try:
             added = [self.manage_optimizer(one) for one in optimizers]
+            self._fit_states()
         except BaseException:
             _give_back(optimizers, self.optimizers)
             raise

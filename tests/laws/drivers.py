@@ -2,7 +2,7 @@
 
 A situation is written once against the methods that `Ampatch` and `ByHand` share.  `ByHand` does
 what the opt level means with PyTorch's own means and nothing of ours: autocast around forwards
-(O1), FP32 copies of half weights (O2), a half model (O3); losses are scaled by hand.
+(O1), half copies of FP32 weights in a forward (O2), a half model (O3); losses are scaled by hand.
 `test_situations.py` compares it with `torch.amp.GradScaler`.
 """
 
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 import ampatch
-from ampatch.config.opt_levels import LENDING
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 INIT_SCALE = 1024.0
@@ -145,7 +144,7 @@ class Ampatch(Driver):
         ampatch.set_loss_scale(value)
 
     def pair(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        """A deep copy of both, which is plain FP32."""
+        """A deep copy of both, which is plain."""
         return copy.deepcopy((model, optimizer))
 
     def renew(self) -> None:
@@ -168,18 +167,16 @@ class Ampatch(Driver):
 
 
 class ByHand(Driver):
-    """The oracle.  At "O0" it is plain FP32."""
+    """The oracle.  At "O0" it is plain FP32, at "O2" FP32 weights with half copies in forwards."""
 
     by_hand = True
 
     def __init__(self, level: str, half: torch.dtype) -> None:
         super().__init__(level, half)
-        self.pairs: dict[Tensor, Tensor] = {}  # weight of the model: its FP32 master
-        self._half_known: dict[Tensor, Tensor] = {}  # the half weight as it was derived
-        self._master_known: dict[Tensor, Tensor] = {}  # the master it was derived from
-        self.in_pass = False
         self._scale = 1.0
         self._dynamic = False
+        self._lent_to: list[nn.Module] = []  # models whose forward runs
+        self._copies: dict[nn.Module, dict[int, Tensor]] = {}  # of its last forward with a graph
 
     def start(self, net: Any, make: Any = SGD, **settings: Any) -> tuple[Any, Any]:
         scaled = self.half is torch.float16 and self.level in ("O1", "O2")
@@ -187,200 +184,23 @@ class ByHand(Driver):
         self._dynamic = wanted == "dynamic"
         self._scale = settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
         nets, optimizers = _made(net, make, self.device)
-        trained = [p for o in filter(None, optimizers) for g in o.param_groups for p in g["params"]]
         for one in nets:
-            self._convert(one, trained)
+            self._convert(one)
         for optimizer in filter(None, optimizers):
             optimizer.__class__ = _stepping(self, type(optimizer))
-            self._adopt(optimizer)
         return self._started(net, nets, optimizers)
 
-    def _convert(self, net: nn.Module, trained: list[Tensor]) -> None:
-        """Weights that are trained get a master; buffers stay FP32, but for half norms'."""
+    def _convert(self, net: nn.Module) -> None:
+        """Weights are half at O3; buffers stay FP32, but for those of half norms."""
         fp32 = _BatchNorm if self.level == "O2" else ()
-        masters = {id(p) for p in trained if p.requires_grad} if self.level == "O2" else set()
         for module in net.modules() if self.is_half_model else ():
             if isinstance(module, fp32):
                 continue
-            for param in module.parameters(recurse=False):
+            for param in module.parameters(recurse=False) if self.level == "O3" else ():
                 if param.dtype is torch.float32:
-                    if id(param) in masters:
-                        self._make_master(param)
                     param.data = param.data.to(self.half)
             for buffer in module.buffers(recurse=False):
                 if isinstance(module, _NormBase) and buffer.is_floating_point():
-                    buffer.data = buffer.data.to(self.half)
-        for param in self.pairs:
-            self._derived(param)
-        net.__class__ = _calling(self, type(net))
-
-    def _make_master(self, param: Tensor) -> None:
-        self.pairs[param] = param.detach().float().clone().requires_grad_()
-        param.__class__ = _with_master(self)
-
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """The optimizer steps on masters; half weights that train from now on get one."""
-        if self.level == "O2":
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.requires_grad and param.dtype is self.half and param not in self.pairs:
-                        self._make_master(param)
-                        self._derived(param)
-                group["params"] = [self.pairs.get(p, p) for p in group["params"]]
-            for own in vars(optimizer).values():  # as LBFGS keeps one
-                if isinstance(own, list) and own and isinstance(own[0], Tensor):
-                    own[:] = [self.pairs.get(p, p) for p in own]
-
-    def _derived(self, param: Tensor) -> None:
-        self._half_known[param] = param.detach().clone()
-        self._master_known[param] = self.pairs[param].detach().clone()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def masters_to_half(self) -> None:
-        """Where a master was written, its half weight follows."""
-        for param, master in self.pairs.items():
-            moved = differ(master, self._master_known[param])
-            if moved.any():
-                param.data.copy_(torch.where(moved, master.to(self.half), param.data))
-                self._master_known[param] = master.detach().clone()
-                self._half_known[param] = torch.where(moved, param.data, self._half_known[param])
-
-    @contextmanager
-    def half_weights(self, net: nn.Module) -> Iterator[None]:
-        """What the model's parts compute with is half, and as the masters are."""
-        self.masters_to_half()
-        yield
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """Where a half weight was written, its master takes the value."""
-        self.masters_to_half()
-        for param, master in self.pairs.items():
-            written = differ(param.data, self._half_known[param])
-            master.copy_(torch.where(written, param.data.float(), master))
-            self._derived(param)
-
-    @contextmanager
-    def masters_in_place(self) -> Iterator[None]:
-        """The model holds its masters."""
-        halves = {tensor: tensor.data for tensor in self.pairs}
-        for tensor, master in self.pairs.items():
-            tensor.data = master.data
-        try:
-            yield
-        finally:
-            for tensor, half in halves.items():
-                tensor.data = half
-
-    @contextmanager
-    def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
-        optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        for optimizer in optimizers:
-            self._adopt(optimizer)
-        masters = {p: None for o in optimizers for g in o.param_groups for p in g["params"]}
-        with self._collecting(list(masters), self._scale):
-            yield loss.float() * self._scale
-        if self._dynamic and not all(finite(p.grad) for p in masters):
-            self._scale /= 2
-
-    def plain_backward(self, loss: Tensor) -> None:
-        self.record(loss)
-        if not self.pairs:
-            return loss.backward()
-        for _, optimizer in self.started:
-            self._adopt(optimizer)
-        params = [p for _, o in self.started for g in o.param_groups for p in g["params"]]
-        with self._collecting(params, 1.0):
-            loss.backward()
-
-    @contextmanager
-    def _collecting(self, masters: list[Tensor], scale: float) -> Iterator[None]:
-        """Set earlier gradients aside; add what a pass leaves in the model, unscaled, in FP32."""
-        owner = {id(master): param for param, master in self.pairs.items()}
-        params = [owner.get(id(master), master) for master in masters]
-        earlier = [master.grad for master in masters]
-        self.in_pass = True
-        for param in (*params, *masters):
-            param.grad = None
-        try:
-            yield
-            passed = [(param.grad, master.grad) for param, master in zip(params, masters)]
-        except BaseException:  # a pass that breaks off leaves what was there before
-            passed = [(None, None)] * len(params)
-            raise
-        finally:
-            for param in params:
-                param.grad = None
-            self.in_pass = False
-            for param, master, before, new in zip(params, masters, earlier, passed, strict=True):
-                own = () if param is master else new[1:]  # the loss may reach a master itself
-                added = [g.to(master.dtype) / scale for g in (new[0], *own) if g is not None]
-                for grad in added:  # into the memory that is there, as autograd adds
-                    before = grad.clone() if before is None else before.add_(grad)
-                master.grad = before
-
-    def step_is_skipped(self, optimizer: Optimizer) -> bool:
-        """Under a dynamic scale a step on infs or NaNs is left out."""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        return self._dynamic and not all(finite(p.grad) for p in params)
-
-    def casts(self) -> AbstractContextManager:
-        if self.level != "O1":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device, self.half)
-
-    def no_casts(self) -> AbstractContextManager:
-        return torch.autocast(self.device, enabled=False)
-
-    def uncast(self, model: nn.Module, *args: Any) -> Any:
-        return super(type(model), model).__call__(*args)
-
-    def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
-        self.take_over()
-        optimizer.add_param_group({"params": params, **options})
-        self._adopt(optimizer)
-
-    def set_scale(self, value: float) -> None:
-        self._scale = value
-
-    def pair(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        fresh = copy.deepcopy(model)
-        groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
-        params = dict(enumerate(p for g in optimizer.param_groups for p in g["params"]))
-        names = {id(self.pairs.get(p, p)): name for name, p in model.named_parameters()}
-        for group in groups:
-            owned = [names[id(params[index])] for index in group["params"]]
-            group["params"] = [fresh.get_parameter(name) for name in owned]
-        made = type(optimizer).__mro__[1](groups, lr=0.1)
-        made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        return fresh, made
-
-    def renew(self) -> None:
-        """What a second `initialize` keeps is everything, so there is nothing to do."""
-        self.take_over()
-        self._scale = INIT_SCALE if self._dynamic else self._scale
-
-    def scale(self) -> float:
-        return self._scale
-
-
-class LentByHand(ByHand):
-    """The oracle of lent weights: at O2 parameters stay FP32 and forwards have half copies."""
-
-    def __init__(self, level: str, half: torch.dtype) -> None:
-        super().__init__(level, half)
-        self._lent_to: list[nn.Module] = []  # models whose forward runs
-        self._copies: dict[nn.Module, dict[int, Tensor]] = {}  # of its last forward with a graph
-
-    def _convert(self, net: nn.Module, trained: list[Tensor]) -> None:
-        if self.level != "O2":
-            return super()._convert(net, trained)
-        for module in net.modules():
-            for buffer in module.buffers(recurse=False):
-                is_norm = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm)
-                if is_norm and buffer.is_floating_point():
                     buffer.data = buffer.data.to(self.half)
         net.__class__ = _calling(self, type(net))
 
@@ -435,15 +255,76 @@ class LentByHand(ByHand):
 
     @contextmanager
     def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
-        with super().scaled(loss, optimizers) as scaled, ExitStack() as recomputing:
+        optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        params = {p: None for o in optimizers for g in o.param_groups for p in g["params"]}
+        with self._collecting(list(params)), ExitStack() as recomputing:
             for net in self._copies:  # checkpoints run parts of the forward again
                 recomputing.enter_context(self.half_weights(net, again=True))
-            yield scaled
+            yield loss.float() * self._scale
+        if self._dynamic and not all(finite(p.grad) for p in params):
+            self._scale /= 2
 
+    def plain_backward(self, loss: Tensor) -> None:
+        self.record(loss)
+        loss.backward()
 
-def by_hand(level: str, half: torch.dtype) -> ByHand:
-    """The oracle of what O2 is now: lent weights, or half parameters with masters."""
-    return (LentByHand if LENDING[0] else ByHand)(level, half)
+    @contextmanager
+    def _collecting(self, params: list[Tensor]) -> Iterator[None]:
+        """Set earlier gradients aside; add what a pass leaves, unscaled."""
+        earlier = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        passed: list[Tensor | None] = [None] * len(params)
+        try:
+            yield
+            passed = [param.grad for param in params]  # else it broke off: what was there before
+        finally:
+            for param, before, new in zip(params, earlier, passed, strict=True):
+                if new is not None:  # into the memory that is there, as autograd adds
+                    grad = new / self._scale
+                    before = grad.clone() if before is None else before.add_(grad)
+                param.grad = before
+
+    def step_is_skipped(self, optimizer: Optimizer) -> bool:
+        """Under a dynamic scale a step on infs or NaNs is left out."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return self._dynamic and not all(finite(p.grad) for p in params)
+
+    def casts(self) -> AbstractContextManager:
+        if self.level != "O1":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, self.half)
+
+    def no_casts(self) -> AbstractContextManager:
+        return torch.autocast(self.device, enabled=False)
+
+    def uncast(self, model: nn.Module, *args: Any) -> Any:
+        return super(type(model), model).__call__(*args)
+
+    def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
+        optimizer.add_param_group({"params": params, **options})
+
+    def set_scale(self, value: float) -> None:
+        self._scale = value
+
+    def pair(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        fresh = copy.deepcopy(model)
+        groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+        params = dict(enumerate(p for g in optimizer.param_groups for p in g["params"]))
+        names = {id(p): name for name, p in model.named_parameters()}
+        for group in groups:
+            owned = [names[id(params[index])] for index in group["params"]]
+            group["params"] = [fresh.get_parameter(name) for name in owned]
+        made = type(optimizer).__mro__[1](groups, lr=0.1)
+        made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return fresh, made
+
+    def renew(self) -> None:
+        """What a second `initialize` keeps is everything, so there is nothing to do."""
+        self._scale = INIT_SCALE if self._dynamic else self._scale
+
+    def scale(self) -> float:
+        return self._scale
 
 
 class Rounded(torch.autograd.Function):
@@ -472,11 +353,10 @@ def _made(net: Any, make: Any, device: str) -> tuple[list[nn.Module], list[Any]]
 
 
 def _calling(oracle: ByHand, kind: type) -> type:
-    """The model's class with the oracle's forward and state dict; copies of the model are plain."""
+    """The model's class with the oracle's forward; copies of the model are plain."""
 
     class Calling(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            oracle.masters_to_half()
             if not oracle.is_half_model:
                 with oracle.casts():
                     return super().__call__(*args, **kwargs)
@@ -485,67 +365,23 @@ def _calling(oracle: ByHand, kind: type) -> type:
                 result = super().__call__(*args, **kwargs)
             return to(torch.float32, result)
 
-        def state_dict(self, *args: Any, **kwargs: Any) -> dict:
-            oracle.take_over()
-            with oracle.masters_in_place():
-                found = super().state_dict(*args, **kwargs)
-            for key, value in found.items():
-                found[key] = value.float() if value.dtype is oracle.half else value
-            return found
-
-        def load_state_dict(self, state: dict, *args: Any, **kwargs: Any) -> Any:
-            oracle.take_over()
-            with oracle.masters_in_place():
-                result = super().load_state_dict(state, *args, **kwargs)
-            oracle.masters_to_half()
-            return result
-
         def __deepcopy__(self, memo: dict) -> nn.Module:
             plain = copy.copy(self)
             plain.__class__ = kind
-            state = self.state_dict()
-            found = copy.deepcopy(plain, memo)
-            for name, value in (*found.named_parameters(), *found.named_buffers()):
-                if name in state:
-                    value.data = state[name].float() if value.dtype is oracle.half else state[name]
-                    value.data = value.data.clone()
-                    value.__class__ = nn.Parameter if isinstance(value, nn.Parameter) else Tensor
-            return found
+            return copy.deepcopy(plain, memo)
 
     Calling.__name__ = Calling.__qualname__ = kind.__name__
     return Calling
 
 
-def _with_master(oracle: ByHand) -> type:
-    """A half parameter whose `grad` is its master's; within a backward pass, its own."""
-    own = torch._C.TensorBase.grad
-
-    class HalfParameter(nn.Parameter):
-        @property
-        def grad(self) -> Tensor | None:
-            return own.__get__(self) if oracle.in_pass else oracle.pairs[self].grad
-
-        @grad.setter
-        def grad(self, grad: Tensor | None) -> None:
-            if oracle.in_pass:
-                own.__set__(self, grad)
-            else:
-                oracle.pairs[self].grad = None if grad is None else grad.float()
-
-    return HalfParameter
-
-
 def _stepping(oracle: ByHand, kind: type) -> type:
-    """The optimizer's class; a step first takes over what was written, and may be skipped."""
+    """The optimizer's class; a step may be skipped."""
 
     class Stepping(kind):
         def step(self, closure: Callable | None = None) -> Any:
-            oracle.take_over()
             if closure is None and oracle.step_is_skipped(self):
                 return None
-            result = super().step(*([] if closure is None else [closure]))
-            oracle.masters_to_half()
-            return result
+            return super().step(*([] if closure is None else [closure]))
 
     Stepping.__name__ = Stepping.__qualname__ = kind.__name__
     return Stepping

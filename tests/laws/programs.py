@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from drivers import Ampatch, Driver, by_hand, differ
+from drivers import Ampatch, ByHand, Driver, differ
 from situations import HALVES, mse
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -578,7 +578,7 @@ def results(driver: Driver, actions: Program) -> list[Tensor]:
 
 def fault(level: str, half: str, actions: Program) -> str:
     """What goes wrong with a program under ampatch; empty if nothing does."""
-    expected = results(by_hand(level, HALVES[half]), actions)
+    expected = results(ByHand(level, HALVES[half]), actions)
     try:
         found = results(Ampatch(level, HALVES[half]), actions)
     except Exception as error:

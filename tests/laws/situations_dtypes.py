@@ -11,13 +11,13 @@ from torch import nn
 PLAIN = partial(torch.optim.SGD, lr=0.1)
 
 
-@situation("O2 O3", letter="u", refuses="initialize")
+@situation("O3", letter="u", refuses="initialize")
 def float_after_initialize(amp):
     model, _optimizer = amp.start(mlp())
     model.float()
 
 
-@situation("O2 O3", letter="u", refuses="initialize")
+@situation("O3", letter="u", refuses="initialize")
 def to_a_dtype_after_initialize(amp):
     model, _optimizer = amp.start(mlp())
     model.to(torch.float32)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from drivers import INIT_SCALE, SGD, Ampatch, ByHand, by_hand, differ
+from drivers import INIT_SCALE, SGD, Ampatch, ByHand, differ
 from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 import ampatch
@@ -40,7 +40,7 @@ def check(row: Situation, level: str, half: str, caplog: pytest.LogCaptureFixtur
         with pytest.raises(Exception, match=row.refuses):
             row.run(ours)
         return
-    oracle = by_hand("O0" if row.against == "FP32" else level, HALVES[half])
+    oracle = ByHand("O0" if row.against == "FP32" else level, HALVES[half])
     expected = everything(row, oracle)
     with caplog.at_level(logging.INFO, logger="ampatch"):
         found = everything(row, ours)
