@@ -267,7 +267,7 @@ def train_a_copy(run: Run, number: int) -> None:
     x, y = batch(number)
     optimizer.zero_grad()
     with run.amp.no_casts():
-        mse(model(x), y).backward()
+        mse(model(x.to(next(model.parameters()).dtype)).float(), y).backward()
     optimizer.step()
     run.amp.record(*model.parameters())
 

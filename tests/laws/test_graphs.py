@@ -64,7 +64,7 @@ def follow(program, make, level, half, losses=1):
         start = [p.detach().float().clone() for m in run.models for p in m.parameters()]
         for step in range(4):
             program(run, step)
-        results.append([v.clone() for m in run.models for v in m.state_dict().values()])
+        results.append([v.float() for m in run.models for v in m.state_dict().values()])
     ampatch.deactivate()
     assert max((a - b).abs().max().item() for a, b in zip(start, results[0], strict=True)) > 0.1
     for expected, found in zip(*results, strict=True):

@@ -56,7 +56,8 @@ class Raises(torch.autograd.Function):
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_backward_pass_that_raises_leaves_the_earlier_gradients(opt_level, error, delay):
-    model, optimizer = start(opt_level)
+    """With a loss scale; under a scale of 1 a block does no more than FP32 training does."""
+    model, optimizer = start(opt_level, loss_scale=128.0)
     backward(model, optimizer, data())
     before, state = [grad.clone() for grad in grads(optimizer)], ampatch.state_dict()
     handle = model[1].register_forward_hook(lambda _, args, out: Raises.apply(out, error))

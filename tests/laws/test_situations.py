@@ -125,7 +125,7 @@ def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate, bad):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_the_oracle_of_half_models_is_the_textbooks(level, half):
-    """A half model; at O2 gradients go to FP32 copies, which are rounded back after the step."""
+    """Half numbers; at O2 gradients go to FP32 weights, which are rounded again after the step."""
     model = mlp()
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     model.to(half)
@@ -143,5 +143,4 @@ def test_the_oracle_of_half_models_is_the_textbooks(level, half):
             for param, one in zip(model.parameters(), stepped, strict=True):
                 param.copy_(one)
         oracle.step(mse(by_hand(x), y), by_hand_optimizer)
-    assert all(map(torch.equal, by_hand.parameters(), model.parameters()))
-    assert all(map(torch.equal, ampatch.master_params(by_hand_optimizer), stepped))
+    assert all(map(torch.equal, by_hand.parameters(), stepped))

@@ -79,7 +79,7 @@ def walk_of_a_weight() -> set[str]:
 
 
 WALKS = {
-    "The walk of a block": (walk_of_a_block, 10),
+    "The walk of a block": (walk_of_a_block, 8),
     "The walk of a weight": (walk_of_a_weight, 7),
 }
 
