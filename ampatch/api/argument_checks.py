@@ -236,6 +236,24 @@ def parts_share_overflow(
             )
 
 
+def parts_are_not_lent(models: list[nn.Module], properties: Properties) -> None:
+    """Raise `AmpatchError` for parts of DTensors at a level that lends half copies.
+
+    DistributedDataParallel makes DTensors of them in each forward, and knows them by an attribute.
+    """
+    if not properties.lends_weights:
+        return
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if is_part_of_dtensor(parameter):
+                raise AmpatchError(
+                    f"ampatch.initialize(opt_level={properties.opt_level!r}): models[{index}] has "
+                    f"{name!r}, a part of a DTensor, which DistributedDataParallel(device_mesh=...)"
+                    " has put there. It would not know the half copies that forwards have at this "
+                    'level. Nothing was changed. Expected opt_level="O1".'
+                )
+
+
 def _is_fsdp(module: nn.Module, name: str = "FullyShardedDataParallel") -> bool:
     """FSDP's first version, or another class; importing it for this question would be slow."""
     return any(base.__name__ == name for base in type(module).__mro__)

@@ -302,6 +302,7 @@ def _check(
     argument_checks.not_wrapped_before(models, properties)
     argument_checks.not_sharded(models, properties, registry.models.managed)
     argument_checks.weights_convert(models, properties)
+    argument_checks.parts_are_not_lent(models, properties)
     argument_checks.fused_steps_work(models, optimizers, properties)
     call = "ampatch.initialize"
     argument_checks.parts_share_overflow(optimizers, properties, process_group, call)

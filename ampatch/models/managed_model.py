@@ -49,7 +49,6 @@ from .sharded_weights import (
     Place,
     ShardedWeights,
     fits,
-    not_in_parts,
     places_in,
     sharded_parameters,
 )
@@ -169,7 +168,6 @@ class ManagedModel:
         if self.properties.lends_weights:
             leave = functools.partial(sharded_parameters, self.model)
             self._lent = LentWeights(self.model, dtype, skip, leave, self._state)
-            self._warn_of_half_weights()
         else:
             self._converted = convert_weights(
                 self.model, dtype, skip, leave=sharded_parameters(self.model)
@@ -239,6 +237,8 @@ class ManagedModel:
             self._handles.extend(self._submodule_calls.install(own))
         for override in self._overrides:
             self._handles.extend(override.install(self._running))
+        if self.properties.master_weights is not False:
+            self._warn_of_half_weights()
         self._copies.install()
 
     def _note_places(self) -> None:
@@ -301,7 +301,6 @@ class ManagedModel:
         if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
             self._keep_float(modules)
         places = places_in(modules, ignored | sharded_parameters(self.model))
-        not_in_parts(call, places)
         kept = self._converted, self._dtypes
         before = self._fit_shards(places)
         try:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import AmpatchError, UndoAll
-from ..torch_private.dtensors import is_dtensor
 from ..torch_private.sharding import Sharded, Sharding, convert_shards, shardings
 
 StaysFloat = Callable[[nn.Module], bool]
@@ -77,17 +76,6 @@ def places_in(modules: list[nn.Module], ignored: set[int]) -> list[Place]:
         if id(parameter) not in ignored
     }
     return list(found.values())
-
-
-def not_in_parts(call: str, places: list[Place]) -> None:
-    """Raise `AmpatchError` for half weights that tensor parallel has distributed."""
-    for module, name, parameter, dtype in places:
-        if dtype in HALF_TYPES and is_dtensor(parameter):
-            raise AmpatchError(
-                f"{call}: {type(module).__name__}.{name} is a DTensor in {dtype}, and FSDP2 could "
-                "not take over its FP32 values. Nothing was changed. Distribute and shard the "
-                "model first, and give it to ampatch.initialize then."
-            )
 
 
 class ShardedWeights:

@@ -49,6 +49,10 @@ class TorchEvents:
                 return managed.model
         return None
 
+    def is_lent(self, parameter: Tensor) -> bool:
+        """Whether forwards of a managed model have a half copy of this weight."""
+        return any(managed.lends(parameter) for managed in self._models())
+
     @contextlib.contextmanager
     def being_sharded(
         self, modules: list[nn.Module], policy: Any, ignored: set[Tensor]

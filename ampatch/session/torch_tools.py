@@ -105,7 +105,7 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "DistributedDataParallel: ranks agree on settings",
             lambda needs: needs.active,
-            lambda: ddp.replacements(registry.ranks.agree),
+            lambda: ddp.replacements(registry.ranks.agree, events.is_lent),
             is_over_tables=True,
         ),
         Tool(

@@ -11,8 +11,6 @@ import torch
 from drivers import INIT_SCALE, SGD, Ampatch, ByHand, differ
 from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
-import ampatch
-
 TOPICS = (
     *("amp_examples", "graphs", "hooks", "weights", "parameters", "saved", "gradients"),
     *("optimizers", "models", "dtypes", "functions"),

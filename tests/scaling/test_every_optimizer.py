@@ -160,7 +160,7 @@ def test_o2_is_the_loop_by_hand(name, flags, half):
     masters, weights = by_hand(name, flags, half, 1.0 if half is BF16 else 256.0)
     model, optimizer = train(name, flags, "O2", half)
     assert same(ampatch.master_params(optimizer), masters)
-    assert same(model.parameters(), weights)
+    assert same(model.parameters(), masters)
     assert not same(masters, [weight.float() for weight in weights])
 
 

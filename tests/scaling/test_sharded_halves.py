@@ -140,9 +140,10 @@ def test_norm_layers_and_one_process(ranks, level, dtype):
     found = [ranks(by_ampatch, order, "SGD", {}, settings, True) for order in ORDERS]
     for rank in (*found[0], *found[1]):
         assert rank["shards"] == rank["grads"] == {kept}
-        assert rank["state"] == rank["after"] == {torch.float32}
+        assert rank["state"] == {kept} and rank["after"] == {torch.float32}
         for ours, plain in zip(rank["weights"], reference, strict=True):
-            torch.testing.assert_close(ours, plain, atol=0.02 if level == "O3" else 2e-3, rtol=0.02)
+            bound = 0.02 if level == "O3" else 2e-3
+            torch.testing.assert_close(ours.float(), plain.float(), atol=bound, rtol=0.02)
     for one, other in zip(found[0][0]["weights"], found[1][0]["weights"], strict=True):
         assert torch.equal(one, other)
 
@@ -442,8 +443,6 @@ def test_parts_in_a_precision_of_their_own(ranks, order):
 @on_ranks
 def refusals(rank: int) -> dict:
     from torch.distributed import fsdp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     said, states = {}, []
 
@@ -472,10 +471,6 @@ def refusals(rank: int) -> dict:
     fsdp.fully_shard.__wrapped__(model.first)  # as a name that a closure has held since before
     optimizer = training.MAKE["SGD"](model.parameters())
     attempt("unseen", lambda: amp.add_optimizers(optimizer), model)
-    model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), **settings)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    parallelize_module(model[0], mesh["tensor"], ColwiseParallel())
-    attempt("parts", lambda: fsdp.fully_shard(model, mesh=mesh["data"]), model)
     return {"said": said, "same": states}
 
 
@@ -486,11 +481,7 @@ def test_what_contradicts_is_refused(ranks):
         assert "param_dtype=torch.float16" in said["fully_shard"]
         assert "Call fully_shard first" in said["optimizer"]
         assert "Linear was sharded after" in said["unseen"]
-        assert (
-            "Linear.weight is a DTensor" in said["parts"]
-            and "Distribute and shard" in said["parts"]
-        )
-        assert rank["same"] == [True] * 5
+        assert rank["same"] == [True] * 4
 
 
 # Checkpoints
@@ -650,7 +641,8 @@ def test_norm_layers_and_one_process_on_four_ranks(four_ranks, level, dtype, sha
     reference = in_one_process(level, dtype, "SGD", 4, norm=True)
     for rank in four_ranks(by_ampatch, ORDERS[1], "SGD", {}, settings, True, 1, shape):
         for ours, plain in zip(rank["weights"], reference, strict=True):
-            torch.testing.assert_close(ours, plain, atol=0.02 if level == "O3" else 2e-3, rtol=0.02)
+            bound = 0.02 if level == "O3" else 2e-3
+            torch.testing.assert_close(ours.float(), plain.float(), atol=bound, rtol=0.02)
 
 
 @pytest.mark.slow

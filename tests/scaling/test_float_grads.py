@@ -1,10 +1,6 @@
-"""O2: `.grad` of a half weight is its master's FP32 gradient, for every idiom there is."""
+"""O2: `.grad` of a weight is its FP32 gradient, for every idiom there is."""
 
 from __future__ import annotations
-
-import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -161,13 +157,13 @@ def test_inside_a_block_it_is_what_autograd_left():
     with ampatch.scale_loss(loss, optimizer) as scaled:
         assert all(p.grad is None for p in model.parameters())
         scaled.backward()
-        assert {p.grad.dtype for p in model.parameters()} == {torch.float16}
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     close([p.grad for p in model.parameters()], plain_grads(1, 2))
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before backward", "after backward"])
-@pytest.mark.parametrize("zero", [set_none, lambda model: model.zero_grad(set_to_none=False)])
-def test_zeroed_inside_a_block_all_is_gone(zero, after):
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zeroed_inside_a_block_all_is_gone(to_none, after):
     """As in FP32 training: what was there before the block, too."""
     model, optimizer = start(torch.float16)
     backward(model, optimizer)
@@ -175,10 +171,10 @@ def test_zeroed_inside_a_block_all_is_gone(zero, after):
     loss = nn.functional.mse_loss(model(inputs), targets)
     with ampatch.scale_loss(loss, optimizer) as scaled:
         if not after:
-            zero(model)
+            model.zero_grad(to_none)
         scaled.backward()
         if after:
-            zero(model)
+            model.zero_grad(to_none)
     grads = [p.grad for p in model.parameters()]
     if after:
         assert not any(grad is not None and grad.any() for grad in grads)
@@ -187,7 +183,6 @@ def test_zeroed_inside_a_block_all_is_gone(zero, after):
 
 
 def test_hooks_on_accumulated_gradients_see_what_optimizers_in_them_need():
-    """`register_post_accumulate_grad_hook`: a plain pass's gradients are the masters' at once."""
     model, optimizer = start(torch.bfloat16)
     seen = []
     for p in model.parameters():
@@ -216,7 +211,7 @@ def test_512_small_gradients_add_up_in_float32(scaled):
     assert next(ampatch.master_params(optimizer)).item() == pytest.approx(before - 1.0)
 
 
-def test_a_frozen_weight_has_its_own_gradient_and_one_thawed_its_masters():
+def test_a_frozen_weight_has_no_gradient_and_one_thawed_has():
     model, optimizer = start()
     model[0].requires_grad_(False)
     backward(model, optimizer)
@@ -239,31 +234,6 @@ def test_sparse_gradients():
     optimizer.step()
     moved = (before - next(ampatch.master_params(optimizer))).sum(1)
     torch.testing.assert_close(moved, torch.tensor([0.0, 0.0, 0.0, 2.0, 0.0]))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "copy", "pickle", "torch.save"])
-def test_copies_of_a_half_weight_are_plain(how):
-    model, _ = start()
-    weight = model[0].weight
-    if how == "torch.save":
-        file = io.BytesIO()
-        torch.save(weight, file)
-        file.seek(0)
-        made = torch.load(file, weights_only=False)
-    else:
-        take = {"pickle": lambda w: pickle.loads(pickle.dumps(w))}
-        made = take.get(how, getattr(copy, how, None))(weight)
-    assert type(made) is nn.Parameter and torch.equal(made, weight) and not vars(made)
-    assert repr(weight) == repr(made)
-
-
-def test_gradients_go_home_when_the_session_closes():
-    model, optimizer = start()
-    backward(model, optimizer)
-    held = [p.grad.clone() for p in model.parameters()]
-    ampatch.deactivate()
-    assert {type(p) for p in model.parameters()} == {nn.Parameter}
-    assert all(map(torch.equal, [p.grad for p in model.parameters()], held))
 
 
 def test_a_second_initialize_keeps_them_and_so_does_one_that_fails():
@@ -327,7 +297,7 @@ def by_groups(optimizer):
 def test_a_plain_pass_shows_in_the_groups_when_it_ends(scaled_before):
     """Clipping, all-reducing and zeroing by hand go over `param_groups`."""
     model, optimizer = start(BF16)
-    if scaled_before:  # the first plain pass after blocks is taken over at its first use
+    if scaled_before:
         backward(model, optimizer)
         optimizer.zero_grad()
         backward(model, optimizer, scaled=False)
