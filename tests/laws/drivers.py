@@ -493,10 +493,10 @@ def _calling(oracle: ByHand, kind: type) -> type:
                 found[key] = value.float() if value.dtype is oracle.half else value
             return found
 
-        def load_state_dict(self, state: dict, *args: Any, **kwargs: Any) -> Any:
+        def load_state_dict(self, state_dict: dict, *args: Any, **kwargs: Any) -> Any:
             oracle.take_over()
             with oracle.masters_in_place():
-                result = super().load_state_dict(state, *args, **kwargs)
+                result = super().load_state_dict(state_dict, *args, **kwargs)
             oracle.masters_to_half()
             return result
 
