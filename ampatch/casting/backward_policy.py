@@ -3,21 +3,28 @@
 The backward pass may run in another thread, after the forward's `with` block has ended, or
 after another session has opened with other rules.  Each call of a Function makes a
 context, and that is where its policy is kept.
+
+So are the half copies that were lent where the Function was called (O2): what calls modules again
+in the backward pass (reversible networks, adjoint solvers) finds the forward's own copies, whose
+gradients it may ask for.  They are let go with the graph's buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
+from ..torch_private.probes import keeps_graph
 from .cast_state import CastState
 from .patches import Replacement
 from .policy import Policy
 
 _POLICY = "_ampatch_policy"
+_LENT = "_ampatch_lent"
 _UNKNOWN = object()
 
 
@@ -33,12 +40,26 @@ def _noting(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         setattr(self, _POLICY, state.of_forward())
+        if state.thread.lent:
+            setattr(self, _LENT, tuple(state.thread.lent))
 
     return __init__
 
 
 def _under_noted(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
+        lent = getattr(self, _LENT, None)
+        if lent is None or is_dynamo_compiling():
+            return under_policy(self, *args)
+        with ExitStack() as stack:
+            for lending in lent:
+                stack.enter_context(lending.again())
+            result = under_policy(self, *args)
+        if not keeps_graph():
+            delattr(self, _LENT)
+        return result
+
+    def under_policy(self: BackwardCFunction, *args: Any) -> Any:
         policy: Policy | Any | None = getattr(self, _POLICY, _UNKNOWN)
         if policy is _UNKNOWN or is_dynamo_compiling() or policy is state.current():
             return original(self, *args)
