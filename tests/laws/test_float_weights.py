@@ -24,8 +24,13 @@ from test_situations import check, everything
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
-from torch.optim.swa_utils import update_bn
+from torch.optim.swa_utils import (
+    SWALR,
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    update_bn,
+)
 
 import ampatch
 from ampatch.errors import AmpatchError
