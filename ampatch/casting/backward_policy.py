@@ -11,8 +11,8 @@ gradients it may ask for.  They are let go with the graph's buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.autograd.function import BackwardCFunction
@@ -39,7 +39,8 @@ def parts(state: CastState) -> list[Replacement]:
 def _noting(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        setattr(self, _POLICY, state.of_forward())
+        is_plain = state.process is None and not state.per_thread  # the answer, without two calls
+        setattr(self, _POLICY, None if is_plain else state.of_forward())
         if state.thread.lent:
             setattr(self, _LENT, tuple(state.thread.lent))
 
@@ -48,19 +49,12 @@ def _noting(original: Callable, state: CastState) -> Callable:
 
 def _under_noted(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        lent = getattr(self, _LENT, None)
-        if lent is None or is_dynamo_compiling():
-            return under_policy(self, *args)
-        with ExitStack() as stack:
-            for lending in lent:
-                stack.enter_context(lending.again())
-            result = under_policy(self, *args)
-        if not keeps_graph():
-            delattr(self, _LENT)
-        return result
-
-    def under_policy(self: BackwardCFunction, *args: Any) -> Any:
+        if getattr(self, _LENT, ()) and not is_dynamo_compiling():
+            with _forwards_copies(self):
+                return apply(self, *args)
         policy: Policy | Any | None = getattr(self, _POLICY, _UNKNOWN)
+        if policy is None and state.process is None and not state.per_thread:
+            return original(self, *args)
         if policy is _UNKNOWN or is_dynamo_compiling() or policy is state.current():
             return original(self, *args)
         state.push(policy, self)
@@ -70,3 +64,18 @@ def _under_noted(original: Callable, state: CastState) -> Callable:
             state.pop(self)
 
     return apply
+
+
+@contextmanager
+def _forwards_copies(context: Any) -> Iterator[None]:
+    """They are in place meanwhile; they are let go unless the graph is kept."""
+    lent = getattr(context, _LENT)
+    setattr(context, _LENT, ())
+    try:
+        with ExitStack() as stack:
+            for lending in lent:
+                stack.enter_context(lending.again())
+            yield
+    finally:
+        if keeps_graph():
+            setattr(context, _LENT, lent)
