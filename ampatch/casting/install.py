@@ -15,7 +15,6 @@ import torch
 from ..log import logger
 from . import (
     autocast_answers,
-    backward_policy,
     fused_attention,
     special_ops,
     user_functions,
@@ -68,8 +67,6 @@ class Installation:
                 *autocast_answers.places(self._state),
             ):
                 self._put_if_there(where, name, make)
-            for owner, name, make in backward_policy.parts(self._state):
-                self._patches.replace(owner, name, make)
             self._library_ops.install()
             fresh_tables(self._patches)
             self._patches.on_undo(self._state.tables.give_back)

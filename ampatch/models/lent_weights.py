@@ -103,6 +103,7 @@ class Tree:
         self._sources = [order[id(place.parameter)] for place in self.places]
         self._tables = [place.table for place in self.places]
         self._names = [place.name for place in self.places]
+        self._attributes = list(map(vars, self.parameters))
         self.buckets = divide(self.parameters)  # together they are `parameters`, in this order
         self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
         for module in root.modules():
@@ -118,6 +119,12 @@ class Tree:
         return self._generation == registrations.count and all(
             map(operator.is_, map(dict.get, tables, names), found)
         )
+
+    def share_attributes(self, copies: list[Tensor]) -> None:
+        """What is noted on a parameter (`p.lr_mult`) is read and written on its copy too."""
+        for copy, attributes in zip(copies, self._attributes, strict=True):
+            if type(copy) is Tensor:  # those of other types have attributes of their own
+                copy.__dict__ = attributes
 
     def put(self, tensors: Sequence[Tensor], instead_of: Sequence[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the places.
@@ -210,12 +217,14 @@ class Lending:
         if self.is_in_place:
             yield
             return
-        with self._owner.reserved():
+        with self._owner.reserved() as lent:
             found = self.tree.found()
             self.put()
+            lent.append(self)  # what is called and noted here is as within the forward
             try:
                 yield
             finally:
+                lent.remove(self)
                 self.is_in_place = False
                 self.tree.put_found(found)
 
@@ -249,6 +258,7 @@ class LentWeights:
         self._trees: dict[int, Tree] = {}
         self._lock = threading.Lock()
         self._running: Lending | None = None
+        self._reserved_by: threading.Thread | None = None
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
@@ -288,6 +298,7 @@ class LentWeights:
         try:
             tree = self.tree_of(root)
             lending = Lending(tree, self._copies(tree), self)
+            tree.share_attributes(lending.copies)
             if self.compared or self._is_first:
                 self._compare(lending)
             self._running, self._roots = lending, [root]
@@ -396,16 +407,18 @@ class LentWeights:
         return False
 
     @contextlib.contextmanager
-    def reserved(self) -> Iterator[None]:
-        """No other thread lends meanwhile."""
-        running = self._running
-        if running is not None and running.thread is threading.current_thread():
-            yield
+    def reserved(self) -> Iterator[list[Any]]:
+        """No other thread lends meanwhile; gives what is lent in this one."""
+        me, running, lent = threading.current_thread(), self._running, self._state.thread.lent
+        if self._reserved_by is me or (running is not None and running.thread is me):
+            yield lent
             return
         self._acquire()
+        self._reserved_by = me
         try:
-            yield
+            yield lent
         finally:
+            self._reserved_by = None
             self._lock.release()
 
     # Copies

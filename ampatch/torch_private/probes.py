@@ -83,6 +83,15 @@ except ImportError:
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
+try:
+    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+except ImportError:
+
+    def keeps_graph() -> bool:
+        """Whether the backward pass that runs here keeps its graph's buffers; unknown here."""
+        return True
+
+
 def is_recording() -> bool:
     """Whether operations are being traced or transformed, so that a kept tensor would leak.
 

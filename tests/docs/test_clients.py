@@ -14,7 +14,9 @@ import pytest
 from repository import ROOT
 
 CLIENTS = ROOT / "clients"
-WITH_APEX = sorted(path.stem.removeprefix("test_") for path in CLIENTS.glob("test_*.py"))
+TESTED = sorted(path.stem.removeprefix("test_") for path in CLIENTS.glob("test_*.py"))
+WEIGHTS = "weights"  # many libraries in one environment, none of which asks for apex
+WITH_APEX = [name for name in TESTED if name != WEIGHTS]
 PACKAGES = {
     "ignite": "pytorch-ignite",
     "lightning": "pytorch-lightning",
@@ -48,7 +50,7 @@ def pins(path: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", WITH_APEX)
+@pytest.mark.parametrize("name", TESTED)
 def test_a_client_finds_the_helpers_that_it_imports(name):
     """In its own environment only the folders of clients/pytest.ini are on the path."""
     settings = configparser.ConfigParser()
@@ -63,7 +65,7 @@ def test_a_client_finds_the_helpers_that_it_imports(name):
 
 def test_there_are_clients():
     assert WITH_APEX == ["catalyst", "ignite", "lightning", "timm", "transformers"]
-    assert set(COMMAND.NAMES) == {*WITH_APEX, *COMMAND.INTEGRATED}
+    assert set(COMMAND.NAMES) == {*WITH_APEX, *COMMAND.INTEGRATED, WEIGHTS}
 
 
 def test_each_framework_of_the_law_has_an_environment():
@@ -80,7 +82,7 @@ def test_a_client_has_pins_for_the_torch_that_the_tests_run_with(name):
         assert found[package] == tested[package]
 
 
-@pytest.mark.parametrize("name", COMMAND.NAMES)
+@pytest.mark.parametrize("name", sorted({*COMMAND.NAMES} - {WEIGHTS}))
 def test_the_docs_name_the_pinned_version(name):
     found = pins(CLIENTS / "requirements" / f"{name}.txt")[PACKAGES.get(name, name)]
     page = (ROOT / "docs" / "clients.md").read_text()
@@ -90,6 +92,17 @@ def test_the_docs_name_the_pinned_version(name):
         assert {title.lower(): version for title, version in with_apex}[name] == found
     if name in COMMAND.INTEGRATED:
         assert {title: version for version, title in of_today}[name] == found
+
+
+def test_the_docs_name_the_libraries_that_hold_weights():
+    page = (ROOT / "docs" / "clients.md").read_text()
+    rows = dict(re.findall(r"^\| ([\w-]+) ([\d.]+) \|", page, re.M))
+    tested = (CLIENTS / f"test_{WEIGHTS}.py").read_text().lower()
+    for requirement in COMMAND.named(WEIGHTS):
+        name, _, version = requirement.partition("==")
+        if name not in ("torchvision", "numpy"):  # what others need
+            assert rows[name] == version
+            assert name.replace("-", "_").removesuffix("_ppl") in tested
 
 
 @pytest.mark.parametrize("name", COMMAND.INTEGRATED)

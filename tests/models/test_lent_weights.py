@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -339,3 +341,49 @@ def test_compiled_as_a_whole(how):
         ampatch.deactivate()
     for eager, fused in zip(*found, strict=True):
         torch.testing.assert_close(eager, fused, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("grads", [True, False])
+def test_attributes_of_a_parameter_are_its_copys(grads):
+    """Libraries note things on parameters, before and within forwards (opacus counts them)."""
+    model, _ = start()
+    model.first.weight.calls = 0
+
+    def inside(model):
+        model.first.weight.calls += 1
+        model.second.bias.seen = [part.dtype for part in (model.first.weight, model.second.bias)]
+
+    model.inside = inside
+    with torch.set_grad_enabled(grads):
+        for _ in range(3):
+            model(inputs())
+    assert model.first.weight.calls == 3 and model.second.bias.seen == [HALF, HALF]
+    assert not vars(model.second.weight)
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_graph_without_its_buffers_holds_no_copies():
+    """Of a loss that is kept for a log, after its backward pass."""
+    model, _ = start()
+    held = []
+
+    def inside(model):
+        held.extend(map(weakref.ref, (model.first.weight, model.second.weight)))
+        model.noted = Noted.apply(model.second(torch.ones(8, dtype=HALF)))
+
+    model.inside = inside
+    loss = model(inputs()).sum() + model.noted.sum()
+    del model.noted
+    loss.backward(retain_graph=True)
+    loss.backward()
+    gc.collect()
+    assert [copied() for copied in held] == [None, None] and loss.grad_fn is not None
