@@ -39,6 +39,7 @@ from ..casting.batched_casts import (
 )
 from ..casting.calling_frames import calling_frame, is_running
 from ..casting.cast_state import CastState
+from ..casting.kept_copies import KeptCopies
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values
 from ..torch_private.dtensors import is_dtensor
@@ -249,6 +250,7 @@ class LentWeights:
         self._trees: dict[int, Tree] = {}
         self._lock = threading.Lock()
         self._running: Lending | None = None
+        self.kept: KeptCopies | None = None  # they serve all forwards that record no graph
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
@@ -282,6 +284,8 @@ class LentWeights:
             self._end()
         self._acquire()
         try:
+            if self.kept is not None:
+                self.kept.check()
             tree = self.tree_of(root)
             lending = Lending(tree, self._copies(tree), self)
             if self.compared or self._is_first:
@@ -344,6 +348,8 @@ class LentWeights:
                 if lending in self._state.thread.lent:
                     self._state.thread.lent.remove(lending)
                 lending.take_back()
+                if self.kept is not None:
+                    self.kept.settle()
         finally:
             self._lock.release()
 
@@ -416,8 +422,13 @@ class LentWeights:
             return self._in_graph(tree)
         made: list[Tensor] = []
         for bucket in tree.buckets:
-            made += cast_together(bucket, self._dtype, in_graph=False)
+            made += self._outside_graphs(bucket)
         return made
+
+    def _outside_graphs(self, weights: list[Tensor]) -> Sequence[Tensor]:
+        if self.kept is not None:
+            return self.kept.of(weights, self._dtype)
+        return cast_together(weights, self._dtype, in_graph=False)
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:
         alone = tree.below_hooks()
@@ -433,7 +444,7 @@ class LentWeights:
     def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Weights that all want a gradient, or none of which does."""
         if not weights[0].requires_grad:
-            return cast_together(weights, self._dtype, in_graph=False)
+            return self._outside_graphs(weights)
         made = cast_in_graph(weights, self._dtype)
         run_when_ready(made[0])
         return made

@@ -24,6 +24,7 @@ from ..casting import dtype_errors
 from ..casting.batched_casts import Plan
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
+from ..casting.kept_copies import KeptCopies
 from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
@@ -138,6 +139,7 @@ class ManagedModel:
         self._may_have_masters = False
         self.sharded = ShardedWeights(model, properties)
         self._lent: LentWeights | None = None
+        self.kept: KeptCopies | None = None  # the half copies of all forwards, inside a block
         self._converted: list[Converted] = []
         self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
@@ -282,6 +284,12 @@ class ManagedModel:
             self._handles.extend(state_dicts.install())
         self._copies.install()
 
+    def keep(self, kept: KeptCopies | None) -> None:
+        """Forwards that begin from now on use these half copies; None: each makes its own."""
+        self.kept = kept
+        if self._lent is not None:
+            self._lent.kept = kept
+
     def _note_places(self) -> None:
         if self.policy is None:
             return
@@ -300,6 +308,8 @@ class ManagedModel:
         self._handles.clear()
         if self._submodule_calls is not None:
             self._submodule_calls.forget()
+        if self.kept is not None:
+            self.kept.end()
         self._copies.uninstall()
         if self._lent is not None:
             self._lent.close()
@@ -413,7 +423,7 @@ class ManagedModel:
         if state.thread.frames or policy is not state.process:
             state.enter_forward(policy, self)
         if policy is not None and not is_dynamo_compiling():
-            policy.cache.open(self, self._plan)
+            policy.cache.open(self, self._plan, self.kept if self._lent is None else None)
             if policy.devices is not None:
                 self._note_device(policy.devices)
         if not is_dynamo_compiling():
