@@ -49,14 +49,24 @@ class KeptCopies:
         self._weights = [one for one in model.parameters() if _is_watched(one)]
         self._ids = set(map(id, self._weights))
         self._seen = self._look()
+        self._latest: tuple[object, list[Tensor]] = (None, [])  # buckets, and all their copies
 
     def store(self) -> Store:
         """Where copies are kept that are made in the mode of now."""
         return self._stores[torch.is_inference_mode_enabled()]
 
+    def of_all(self, buckets: list[list[Tensor]], dtype: torch.dtype) -> list[Tensor]:
+        """As `of`, for the buckets of a model or a part; they are known by their identity."""
+        if self._latest[0] is not buckets:
+            made = [copy for weights in buckets for copy in self.of(weights, dtype)]
+            if not all(map(self._may_keep, buckets)):
+                return made
+            self._latest = buckets, made
+        return self._latest[1]
+
     def of(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         """Copies of these weights, outside of graphs and of inference mode."""
-        if computes_with_fakes() or not self._ids.issuperset(map(id, weights)):
+        if not self._may_keep(weights):
             return cast_together(weights, dtype, in_graph=False)
         copies, held = self._stores[False]
         missing = [one for one in weights if id(one) not in copies]
@@ -66,6 +76,10 @@ class KeptCopies:
             copies.update(zip(map(id, missing), zip(made, versions)))
             held.append(missing)
         return [copies[id(one)][0] for one in weights]
+
+    def _may_keep(self, weights: list[Tensor]) -> bool:
+        """Whether copies are of values, and of weights whose changes are seen."""
+        return self._ids.issuperset(map(id, weights)) and not computes_with_fakes()
 
     # Changes of weights
 
@@ -99,6 +113,7 @@ class KeptCopies:
         if found == self._seen:
             return []
         before, self._seen = self._seen, found
+        self._latest = None, []
         pairs = zip(self._weights, zip(*before, strict=True), zip(*found, strict=True), strict=True)
         changed = [weight for weight, old, new in pairs if old != new]
         for weight in changed:
@@ -134,6 +149,7 @@ class KeptCopies:
                 copies.clear()
                 held.clear()
             self._weights, self._ids, self._seen = [], set(), ([], [])
+            self._latest = None, []
 
     def _compare(self) -> None:
         stale = [
@@ -149,9 +165,7 @@ class KeptCopies:
 
 def _is_watched(weight: Tensor) -> bool:
     """Whether one can see here that it changes."""
-    return (
-        type(weight) is nn.Parameter and has_values(weight.device) and not weight.is_inference()
-    )
+    return type(weight) is nn.Parameter and has_values(weight.device) and not weight.is_inference()
 
 
 def _differs(weight: Tensor, copy: Tensor) -> bool:

@@ -186,10 +186,10 @@ class Lending:
         if list(map(_version_of, copies)) != self._versions:
             for parameter, copy, version in zip(parameters, copies, self._versions, strict=True):
                 if copy._version != version:
-                    carry(copy, parameter)
+                    self._owner.carry(copy, parameter)
         for index, before in self.begun_as.items():
             if not torch.equal(before, copies[index].detach()):
-                carry(copies[index], parameters[index])
+                self._owner.carry(copies[index], parameters[index])
                 self._owner.compared.add(id(parameters[index]))
 
     def compare(self, only: Collection[int] | None) -> None:
@@ -219,13 +219,6 @@ class Lending:
             finally:
                 self.is_in_place = False
                 self.tree.put_found(found)
-
-
-def carry(copy: Tensor, parameter: Tensor) -> None:
-    """Write into a parameter what was written into its copy; the rest keeps its FP32 values."""
-    with torch.no_grad():
-        same = parameter.to(copy.dtype) == copy
-        parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
 
 
 class LentWeights:
@@ -288,7 +281,7 @@ class LentWeights:
                 self.kept.check()
             tree = self.tree_of(root)
             lending = Lending(tree, self._copies(tree), self)
-            if self.compared or self._is_first:
+            if self.compared or (self._is_first and torch.is_grad_enabled()):
                 self._compare(lending)
             self._running, self._roots = lending, [root]
             self._state.thread.lent.append(lending)
@@ -348,10 +341,16 @@ class LentWeights:
                 if lending in self._state.thread.lent:
                     self._state.thread.lent.remove(lending)
                 lending.take_back()
-                if self.kept is not None:
-                    self.kept.settle()
         finally:
             self._lock.release()
+
+    def carry(self, copy: Tensor, parameter: Tensor) -> None:
+        """Write into a parameter what was written into its copy; the rest keeps its FP32 values."""
+        with torch.no_grad():
+            same = parameter.to(copy.dtype) == copy
+            parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
+        if self.kept is not None:
+            self.kept.settle()
 
     def close(self) -> None:
         """Nothing is lent any more."""
@@ -420,6 +419,8 @@ class LentWeights:
             return [parameter.to(self._dtype) for parameter in tree.parameters]
         if torch.is_grad_enabled():
             return self._in_graph(tree)
+        if self.kept is not None:
+            return self.kept.of_all(tree.buckets, self._dtype)
         made: list[Tensor] = []
         for bucket in tree.buckets:
             made += self._outside_graphs(bucket)

@@ -53,8 +53,8 @@ def _managed(model: nn.Module) -> list[ManagedModel]:
     found = [managed for managed in known if not parts.isdisjoint(managed.model.modules())]
     if not found and all(session.properties.enabled for session in sessions):
         raise AmpatchError(
-            f"ampatch.cached_weights({type(model).__name__}): no open session manages this "
-            "model, so nothing casts its weights. Call model = ampatch.initialize(model, ...) first, and "
+            f"ampatch.cached_weights({type(model).__name__}): no open session manages this model, "
+            "so nothing casts its weights. Call model = ampatch.initialize(model, ...) first, and "
             "pass the model, a part of it or a module around it."
         )
     return [
