@@ -36,10 +36,8 @@ def with_native(systems: list[str]) -> list[str]:
     """The systems, and O1 and O2 with the native part beside them if this ampatch has one built."""
     if native is None or native.part is None:
         return systems
-    return [
-        *systems,
-        *(one + NATIVE for one in systems if one.removesuffix(CACHED) in ("O1", "O2")),
-    ]
+    ours = [one for one in systems if one.removesuffix(CACHED) in ("O1", "O2")]
+    return [*systems, *(one + NATIVE for one in ours)]
 
 
 def environment(system: str) -> dict[str, str]:

@@ -115,7 +115,7 @@ class KeptCopies:
         before, self._seen = self._seen, found
         self._latest = None, []
         pairs = zip(self._weights, zip(*before, strict=True), zip(*found, strict=True), strict=True)
-        changed = [weight for weight, old, new in pairs if old != new]
+        changed: list[Tensor] = [weight for weight, old, new in pairs if old != new]
         for weight in changed:
             for copies, _ in self._stores:
                 copies.pop(id(weight), None)

@@ -1,4 +1,4 @@
-"""`ampatch.cached_weights`: half copies that are made once, for a loop of forwards without a step."""
+"""`ampatch.cached_weights`: half copies made once, for loops of forwards without a step."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_levels_without_casts_of_weights(opt_level):
 
 
 def test_switched_off():
-    model, optimizer = start("O2", enabled=False)
+    model, _ = start("O2", enabled=False)
     with ampatch.cached_weights(model):
         fresh(model)
     ampatch.deactivate()
