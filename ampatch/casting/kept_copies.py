@@ -39,15 +39,24 @@ class Store(NamedTuple):
 
 
 class KeptCopies:
-    """The copies of one model while `blocks` are open.  `at_end` is closed with the last one."""
+    """The copies of one model, while `blocks` are open.  `at_end` is closed when they end."""
 
     def __init__(self, model: nn.Module) -> None:
         self.blocks = 0
+        self.is_open = False
         self.at_end = contextlib.ExitStack()
         self._model = model
         self._stores = Store({}, []), Store({}, [])  # the second is of inference mode
-        self._weights = [one for one in model.parameters() if _is_watched(one)]
-        self._ids = set(map(id, self._weights))
+        self._watch([])
+
+    def begin(self) -> None:
+        """From now on forwards use these copies, and weights may not change."""
+        self._watch([one for one in self._model.parameters() if _is_watched(one)])
+        self.is_open = True
+
+    def _watch(self, weights: list[Tensor]) -> None:
+        self._weights = weights
+        self._ids = set(map(id, weights))
         self._seen = self._look()
         self._latest: tuple[object, list[Tensor]] = (None, [])  # buckets, and all their copies
 
@@ -135,10 +144,11 @@ class KeptCopies:
     # The end
 
     def end(self, is_checked: bool = False) -> None:
-        """Let go of the copies; to be called again does nothing.
+        """Let go of the copies.  Harmless when there are none.
 
         With `is_checked` raise `AmpatchError` if they are no longer those of the weights.
         """
+        self.is_open = False
         self.at_end.close()
         try:
             if is_checked:
@@ -148,8 +158,7 @@ class KeptCopies:
             for copies, held in self._stores:  # a forward that was interrupted may have them too
                 copies.clear()
                 held.clear()
-            self._weights, self._ids, self._seen = [], set(), ([], [])
-            self._latest = None, []
+            self._watch([])
 
     def _compare(self) -> None:
         stale = [

@@ -234,6 +234,7 @@ class LentWeights:
         stays_float: StaysFloat,
         leave: Callable[[], Collection[int]],
         state: CastState,
+        kept: KeptCopies,
     ) -> None:
         self._model = model
         self._dtype = dtype
@@ -243,7 +244,7 @@ class LentWeights:
         self._trees: dict[int, Tree] = {}
         self._lock = threading.Lock()
         self._running: Lending | None = None
-        self.kept: KeptCopies | None = None  # they serve all forwards that record no graph
+        self._kept = kept  # while it is open, they serve all forwards that record no graph
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
@@ -277,8 +278,8 @@ class LentWeights:
             self._end()
         self._acquire()
         try:
-            if self.kept is not None:
-                self.kept.check()
+            if self._kept.is_open:
+                self._kept.check()
             tree = self.tree_of(root)
             lending = Lending(tree, self._copies(tree), self)
             if self.compared or (self._is_first and torch.is_grad_enabled()):
@@ -349,8 +350,8 @@ class LentWeights:
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
-        if self.kept is not None:
-            self.kept.settle()
+        if self._kept.is_open:
+            self._kept.settle()
 
     def close(self) -> None:
         """Nothing is lent any more."""
@@ -419,16 +420,16 @@ class LentWeights:
             return [parameter.to(self._dtype) for parameter in tree.parameters]
         if torch.is_grad_enabled():
             return self._in_graph(tree)
-        if self.kept is not None:
-            return self.kept.of_all(tree.buckets, self._dtype)
+        if self._kept.is_open:
+            return self._kept.of_all(tree.buckets, self._dtype)
         made: list[Tensor] = []
         for bucket in tree.buckets:
             made += self._outside_graphs(bucket)
         return made
 
     def _outside_graphs(self, weights: list[Tensor]) -> Sequence[Tensor]:
-        if self.kept is not None:
-            return self.kept.of(weights, self._dtype)
+        if self._kept.is_open:
+            return self._kept.of(weights, self._dtype)
         return cast_together(weights, self._dtype, in_graph=False)
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:

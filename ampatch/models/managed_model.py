@@ -139,7 +139,7 @@ class ManagedModel:
         self._may_have_masters = False
         self.sharded = ShardedWeights(model, properties)
         self._lent: LentWeights | None = None
-        self.kept: KeptCopies | None = None  # the half copies of all forwards, inside a block
+        self.kept = KeptCopies(model)
         self._converted: list[Converted] = []
         self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
@@ -181,7 +181,7 @@ class ManagedModel:
         self.sharded.take(skip)
         if self.properties.lends_weights:
             leave = functools.partial(sharded_parameters, self.model)
-            self._lent = LentWeights(self.model, dtype, skip, leave, self._state)
+            self._lent = LentWeights(self.model, dtype, skip, leave, self._state, self.kept)
         else:
             self._converted = convert_weights(
                 self.model, dtype, skip, leave=sharded_parameters(self.model)
@@ -284,12 +284,6 @@ class ManagedModel:
             self._handles.extend(state_dicts.install())
         self._copies.install()
 
-    def keep(self, kept: KeptCopies | None) -> None:
-        """Forwards that begin from now on use these half copies; None: each makes its own."""
-        self.kept = kept
-        if self._lent is not None:
-            self._lent.kept = kept
-
     def _note_places(self) -> None:
         if self.policy is None:
             return
@@ -308,8 +302,7 @@ class ManagedModel:
         self._handles.clear()
         if self._submodule_calls is not None:
             self._submodule_calls.forget()
-        if self.kept is not None:
-            self.kept.end()
+        self.kept.end()
         self._copies.uninstall()
         if self._lent is not None:
             self._lent.close()
@@ -423,7 +416,8 @@ class ManagedModel:
         if state.thread.frames or policy is not state.process:
             state.enter_forward(policy, self)
         if policy is not None and not is_dynamo_compiling():
-            policy.cache.open(self, self._plan, self.kept if self._lent is None else None)
+            is_kept = self.kept.is_open and self._lent is None
+            policy.cache.open(self, self._plan, self.kept if is_kept else None)
             if policy.devices is not None:
                 self._note_device(policy.devices)
         if not is_dynamo_compiling():

@@ -28,7 +28,7 @@ class CachedWeights:
     def __enter__(self) -> None:
         found = [managed for model in self._models for managed in _managed(model)]
         with _changing:
-            self._entered.append([_keep(managed) for managed in found])
+            self._entered.append([_keep(managed.kept) for managed in found])
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         ended = []
@@ -64,22 +64,15 @@ def _managed(model: nn.Module) -> list[ManagedModel]:
     ]
 
 
-def _keep(managed: ManagedModel) -> KeptCopies:
-    kept = managed.kept
-    if kept is None:
-        kept = KeptCopies(managed.model)
-        refuse = _refusal(kept)
+def _keep(kept: KeptCopies) -> KeptCopies:
+    if not kept.is_open:
+
+        def refuse(optimizer: Any, *rest: object) -> None:
+            kept.refuse_step(optimizer)
+
         # The first is asked before a managed optimizer has done anything.
         kept.at_end.callback(registry.observers.add(SimpleNamespace(on_step_begin=refuse)))
         kept.at_end.callback(register_optimizer_step_pre_hook(refuse).remove)
-        kept.at_end.callback(managed.keep, None)
-        managed.keep(kept)
+        kept.begin()
     kept.blocks += 1
     return kept
-
-
-def _refusal(kept: KeptCopies) -> Any:
-    def refuse(optimizer: Any, *rest: object) -> None:
-        kept.refuse_step(optimizer)
-
-    return refuse
