@@ -137,8 +137,8 @@ class KeptCopies:
             names = [*names[:2], f"{len(names) - 2} more"]
         return AmpatchError(
             f"ampatch.cached_weights({type(self._model).__name__}): inside the block these weights "
-            f"were written to, after half copies of them had been made: {', '.join(names)}. "
-            f"{what_it_did} Their copies were dropped. {_CURE}"
+            f"were written to: {', '.join(names)}. {what_it_did} Their half copies were dropped. "
+            f"{_CURE}"
         )
 
     # The end
@@ -168,7 +168,7 @@ class KeptCopies:
             if id(weight) in copies and _differs(weight, copies[id(weight)][0])
         ]
         if stale:
-            did = "It raised no version (.data, numpy), so forwards have used the old values."
+            did = "It raised no version (.data, numpy), so forwards after it have used the old values."
             raise self._error(stale, did)
 
 
