@@ -168,8 +168,10 @@ class KeptCopies:
             if id(weight) in copies and _differs(weight, copies[id(weight)][0])
         ]
         if stale:
-            did = "It raised no version (.data, numpy), so forwards after it have used the old values."
-            raise self._error(stale, did)
+            raise self._error(
+                stale,
+                "It raised no version (.data, numpy), so forwards after it used the old values.",
+            )
 
 
 def _is_watched(weight: Tensor) -> bool:
