@@ -546,3 +546,24 @@ def test_the_loss_is_outside_of_the_model(level):
         with ampatch.cached_weights(model):
             model(X)
             assert torch.equal(F.linear(X, model.first.weight), expected)
+
+
+def test_o2_then_calls_what_o3_calls():
+    """Half weights that stay, and one look at the input."""
+    found = []
+    for level in ("O2", "O3"):
+        model, _ = start(level)
+        with ampatch.cached_weights(model), torch.no_grad():
+            model(X)
+            with CountCalls() as calls:
+                model(X)
+        found.append(calls.count)
+    assert found[0] == found[1]
+
+
+class CountCalls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
