@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampatch
 
 LEVELS = ("O1", "O2")
-WEIGHTS = ((8, 4), (8,), (2, 8), (2,))
+WEIGHTS = ((9, 4), (9,), (2, 9), (2,))
 
 
 class Casts(TorchDispatchMode):
@@ -39,7 +39,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.first, self.second = nn.Linear(4, 9), nn.Linear(9, 2)
         self.inside = lambda model: None
 
     def encode(self, x):
@@ -385,7 +385,7 @@ def copies_of_second():
     return [
         one
         for one in gc.get_objects()
-        if type(one) is torch.Tensor and one.dtype is torch.bfloat16 and one.shape == (2, 8)
+        if type(one) is torch.Tensor and one.dtype is torch.bfloat16 and one.shape == (2, 9)
     ]
 
 
