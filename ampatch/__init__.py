@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import native as native  # loads a build of the native part that matches
 from ._version import __version__
 from .api.casting import (
+    cached_weights,
     disable_casts,
     float_function,
     half_function,
@@ -57,6 +58,7 @@ __all__ = [
     "add_models",
     "add_optimizers",
     "cache_info",
+    "cached_weights",
     "deactivate",
     "debug",
     "disable_casts",

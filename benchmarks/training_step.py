@@ -26,6 +26,7 @@ from models import COMPUTE_BOUND, DISPATCH_BOUND
 from systems import (
     AGAIN,
     AUTOCAST,
+    CACHED,
     FP32,
     HALF,
     SYSTEMS,
@@ -79,7 +80,11 @@ TABLES = {
         situation="compile",
         models=("MLP, 8 layers", "conv net, BatchNorm", "transformer, d=16"),
     ),
-    "evaluation": Table("Evaluation under no_grad, dispatch-bound", situation=EVALUATION),
+    "evaluation": Table(
+        "Evaluation under no_grad, dispatch-bound; cached: inside one block of cached_weights",
+        [*SYSTEMS, "O1" + CACHED, "O2" + CACHED],
+        situation=EVALUATION,
+    ),
     "compute": Table("Training, compute-bound", models=tuple(COMPUTE_BOUND)),
 }
 

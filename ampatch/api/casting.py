@@ -1,11 +1,15 @@
-"""Casting controlled by the user: decorators, registrations, `disable_casts`, `precision`."""
+"""Casting controlled by the user: decorators, registrations, `disable_casts`, `precision`,
+`cached_weights`.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..casting import user_functions
 from ..casting.contexts import PolicyContext
@@ -14,7 +18,9 @@ from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
+from ..session.cached_weights import CachedWeights
 from ..session.registry import cast_state, registry
+from .argument_checks import as_models
 
 
 def half_function(function: Any) -> Any:
@@ -113,3 +119,34 @@ def precision(dtype: str) -> PolicyContext:
         return policy.forced(torch.float32 if dtype == "float" else half)
 
     return registry.state.under(forced, by_user=True)
+
+
+def cached_weights(model: nn.Module | Sequence[nn.Module]) -> CachedWeights:
+    """Context manager: the model's weights are cast once, for all forwards inside.
+
+        model.eval()
+        with torch.no_grad(), ampatch.cached_weights(model):
+            for inputs, targets in loader:
+                outputs = model(inputs)
+
+    For decoding, evaluation, and other loops of forwards without a step.  At O1 and O2 each of
+    them casts weights anew otherwise.  Results are the same to the bit.  The copies are made when
+    a forward first needs them, hold for all threads, and go with the block: until then they take
+    half the memory of the weights.  They are of forwards that record no graph: with gradients on,
+    only frozen weights have them.  At O0 and O3, and with `enabled=False`, nothing changes.
+
+    Weights must not change inside.  What the forward itself writes into them counts as ever.
+
+    Args:
+        model: one that `initialize` was given, a part of it, or a module around it
+            (DistributedDataParallel, what torch.compile returned, ...); or a list of these.
+
+    Raises:
+        TypeError: the argument is no module.
+        AmpatchError: no open session manages the model. Or an optimizer is about to step on its
+            weights: nothing was changed. Or weights were written to: at the next forward, before
+            anything is computed with old values; what torch cannot see (writes through `.data` or
+            numpy) at the end of the block, by comparing values. The copies are gone then, and
+            forwards use the new values.
+    """
+    return CachedWeights(as_models(model, "ampatch.cached_weights"))

@@ -8,7 +8,8 @@ Where to look first:
 * what is in force, and for which thread: `policy`, `cast_state`, `contexts`; whether a forward
   still runs: `calling_frames`;
 * half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`,
-  `backward_policy` (custom autograd Functions), `activation_checkpoints`;
+  `kept_copies` (of several forwards), `backward_policy` (custom autograd Functions),
+  `activation_checkpoints`;
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
   `left_behind`, `places`;
 * the user's functions: `user_functions`, `registered_functions`;

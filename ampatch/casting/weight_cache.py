@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import native
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import computes_with_fakes, is_recording
 from .batched_casts import Plan, alike, cast_together, may_be_planned
 from .cast_observers import note_copies, observers
+from .kept_copies import Copies, KeptCopies
 
 
 @dataclasses.dataclass
@@ -32,10 +33,6 @@ class CacheInfo:
     hits: int = 0
     misses: int = 0
     entries: int = 0
-
-
-_Copies = dict[int, tuple[Tensor, int]]
-"""Half copies, each with the version of its weight, by the weight's id."""
 
 
 class _Forward:
@@ -48,6 +45,7 @@ class _Forward:
         "in_inference",
         "is_hooked",
         "kept",
+        "lasting",
         "opener",
         "plain",
         "plan",
@@ -55,14 +53,23 @@ class _Forward:
         "used",
     )
 
-    def __init__(self, opener: object, plan: Plan | None, below: _Forward | None) -> None:
+    def __init__(
+        self,
+        opener: object,
+        plan: Plan | None,
+        below: _Forward | None,
+        lasting: KeptCopies | None = None,
+    ) -> None:
         self.opener = opener
         self.plan = plan
         self.below = below
         self.in_inference = torch.is_inference_mode_enabled()
-        self.graphed: _Copies = {}
-        self.plain: _Copies = {}
+        self.graphed: Copies = {}
+        self.plain: Copies = {}
         self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
+        self.lasting = lasting  # has what is plain beyond this forward
+        if lasting is not None:
+            self.plain, self.kept = lasting.store()
         self.used: set[int] = set()
         self.alone: dict[int, Tensor] = {}  # weights cast by themselves, in the order of use
         self.touched: set[int] = set()  # weights whose `.data` the user's code may be writing into
@@ -81,8 +88,10 @@ class WeightCache:
         self._thread = _Thread()
         self.hits = self.misses = 0
 
-    def open(self, opener: object, plan: Plan | None = None) -> None:
-        """Start a forward of `opener`: nothing is used as an earlier one left it.
+    def open(
+        self, opener: object, plan: Plan | None = None, lasting: KeptCopies | None = None
+    ) -> None:
+        """Start a forward of `opener`: nothing is used as an earlier one left it, but `lasting`.
 
         Within another model's forward nothing happens: the outermost counts.
         An opener that finds itself was interrupted (Ctrl-C skips hooks) or calls
@@ -94,7 +103,13 @@ class WeightCache:
         if is_recording():
             thread.forward = None
             return
-        thread.forward = _Forward(opener, plan if plan is not None and plan.begin() else None, None)
+        if lasting is not None:
+            thread.forward = None
+            lasting.check()
+            if computes_with_fakes():
+                lasting = None
+        plan = plan if plan is not None and plan.begin() else None
+        thread.forward = _Forward(opener, plan, None, lasting)
 
     def close(self, opener: object = None, is_whole: bool = False) -> None:
         """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed.
@@ -106,6 +121,8 @@ class WeightCache:
         if forward is None or (opener is not None and opener is not forward.opener):
             return
         thread.forward = None
+        if forward.lasting is not None:
+            forward.lasting.settle()
         if is_whole and forward.plan is not None:
             _learn(forward.plan, forward)
 
@@ -211,7 +228,7 @@ class WeightCache:
         return cast_together(weights, dtype, in_graph=False)
 
     def _make(
-        self, forward: _Forward, copies: _Copies, weight: Tensor, dtype: torch.dtype
+        self, forward: _Forward, copies: Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """A new copy of `weight`, made together with those that go with it.
 
@@ -253,7 +270,7 @@ _is_inference = operator.methodcaller("is_inference")
 
 
 def _together(
-    forward: _Forward, copies: _Copies, weight: Tensor, dtype: torch.dtype
+    forward: _Forward, copies: Copies, weight: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
     """The weights to be cast now: `weight`, and those of its bucket that have no copy yet."""
     if forward.plan is None or dtype is torch.float32:

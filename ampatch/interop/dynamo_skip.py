@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from itertools import chain
 from types import CodeType, ModuleType
 
-from ..casting import batched_casts, cast_state, contexts, handlers, policy, weight_cache
+from ..casting import (
+    batched_casts,
+    cast_state,
+    contexts,
+    handlers,
+    kept_copies,
+    policy,
+    weight_cache,
+)
 from ..models import (
     conversion,
     hooks,
@@ -43,6 +51,7 @@ _BEHIND_HOOKS = (
     handlers,
     hooks,
     io_casting,
+    kept_copies,
     lent_weights,
     managed_model,
     module_overrides,

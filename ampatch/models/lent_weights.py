@@ -39,6 +39,7 @@ from ..casting.batched_casts import (
 )
 from ..casting.calling_frames import calling_frame, is_running
 from ..casting.cast_state import CastState
+from ..casting.kept_copies import KeptCopies
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values
 from ..torch_private.dtensors import is_dtensor
@@ -192,10 +193,10 @@ class Lending:
         if list(map(_version_of, copies)) != self._versions:
             for parameter, copy, version in zip(parameters, copies, self._versions, strict=True):
                 if copy._version != version:
-                    carry(copy, parameter)
+                    self._owner.carry(copy, parameter)
         for index, before in self.begun_as.items():
             if not torch.equal(before, copies[index].detach()):
-                carry(copies[index], parameters[index])
+                self._owner.carry(copies[index], parameters[index])
                 self._owner.compared.add(id(parameters[index]))
 
     def compare(self, only: Collection[int] | None) -> None:
@@ -229,13 +230,6 @@ class Lending:
                 self.tree.put_found(found)
 
 
-def carry(copy: Tensor, parameter: Tensor) -> None:
-    """Write into a parameter what was written into its copy; the rest keeps its FP32 values."""
-    with torch.no_grad():
-        same = parameter.to(copy.dtype) == copy
-        parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
-
-
 class LentWeights:
     """Lends half copies, in `dtype`, of the FP32 weights of one model.
 
@@ -249,6 +243,7 @@ class LentWeights:
         stays_float: StaysFloat,
         leave: Callable[[], Collection[int]],
         state: CastState,
+        kept: KeptCopies,
     ) -> None:
         self._model = model
         self._dtype = dtype
@@ -259,6 +254,7 @@ class LentWeights:
         self._lock = threading.Lock()
         self._running: Lending | None = None
         self._reserved_by: threading.Thread | None = None
+        self._kept = kept  # while it is open, they serve all forwards that record no graph
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
@@ -296,10 +292,12 @@ class LentWeights:
             self._end()
         self._acquire()
         try:
+            if self._kept.is_open:
+                self._kept.check()
             tree = self.tree_of(root)
             lending = Lending(tree, self._copies(tree), self)
             tree.share_attributes(lending.copies)
-            if self.compared or self._is_first:
+            if self.compared or (self._is_first and torch.is_grad_enabled()):
                 self._compare(lending)
             self._running, self._roots = lending, [root]
             self._state.thread.lent.append(lending)
@@ -361,6 +359,14 @@ class LentWeights:
                 lending.take_back()
         finally:
             self._lock.release()
+
+    def carry(self, copy: Tensor, parameter: Tensor) -> None:
+        """Write into a parameter what was written into its copy; the rest keeps its FP32 values."""
+        with torch.no_grad():
+            same = parameter.to(copy.dtype) == copy
+            parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
+        if self._kept.is_open:
+            self._kept.settle()
 
     def close(self) -> None:
         """Nothing is lent any more."""
@@ -431,10 +437,17 @@ class LentWeights:
             return [parameter.to(self._dtype) for parameter in tree.parameters]
         if torch.is_grad_enabled():
             return self._in_graph(tree)
+        if self._kept.is_open:
+            return self._kept.of_all(tree.buckets, self._dtype)
         made: list[Tensor] = []
         for bucket in tree.buckets:
-            made += cast_together(bucket, self._dtype, in_graph=False)
+            made += self._outside_graphs(bucket)
         return made
+
+    def _outside_graphs(self, weights: list[Tensor]) -> Sequence[Tensor]:
+        if self._kept.is_open:
+            return self._kept.of(weights, self._dtype)
+        return cast_together(weights, self._dtype, in_graph=False)
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:
         alone = tree.below_hooks()
@@ -450,7 +463,7 @@ class LentWeights:
     def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Weights that all want a gradient, or none of which does."""
         if not weights[0].requires_grad:
-            return cast_together(weights, self._dtype, in_graph=False)
+            return self._outside_graphs(weights)
         made = cast_in_graph(weights, self._dtype)
         run_when_ready(made[0])
         return made

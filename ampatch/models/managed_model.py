@@ -24,6 +24,7 @@ from ..casting import dtype_errors
 from ..casting.batched_casts import Plan
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
+from ..casting.kept_copies import KeptCopies
 from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
@@ -126,6 +127,7 @@ class ManagedModel:
         self._running = Running()
         self.sharded = ShardedWeights(model, properties)
         self._lent: LentWeights | None = None
+        self.kept = KeptCopies(model)
         self._converted: list[Converted] = []
         self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
@@ -167,7 +169,7 @@ class ManagedModel:
         self.sharded.take(skip)
         if self.properties.lends_weights:
             leave = functools.partial(sharded_parameters, self.model)
-            self._lent = LentWeights(self.model, dtype, skip, leave, self._state)
+            self._lent = LentWeights(self.model, dtype, skip, leave, self._state, self.kept)
         else:
             self._converted = convert_weights(
                 self.model, dtype, skip, leave=sharded_parameters(self.model)
@@ -259,6 +261,7 @@ class ManagedModel:
         self._handles.clear()
         if self._submodule_calls is not None:
             self._submodule_calls.forget()
+        self.kept.end()
         self._copies.uninstall()
         if self._lent is not None:
             self._lent.close()
@@ -361,7 +364,8 @@ class ManagedModel:
         if state.thread.frames or policy is not state.process:
             state.enter_forward(policy, self)
         if policy is not None and not is_dynamo_compiling():
-            policy.cache.open(self, self._plan)
+            is_kept = self.kept.is_open and self._lent is None
+            policy.cache.open(self, self._plan, self.kept if is_kept else None)
             if policy.devices is not None:
                 self._note_device(policy.devices)
         if self._lent is not None:

@@ -10,6 +10,7 @@ Where to look first:
 * optimizers that come after their models: `waiting_weights`; objects that stand for an optimizer:
   `wrapped_optimizers`;
 * a second `initialize` of the same objects: `transfer`;
+* the block around forwards whose weights do not change: `cached_weights`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drivers import SGD, Ampatch, Driver, by_hand
+from drivers import SGD, Ampatch, ByHand, Driver
 from situations import HALVES, Situation, batches, mlp, mse, plain_loop
 from test_situations import check, everything
 from torch import Tensor, nn
@@ -408,7 +408,7 @@ def test_a_scale_for_an_optimizer_that_was_not_given(half):
     with pytest.raises(AmpatchError, match=r"not given to ampatch.*add_optimizers"):
         ampatch.scale_loss(mse(model(x), y), optimizer).__enter__()
     ampatch.add_optimizers(optimizer)
-    oracle = by_hand("O2", half)
+    oracle = ByHand("O2", half)
     expected, reference = oracle.start(mlp(), init_scale=64.0)
     plain_loop(oracle, expected, reference, 3)
     for x, y in batches(3):
@@ -503,7 +503,7 @@ def assert_same(level: str, half: torch.dtype, run: Callable[[Any], None]) -> No
     """What a program recorded, and its final weights, are the oracle's."""
     found, expected = (
         everything(Situation(run, (), (), "", "", 0.0, "", "", True), driver)
-        for driver in (Ampatch(level, half), by_hand(level, half))
+        for driver in (Ampatch(level, half), ByHand(level, half))
     )
     assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
 
@@ -548,7 +548,7 @@ COLLECTIVES = {
 
 def local_steps(rank: int, name: str, level: str, half: torch.dtype, ours: bool) -> list[Tensor]:
     """Each rank steps on data of its own; every other step their weights become one."""
-    amp: Driver = (Ampatch if ours else by_hand)(level, half)
+    amp: Driver = (Ampatch if ours else ByHand)(level, half)
     model, optimizer = amp.start(mlp())
     for number, (x, y) in enumerate(batches(4, seed=rank)):
         amp.step(mse(model(x), y), optimizer)
@@ -593,7 +593,7 @@ def test_a_shared_model_that_several_processes_train_and_evaluate(ranks, half):
     """Hogwild: each sees at once what the other writes, in its half forwards too."""
     model = mlp().share_memory()
     one, two = ranks(hogwild, model, half)
-    oracle = by_hand("O2", half)
+    oracle = ByHand("O2", half)
     expected, optimizers = oracle.start(mlp(), [SGD, SGD], init_scale=64.0)
     seen = []
     for number, (x, y) in enumerate(batches(6)):
