@@ -26,6 +26,7 @@ from ..errors import AmpatchError, UndoAll
 from ..interop import distributed_checkpoint, fully_shard, tensor_parallel, zero_redundancy
 from ..interop.ddp import WrappedModels
 from ..interop.lr_scheduler import HeldSchedulers
+from ..torch_private import dynamo_inputs
 from ..torch_private.dynamo import is_compiling
 from . import wrapped_optimizers
 from .half_weights import HalfWeights
@@ -233,6 +234,7 @@ class Registry:
             self._tools.put_in(needs)
         self._await(distributed_checkpoint, needs.optimizers)
         self._await(fully_shard, needs.models)
+        self._await(dynamo_inputs, needs.half_models)
         self._await(tensor_parallel, needs.models)
         self._await(zero_redundancy, needs.master_levels)
 

@@ -28,7 +28,7 @@ from ..interop import (
     zero_redundancy,
 )
 from ..scaling.optimizers.unmanaged import NotifyOfSteps, RefuseUnmanaged
-from ..torch_private import layer_forwards
+from ..torch_private import dynamo_inputs, layer_forwards
 
 if TYPE_CHECKING:
     from .half_weights import HalfWeights
@@ -172,6 +172,11 @@ def tools(registry: Registry) -> list[Tool]:
             "forwards of nn.Linear and convolutions: weights read without a call",
             lambda needs: needs.casts or needs.half_models,
             layer_forwards.replacements,
+        ),
+        Tool(
+            "torch.compile: half copies of weights go into graphs, without a warning",
+            lambda needs: needs.half_models and dynamo_inputs.is_imported(),
+            dynamo_inputs.replacements,
         ),
         Tool(
             "module.to(dtype): refused, and masters follow to other devices",
