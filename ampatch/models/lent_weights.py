@@ -252,6 +252,8 @@ class LentWeights:
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
+        self._left: Collection[int] = ()  # what `leave` has said
+        self._traced: list[list[Place]] = []  # what calls that Dynamo traces have exchanged
         lenders[model] = self
         registrations.watch()
         self._stop_watching = weakref.finalize(self, registrations.stop)
@@ -261,7 +263,8 @@ class LentWeights:
         """The places of the model, or of a part of it, as they are now."""
         tree = self._trees.get(id(root))
         if tree is None or tree.root is not root or not tree.is_valid():
-            tree = Tree(root, self._stays_float, self._leave())
+            self._left = self._leave()
+            tree = Tree(root, self._stays_float, self._left)
             if not self._state.thread.lent:  # else copies of another model may be in the places
                 self._trees[id(root)] = tree
         return tree
@@ -308,7 +311,7 @@ class LentWeights:
     def end(self, root: nn.Module) -> None:
         """A call has ended."""
         if is_dynamo_compiling():
-            self._take_back_traced(root)
+            self._take_back_traced()
             return
         running = self._running
         if running is None or running.thread is not threading.current_thread() or is_replica(root):
@@ -476,12 +479,21 @@ class LentWeights:
                 list_weights(part)
 
     def _put_traced(self, root: nn.Module) -> None:
+        """As `begin`, found anew: Dynamo guards on what it has read, and a tree may be old."""
+        places: list[Place] = []
         copies: dict[int, Tensor] = {}
-        for table, name, parameter in self._trees[id(root)].places:
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule) or self._stays_float(module):
+                continue
+            for name, parameter in module._parameters.items():
+                if _is_lent(parameter) and not (self._left and id(parameter) in self._left):
+                    places.append(Place(module._parameters, name, parameter))
+        for table, name, parameter in places:
             if id(parameter) not in copies:
                 copies[id(parameter)] = parameter.to(self._dtype)
             table[name] = copies[id(parameter)]
+        self._traced.append(places)
 
-    def _take_back_traced(self, root: nn.Module) -> None:
-        for table, name, parameter in self._trees[id(root)].places:
+    def _take_back_traced(self) -> None:
+        for table, name, parameter in self._traced.pop():
             table[name] = parameter

@@ -345,6 +345,20 @@ def test_training_at_o2_equals_eager_and_compiles_once(ways, when):
     assert graphs and all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_a_parameter_or_layer_replaced_after_compiling_counts(compiled, inputs, around):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    fast = compiled((lambda x: model(x)) if around else model)
+    assert torch.equal(fast(inputs), model(inputs))
+    for index in (0, 2):
+        model[index].weight = new = nn.Parameter(torch.randn(4, 4))
+        fast(inputs)
+        assert model[index].weight is new and torch.equal(fast(inputs), model(inputs))
+        model[index] = nn.Linear(4, 4)
+        assert torch.equal(fast(inputs), model(inputs))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_inductor(level, inputs):
