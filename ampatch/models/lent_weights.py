@@ -227,6 +227,14 @@ def carry(copy: Tensor, parameter: Tensor) -> None:
         parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
 
 
+def lent_as(weight: Any) -> torch.dtype | None:
+    """The type of the copies of a weight that some model lends; None of anything else."""
+    for lender in list(lenders.values()):
+        if any(weight is one for one in lender.whole().parameters):
+            return lender.dtype
+    return None
+
+
 class LentWeights:
     """Lends half copies, in `dtype`, of the FP32 weights of one model.
 
@@ -242,7 +250,7 @@ class LentWeights:
         state: CastState,
     ) -> None:
         self._model = model
-        self._dtype = dtype
+        self.dtype = dtype
         self._stays_float = stays_float
         self._leave = leave
         self._state = state
@@ -257,7 +265,7 @@ class LentWeights:
         lenders[model] = self
         registrations.watch()
         self._stop_watching = weakref.finalize(self, registrations.stop)
-        self.tree_of(model)
+        self.whole()
 
     def tree_of(self, root: nn.Module) -> Tree:
         """The places of the model, or of a part of it, as they are now."""
@@ -268,6 +276,10 @@ class LentWeights:
             if not self._state.thread.lent:  # else copies of another model may be in the places
                 self._trees[id(root)] = tree
         return tree
+
+    def whole(self) -> Tree:
+        """The places of the whole model."""
+        return self.tree_of(self._model)
 
     def begin(self, root: nn.Module) -> None:
         """A call of the model or of a part of it begins; the outermost one lends."""
@@ -414,12 +426,12 @@ class LentWeights:
             with torch.inference_mode(False), torch.no_grad():
                 return self._copies(tree)
         if is_recording():
-            return [parameter.to(self._dtype) for parameter in tree.parameters]
+            return [parameter.to(self.dtype) for parameter in tree.parameters]
         if torch.is_grad_enabled():
             return self._in_graph(tree)
         made: list[Tensor] = []
         for bucket in tree.buckets:
-            made += cast_together(bucket, self._dtype, in_graph=False)
+            made += cast_together(bucket, self.dtype, in_graph=False)
         return made
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:
@@ -436,8 +448,8 @@ class LentWeights:
     def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Weights that all want a gradient, or none of which does."""
         if not weights[0].requires_grad:
-            return cast_together(weights, self._dtype, in_graph=False)
-        made = cast_in_graph(weights, self._dtype)
+            return cast_together(weights, self.dtype, in_graph=False)
+        made = cast_in_graph(weights, self.dtype)
         run_when_ready(made[0])
         return made
 
@@ -461,7 +473,7 @@ class LentWeights:
     def _alone(self, weight: Tensor) -> Tensor:
         if type(weight) is nn.Parameter and weight.is_leaf and not is_dtensor(weight):
             return self._cast([weight])[0]
-        made = weight.to(self._dtype)
+        made = weight.to(self.dtype)
         run_when_ready(made)
         return made
 
@@ -474,7 +486,7 @@ class LentWeights:
                 continue
             for name, weight in list(vars(part).items()):
                 if isinstance(weight, Tensor) and name in own._parameters and _is_lent(weight):
-                    vars(part)[name] = weight.to(self._dtype)
+                    vars(part)[name] = weight.to(self.dtype)
             if isinstance(part, nn.RNNBase):
                 list_weights(part)
 
@@ -490,7 +502,7 @@ class LentWeights:
                     places.append(Place(module._parameters, name, parameter))
         for table, name, parameter in places:
             if id(parameter) not in copies:
-                copies[id(parameter)] = parameter.to(self._dtype)
+                copies[id(parameter)] = parameter.to(self.dtype)
             table[name] = copies[id(parameter)]
         self._traced.append(places)
 

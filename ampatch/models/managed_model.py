@@ -58,7 +58,7 @@ from .sharded_weights import (
 )
 from .state_dicts import StateDictHooks
 from .steps import Step
-from .submodule_calls import SubmoduleCalls
+from .submodule_calls import SubmoduleCalls, is_traced_by_fx
 
 
 class MakesOverrides(Protocol):
@@ -270,7 +270,7 @@ class ManagedModel:
         handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         if self._submodule_calls is not None:
             lent = self._lent
-            own = None if lent is None else set(map(id, lent.tree_of(model).parameters))
+            own = None if lent is None else set(map(id, lent.whole().parameters))
             self._handles.extend(self._submodule_calls.install(own))
         for override in self._overrides:
             self._handles.extend(override.install(self._running))
@@ -421,7 +421,7 @@ class ManagedModel:
                 self._owner.before_forward(model)
             if self._widened.copies:
                 self._widened.take_over()
-        if self._lent is not None:
+        if self._lent is not None and not is_traced_by_fx(args, kwargs):
             self._lent.begin(model)
         return taken
 

@@ -182,7 +182,7 @@ class Session:
             if managed.mixes:
                 self.mix(managed)
         managed.install()
-        fx_jit.note_scripted_parts(model, managed.policy)
+        fx_jit.note_scripted_parts(managed)
 
     def add_models(self, models: list[nn.Module]) -> None:
         """Manage more models; all of them or, on an exception, none."""
