@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .conversion import flatten_rnns
 from .hooks import drop_plain_hooks
+from .lent_weights import parameter_behind
 from .plain_parameters import PlainParameters
 
 _OWN_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
@@ -85,7 +86,8 @@ class ModelCopies:
 
     def _float_values(self) -> Iterator[tuple[Tensor, Tensor]]:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
-            yield tensor, self._float_value(tensor)
+            if parameter_behind(tensor) is None:  # else it is copied as what it stands for
+                yield tensor, self._float_value(tensor)
 
     def _copy(self, memo: dict) -> nn.Module:
         own = vars(self._model)

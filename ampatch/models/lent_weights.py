@@ -16,6 +16,7 @@ FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 import time
@@ -50,6 +51,7 @@ from ..torch_private.modules import (
 )
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import computes_with_fakes, is_recording
+from .hooks import add_state_dict_hook
 from .registrations import registrations
 
 PATIENCE = 300.0
@@ -172,6 +174,11 @@ class Lending:
         self._versions = list(map(_version_of, copies))
         self._owner = owner
 
+    @functools.cached_property
+    def behind(self) -> dict[int, Tensor]:
+        """The parameters by the ids of their copies."""
+        return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
+
     def put(self) -> None:
         """Put the copies in place."""
         self.tree.put(self.copies)
@@ -235,6 +242,25 @@ def lent_as(weight: Any) -> torch.dtype | None:
     return None
 
 
+def parameter_behind(tensor: Tensor) -> Tensor | None:
+    """The parameter that a lent copy stands in for; None for other tensors."""
+    for lender in list(lenders.values()):
+        running = lender.running
+        found = None if running is None else running.behind.get(id(tensor))
+        if found is not None:
+            return found
+    return None
+
+
+def _save_parameters(module: nn.Module, state_dict: dict, prefix: str, metadata: Any) -> None:
+    """A state dict made within a forward, perhaps in another thread, has the parameters."""
+    for name, entry in module._parameters.items():
+        saved = state_dict.get(prefix + name)
+        parameter = None if entry is None else parameter_behind(entry)
+        if parameter is not None and isinstance(saved, Tensor):
+            state_dict[prefix + name] = parameter if saved is entry else parameter.detach()
+
+
 class LentWeights:
     """Lends half copies, in `dtype`, of the FP32 weights of one model.
 
@@ -256,12 +282,13 @@ class LentWeights:
         self._state = state
         self._trees: dict[int, Tree] = {}
         self._lock = threading.Lock()
-        self._running: Lending | None = None
+        self.running: Lending | None = None
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
         self._left: Collection[int] = ()  # what `leave` has said
         self._traced: list[list[Place]] = []  # what calls that Dynamo traces have exchanged
+        self._hooked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         lenders[model] = self
         registrations.watch()
         self._stop_watching = weakref.finalize(self, registrations.stop)
@@ -273,9 +300,15 @@ class LentWeights:
         if tree is None or tree.root is not root or not tree.is_valid():
             self._left = self._leave()
             tree = Tree(root, self._stays_float, self._left)
+            self._watch_state_dicts(root)
             if not self._state.thread.lent:  # else copies of another model may be in the places
                 self._trees[id(root)] = tree
         return tree
+
+    def _watch_state_dicts(self, root: nn.Module) -> None:
+        for module in root.modules():
+            if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
+                self._hooked[module] = add_state_dict_hook(module, _save_parameters)
 
     def whole(self) -> Tree:
         """The places of the whole model."""
@@ -289,7 +322,7 @@ class LentWeights:
         if is_replica(root):
             self._lend_to_replica(root)
             return
-        running = self._running
+        running = self.running
         if running is not None and running.thread is threading.current_thread():
             if is_running(running.caller):
                 self._roots.append(root)
@@ -301,7 +334,7 @@ class LentWeights:
             lending = Lending(tree, self._copies(tree), self)
             if self.compared or self._is_first:
                 self._compare(lending)
-            self._running, self._roots = lending, [root]
+            self.running, self._roots = lending, [root]
             self._state.thread.lent.append(lending)
             lending.put()
         except BaseException:
@@ -325,7 +358,7 @@ class LentWeights:
         if is_dynamo_compiling():
             self._take_back_traced()
             return
-        running = self._running
+        running = self.running
         if running is None or running.thread is not threading.current_thread() or is_replica(root):
             return
         while self._roots and self._roots.pop() is not root:
@@ -335,7 +368,7 @@ class LentWeights:
 
     def drop(self, lending: Lending) -> None:
         """That call was interrupted."""
-        if self._running is lending:
+        if self.running is lending:
             self._end()
 
     def is_joined(self) -> bool:
@@ -345,7 +378,7 @@ class LentWeights:
         """
         if not self._state.thread.lent:
             return False
-        running = self._running
+        running = self.running
         return any(
             id(self._model) in lending.tree.modules
             for lending in self._state.thread.lent
@@ -353,7 +386,7 @@ class LentWeights:
         )
 
     def _end(self) -> None:
-        lending, self._running, self._roots = self._running, None, []
+        lending, self.running, self._roots = self.running, None, []
         try:
             if lending is not None:
                 if lending in self._state.thread.lent:
@@ -364,12 +397,14 @@ class LentWeights:
 
     def close(self) -> None:
         """Nothing is lent any more."""
-        if self._running is not None:
+        if self.running is not None:
             self._end()
         self._trees.clear()
         if lenders.get(self._model) is self:
             del lenders[self._model]
         self._stop_watching()
+        for handle in self._hooked.values():
+            handle.remove()
 
     def _acquire(self) -> None:
         """Wait until no other thread has copies in the places: the tables are there for all."""
@@ -380,7 +415,7 @@ class LentWeights:
         try:
             begun = time.monotonic()
             while not self._lock.acquire(timeout=0.1):
-                running = self._running
+                running = self.running
                 if running is None:
                     continue
                 if not running.thread.is_alive():
@@ -399,17 +434,17 @@ class LentWeights:
         """Whether the thread that has the copies waits, perhaps through others, for `thread`."""
         seen: set[int] = set()
         held: LentWeights | None = self
-        while held is not None and held._running is not None and id(held) not in seen:
+        while held is not None and held.running is not None and id(held) not in seen:
             seen.add(id(held))
-            if held._running.thread is thread:
+            if held.running.thread is thread:
                 return True
-            held = _waiting.get(held._running.thread)
+            held = _waiting.get(held.running.thread)
         return False
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
         """No other thread lends meanwhile."""
-        running = self._running
+        running = self.running
         if running is not None and running.thread is threading.current_thread():
             yield
             return

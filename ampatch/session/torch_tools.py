@@ -19,6 +19,7 @@ from ..interop import (
     distributed_checkpoint,
     fully_shard,
     fx_jit,
+    lent_copies,
     module_dtype,
     parameter_data,
     swa,
@@ -172,6 +173,11 @@ def tools(registry: Registry) -> list[Tool]:
             "forwards of nn.Linear and convolutions: weights read without a call",
             lambda needs: needs.casts or needs.half_models,
             layer_forwards.replacements,
+        ),
+        Tool(
+            "copies and pickles made within a forward: of the parameters, not of lent copies",
+            lambda needs: needs.half_models,
+            lent_copies.replacements,
         ),
         Tool(
             "torch.compile: half copies of weights go into graphs, without a warning",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -339,3 +340,78 @@ def test_compiled_as_a_whole(how):
         ampatch.deactivate()
     for eager, fused in zip(*found, strict=True):
         torch.testing.assert_close(eager, fused, rtol=2e-2, atol=2e-3)
+
+
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+COPIES = {
+    "state_dict": lambda module: module.state_dict(),
+    "state_dict, kept": lambda module: module.state_dict(keep_vars=True),
+    "deepcopy": lambda module: copy.deepcopy(module).state_dict(),
+    "pickle": lambda module: pickled(module).state_dict(),
+    "deepcopy of a state_dict": lambda module: copy.deepcopy(module.state_dict()),
+    "a model around": lambda module: copy.deepcopy(nn.Sequential(module))[0].state_dict(),
+    "a thread": lambda module: in_a_thread(module.state_dict),
+}
+
+
+def in_a_thread(call):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+class Recurrent(nn.Module):
+    """An RNN, a tied weight and a layer that comes later."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.late = nn.LSTM(4, 4), None
+        self.head = nn.Linear(4, 16, bias=False)
+        self.head.weight = self.rnn.weight_ih_l0
+
+    inside = None
+
+    def forward(self, x):
+        hidden = self.head(self.rnn(x)[0])
+        type(self).inside()
+        return self.late(hidden)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_copies_made_within_a_forward_are_of_the_parameters(how, grad, whole, monkeypatch):
+    """byol-pytorch copies its encoder at the first forward."""
+    model, found = Recurrent(), []
+    start(model)
+    model.late = nn.Linear(16, 2)
+    parts = [model] if whole else list(model.children())
+    expected = [part.state_dict(keep_vars=True) for part in parts]
+    make = COPIES[how]
+    monkeypatch.setattr(Recurrent, "inside", lambda: found.extend(map(make, parts)))
+    with torch.set_grad_enabled(grad):
+        model(torch.ones(3, 4))
+    assert len(found) == len(parts)
+    for copied, weights in zip(found, expected, strict=True):
+        assert copied.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert copied[name].dtype is torch.float32 and torch.equal(copied[name], weight)
+            assert not copied[name].requires_grad or "kept" in how
+            assert "kept" not in how or copied[name] is weight
+
+
+def test_a_copy_of_a_part_made_within_a_forward_trains():
+    model, copies = Net(), []
+    start(model)
+    model.inside = lambda model: copies.append(copy.deepcopy(model.first))
+    model(inputs())
+    (made,) = copies
+    assert is_float(made) and is_float(model)
+    made(inputs()).sum().backward()
+    assert made.weight.grad is not None and model.first.weight.grad is None
