@@ -33,6 +33,7 @@ from ..casting.batched_casts import (
     alike,
     below_hooks,
     cast_in_graph,
+    cast_in_one_block,
     cast_together,
     divide,
     may_be_planned,
@@ -46,6 +47,7 @@ from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import (
     GLOBAL_BACKWARD_TABLES,
     backward_tables,
+    flat_weights,
     is_replica,
     list_weights,
 )
@@ -100,15 +102,29 @@ class Tree:
                 self.rnns.append(module)
         self._seen = tuple(map(list, zip(*seen, strict=True))) or ([], [], [])
         found = {id(place.parameter): place.parameter for place in self.places}
-        self.parameters = list(found.values())
-        order = {key: index for index, key in enumerate(found)}
+        # Together the buckets are `parameters`, in this order.
+        self.blocks = self._blocks(found)
+        self.buckets = divide(list(found.values()))
+        self.parameters = [one for some in (*self.blocks, *self.buckets) for one in some]
+        order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(place.parameter)] for place in self.places]
         self._tables = [place.table for place in self.places]
         self._names = [place.name for place in self.places]
-        self.buckets = divide(self.parameters)  # together they are `parameters`, in this order
         self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
         for module in root.modules():
             self._hook_tables += backward_tables(module)
+
+    def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
+        """Takes out of `found` the weights of RNNs that share one block of memory.
+
+        cuDNN wants them so, else it copies them, and warns, at every forward.
+        """
+        blocks: list[list[Tensor]] = []
+        for rnn in self.rnns:
+            weights = flat_weights(rnn)
+            if weights and all(id(weight) in found for weight in weights):
+                blocks.append([found.pop(id(weight)) for weight in weights])
+        return blocks
 
     def below_hooks(self) -> set[int]:
         """Ids of the parameters of modules with backward hooks, and of their parts."""
@@ -464,15 +480,23 @@ class LentWeights:
             return [parameter.to(self.dtype) for parameter in tree.parameters]
         if torch.is_grad_enabled():
             return self._in_graph(tree)
-        made: list[Tensor] = []
+        made = self._of_blocks(tree)
         for bucket in tree.buckets:
             made += cast_together(bucket, self.dtype, in_graph=False)
+        return made
+
+    def _of_blocks(self, tree: Tree) -> list[Tensor]:
+        made: list[Tensor] = []
+        for block in tree.blocks:
+            copies = cast_in_one_block(block, self.dtype)
+            run_when_ready(copies[0])
+            made += copies
         return made
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:
         alone = tree.below_hooks()
         are_together = self._model.training and may_use_all(self._model)
-        made: list[Tensor] = []
+        made = self._of_blocks(tree)
         for bucket in tree.buckets:
             if are_together and not alone and alike(bucket[0], bucket) is bucket:
                 made += self._cast(bucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -59,10 +60,26 @@ FLAT_WEIGHTS = "_flat_weights"
 
 
 def list_weights(rnn: nn.RNNBase) -> None:
-    """Make an RNN's list of weights anew from its attributes."""
-    names = getattr(rnn, "_flat_weights_names", None)
-    if names is not None and FLAT_WEIGHTS in vars(rnn):
-        vars(rnn)[FLAT_WEIGHTS] = [getattr(rnn, name, None) for name in names]
+    """Make an RNN's list of weights anew from its attributes, and what tells it of new weights:
+    its next forward would lay them out in memory anew.
+    """
+    own, names = vars(rnn), getattr(rnn, "_flat_weights_names", None)
+    if names is None or FLAT_WEIGHTS not in own:
+        return
+    weights = [getattr(rnn, name, None) for name in names]
+    own[FLAT_WEIGHTS] = weights
+    if "_flat_weight_refs" in own:
+        own["_flat_weight_refs"] = [None if one is None else weakref.ref(one) for one in weights]
+
+
+def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
+    """The weights of an RNN that lie in one block of memory, as cuDNN wants them; else none."""
+    weights = getattr(rnn, FLAT_WEIGHTS, [])
+    if len(weights) < 2 or any(type(one) is not nn.Parameter for one in weights):
+        return []
+    storages = {one.untyped_storage().data_ptr() for one in weights}
+    alike = {(one.dtype, one.device, one.layout) for one in weights}
+    return list(weights) if len(storages) == len(alike) == 1 and 0 not in storages else []
 
 
 def is_replica(module: nn.Module) -> bool:

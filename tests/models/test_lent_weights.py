@@ -415,3 +415,67 @@ def test_a_copy_of_a_part_made_within_a_forward_trains():
     assert is_float(made) and is_float(model)
     made(inputs()).sum().backward()
     assert made.weight.grad is not None and model.first.weight.grad is None
+
+
+def in_one_block(rnn):
+    """Lay its weights out in one block of memory, as `flatten_parameters` does on CUDA."""
+    block = torch.cat([weight.detach().flatten() for weight in rnn._flat_weights])
+    start = 0
+    for weight in rnn._flat_weights:
+        weight.data = block[start : start + weight.numel()].view_as(weight)
+        start += weight.numel()
+    return rnn
+
+
+RNNS = {
+    "LSTM": lambda: nn.LSTM(4, 6, 2, dropout=0.0),
+    "GRU": lambda: nn.GRU(4, 6, bidirectional=True),
+    "RNN": lambda: nn.RNN(4, 6, 3, bias=False),
+    "projected": lambda: nn.LSTM(4, 6, 2, proj_size=3, bidirectional=True),
+    "many layers": lambda: nn.GRU(4, 6, 20),  # more weights than a bucket has
+    "frozen in part": lambda: frozen(nn.GRU(4, 6, 2), "weight_hh_l1"),
+}
+
+
+def frozen(rnn, name):
+    getattr(rnn, name).requires_grad_(False)
+    return rnn
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("kind", RNNS)
+@pytest.mark.parametrize("mode", ["training", "evaluation", "no grad", "inference"])
+def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, mode):
+    """cuDNN takes them as they are then; else it copies them at every forward, and warns."""
+    places, results = [], []
+    for flat in (False, True):
+        torch.manual_seed(0)
+        rnn = RNNS[kind]()
+        model = nn.Sequential(nn.Linear(4, 4), in_one_block(rnn) if flat else rnn)
+        start(model)
+        seen = rnn.register_forward_pre_hook(
+            lambda rnn, args: places.append(
+                [
+                    (one.untyped_storage().data_ptr(), one.storage_offset(), one.stride())
+                    for one in rnn._flat_weights
+                ]
+                + [{one.dtype for one in rnn._flat_weights}, rnn._weights_have_changed()]
+            )
+        )
+        model.train(mode == "training")
+        grad = torch.set_grad_enabled(mode in ("training", "evaluation"))
+        with torch.inference_mode(mode == "inference"), grad:
+            outputs = model(torch.linspace(-1, 1, 12).view(3, 4))[0]
+        seen.remove()
+        results.append([outputs])
+        if outputs.requires_grad:
+            outputs.square().sum().backward()
+            grads = [p.grad for p in model.parameters() if p.requires_grad]
+            assert all(type(one) is torch.Tensor and one.dtype is torch.float32 for one in grads)
+            results[-1] += grads
+        assert is_float(model) and not rnn._weights_have_changed()
+    *found, dtypes, has_changed = places[1]
+    weights = rnn._flat_weights
+    assert len({block for block, _, _ in found}) == 1 and dtypes == {HALF} and not has_changed
+    assert [rest for _, *rest in found] == [[w.storage_offset(), w.stride()] for w in weights]
+    assert all(map(torch.equal, *results))
