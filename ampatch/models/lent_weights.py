@@ -59,8 +59,8 @@ from .registrations import registrations
 PATIENCE = 300.0
 """Seconds that a forward waits for one in another thread, before it counts as one without end."""
 
-lenders: weakref.WeakKeyDictionary[nn.Module, LentWeights] = weakref.WeakKeyDictionary()
-"""By the models that have them."""
+lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictionary()
+"""By the ids of their models, which they keep: so a model that is forgotten goes with its own."""
 
 _waiting: dict[threading.Thread, LentWeights] = {}
 """Threads that wait, and for whose copies."""
@@ -305,7 +305,7 @@ class LentWeights:
         self._left: Collection[int] = ()  # what `leave` has said
         self._traced: list[list[Place]] = []  # what calls that Dynamo traces have exchanged
         self._hooked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-        lenders[model] = self
+        lenders[id(model)] = self
         registrations.watch()
         self._stop_watching = weakref.finalize(self, registrations.stop)
         self.whole()
@@ -416,8 +416,8 @@ class LentWeights:
         if self.running is not None:
             self._end()
         self._trees.clear()
-        if lenders.get(self._model) is self:
-            del lenders[self._model]
+        if lenders.get(id(self._model)) is self:
+            del lenders[id(self._model)]
         self._stop_watching()
         for handle in self._hooked.values():
             handle.remove()
