@@ -536,8 +536,6 @@ class LentWeights:
         run_when_ready(made)
         return made
 
-    # Where Dynamo traces
-
     def _lend_to_replica(self, replica: nn.Module) -> None:
         """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
         for own, part in zip(self._model.modules(), replica.modules(), strict=True):
@@ -549,6 +547,8 @@ class LentWeights:
             if isinstance(part, nn.RNNBase):
                 list_weights(part)
 
+    # Where Dynamo traces
+
     def _put_traced(self, root: nn.Module) -> None:
         """As `begin`, found anew: Dynamo guards on what it has read, and a tree may be old."""
         places: list[Place] = []
@@ -559,10 +559,10 @@ class LentWeights:
             for name, parameter in module._parameters.items():
                 if _is_lent(parameter) and not (self._left and id(parameter) in self._left):
                     places.append(Place(module._parameters, name, parameter))
-        for table, name, parameter in places:
-            if id(parameter) not in copies:
-                copies[id(parameter)] = parameter.to(self.dtype)
-            table[name] = copies[id(parameter)]
+        for table, name, weight in places:
+            if id(weight) not in copies:
+                copies[id(weight)] = weight.to(self.dtype)
+            table[name] = copies[id(weight)]
         self._traced.append(places)
 
     def _take_back_traced(self) -> None:
