@@ -186,6 +186,7 @@ class Lending:
         self.thread = threading.current_thread()
         self.caller = calling_frame()  # if this frame runs no longer, the call was interrupted
         self.is_in_place = False
+        self.late: list[tuple[Place, Tensor]] = []  # copies for parts that the forward has made
         self.begun_as: dict[int, Tensor] = {}  # copies that are compared in the end, by place
         self._versions = list(map(_version_of, copies))
         self._owner = owner
@@ -199,10 +200,30 @@ class Lending:
         """Put the copies in place."""
         self.tree.put(self.copies)
         self.is_in_place = True
+        for place, copy in self.late:
+            place.table[place.name] = copy
+
+    def lend_late(self, part: nn.Module) -> None:
+        """The forward has put a new part into the model: from now on its weights are lent too."""
+        known: dict[int, Tensor] = {}
+        for place in self._owner.places_in(part):
+            weight = place.parameter
+            copy = known.setdefault(id(weight), weight.to(self._owner.dtype))
+            place.table[place.name] = copy
+            self.behind[id(copy)] = weight
+            self.late.append((place, copy))
+
+    def _take_back_late(self) -> None:
+        for place, copy in self.late:
+            if place.table.get(place.name) is copy:
+                place.table[place.name] = place.parameter
+                if not copy.is_inference() and copy._version:
+                    carry(copy, place.parameter)
 
     def take_back(self) -> None:
         """Put the parameters back; what the forward wrote into copies goes to them."""
         self.is_in_place = False
+        self._take_back_late()
         parameters, copies = self.tree.parameters, self.copies
         self.tree.put(parameters, instead_of=copies)
         if list(map(_version_of, copies)) != self._versions:
@@ -241,6 +262,7 @@ class Lending:
             finally:
                 self.is_in_place = False
                 self.tree.put_found(found)
+                self._take_back_late()
 
 
 def carry(copy: Tensor, parameter: Tensor) -> None:
@@ -266,6 +288,23 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
         if found is not None:
             return found
     return None
+
+
+def _lend_late(parent: nn.Module, part: nn.Module) -> None:
+    """A module gets a submodule, perhaps in a forward of the model that it is in."""
+    me = threading.current_thread()
+    for lender in list(lenders.values()):
+        running = lender.running
+        if (
+            running is not None
+            and running.is_in_place
+            and running.thread is me
+            and id(parent) in running.tree.modules
+        ):
+            running.lend_late(part)
+
+
+registrations.tell = _lend_late
 
 
 def _save_parameters(module: nn.Module, state_dict: dict, prefix: str, metadata: Any) -> None:
@@ -325,6 +364,17 @@ class LentWeights:
         for module in root.modules():
             if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
                 self._hooked[module] = add_state_dict_hook(module, _save_parameters)
+
+    def places_in(self, root: nn.Module) -> list[Place]:
+        """Where FP32 weights stand now that the model lends, found without a tree."""
+        places: list[Place] = []
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule) or self._stays_float(module):
+                continue
+            for name, parameter in module._parameters.items():
+                if _is_lent(parameter) and not (self._left and id(parameter) in self._left):
+                    places.append(Place(module._parameters, name, parameter))
+        return places
 
     def whole(self) -> Tree:
         """The places of the whole model."""
@@ -551,14 +601,8 @@ class LentWeights:
 
     def _put_traced(self, root: nn.Module) -> None:
         """As `begin`, found anew: Dynamo guards on what it has read, and a tree may be old."""
-        places: list[Place] = []
+        places = self.places_in(root)
         copies: dict[int, Tensor] = {}
-        for module in root.modules():
-            if isinstance(module, torch.jit.ScriptModule) or self._stays_float(module):
-                continue
-            for name, parameter in module._parameters.items():
-                if _is_lent(parameter) and not (self._left and id(parameter) in self._left):
-                    places.append(Place(module._parameters, name, parameter))
         for table, name, weight in places:
             if id(weight) not in copies:
                 copies[id(weight)] = weight.to(self.dtype)

@@ -463,8 +463,8 @@ def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, mode):
             )
         )
         model.train(mode == "training")
-        grad = torch.set_grad_enabled(mode in ("training", "evaluation"))
-        with torch.inference_mode(mode == "inference"), grad:
+        grad = mode in ("training", "evaluation")
+        with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(grad):
             outputs = model(torch.linspace(-1, 1, 12).view(3, 4))[0]
         seen.remove()
         results.append([outputs])
@@ -479,3 +479,24 @@ def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, mode):
     assert len({block for block, _, _ in found}) == 1 and dtypes == {HALF} and not has_changed
     assert [rest for _, *rest in found] == [[w.storage_offset(), w.stride()] for w in weights]
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda net: copy.deepcopy(net.first), lambda net: nn.Linear(4, 8)]
+)
+def test_a_part_that_the_forward_makes_is_lent_at_once(make):
+    """A momentum encoder, or a layer whose sizes the first input says."""
+
+    class Making(Net):
+        def encode(self, x):
+            if not hasattr(self, "late"):
+                self.late = make(self)
+            self.seen.append(self.late.weight.dtype)
+            return self.late(x) + self.first(x)
+
+    model, _ = start(Making())
+    for _ in range(2):
+        model(inputs()).sum().backward()
+        assert set(model.seen) == {HALF} and is_float(model)
+        assert model.late.weight.grad.dtype is torch.float32
+        assert torch.equal(model.late.weight.grad, model.first.weight.grad)
