@@ -343,7 +343,8 @@ class LentWeights:
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
         self._left: Collection[int] = ()  # what `leave` has said
         self._traced: list[list[Place]] = []  # what calls that Dynamo traces have exchanged
-        self._hooked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        # Plain: Dynamo compiles frames of a weak dictionary's methods.
+        self._hooked: dict[nn.Module, Any] = {}
         lenders[id(model)] = self
         registrations.watch()
         self._stop_watching = weakref.finalize(self, registrations.stop)
@@ -361,7 +362,11 @@ class LentWeights:
         return tree
 
     def _watch_state_dicts(self, root: nn.Module) -> None:
-        for module in root.modules():
+        own = set(root.modules())
+        gone = [module for module in self._hooked if root is self._model and module not in own]
+        for module in gone:
+            self._hooked.pop(module).remove()
+        for module in own:
             if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
                 self._hooked[module] = add_state_dict_hook(module, _save_parameters)
 
