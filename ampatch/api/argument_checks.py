@@ -142,9 +142,9 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
     """Raise `AmpatchError` for DDP around parameters that are about to change dtype.
 
     New data gives a parameter a new AccumulateGrad node.  DDP's hooks are on the old
-    node, so the ranks would silently train different weights.
+    node, so the ranks would silently train different weights.  Weights that are lent do not change.
     """
-    if not properties.casts_model:
+    if not properties.casts_model or properties.lends_weights:
         return
     target = properties.cast_model_type
     for index, model in enumerate(models):

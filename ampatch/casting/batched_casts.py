@@ -78,6 +78,41 @@ def note_unreached(plan: int, ids: list[int]) -> None:
         known.learn((), ids)
 
 
+class _CastInOneBlock(Function):
+    """Weights in one block of memory in, copies in one block out.  One call uses all or none."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(_in_one_block(weights, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *[None if grad is None else grad.float() for grad in grads]
+
+
+def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    first = tensors[0]
+    size = first.untyped_storage().nbytes() // first.element_size()
+    block = torch.empty(size, dtype=dtype, device=first.device).untyped_storage()
+    made = [  # no views of one tensor: each is to have a version of its own
+        first.new_empty(0, dtype=dtype).set_(
+            block, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        for tensor in tensors
+    ]
+    foreach.copy_(made, list(tensors))
+    return made
+
+
+def cast_in_one_block(weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The copies of weights that share one block of memory share one too, at the same places."""
+    if torch.is_grad_enabled() and any(map(_wants_grad, weights)):
+        return _apply_in_one_block(dtype, *weights)
+    with torch.no_grad():
+        return _in_one_block(weights, dtype)
+
+
 class _CastTogether(Function):
     """FP32 weights in, half copies out; a missing gradient is passed on as None.
 
@@ -104,7 +139,8 @@ class _CastTogether(Function):
 
 
 _apply = super(Function, _CastTogether).apply
-"""`Function.apply` without its questions about torch.func: in its transforms this is not used."""
+_apply_in_one_block = super(Function, _CastInOneBlock).apply
+"""`Function.apply` without its questions about torch.func: in its transforms these are not used."""
 
 
 def _layout_of(grad: Tensor | None) -> torch.layout | None:

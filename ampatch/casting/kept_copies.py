@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values
 from ..torch_private.probes import computes_with_fakes
-from .batched_casts import cast_together
+from .batched_casts import cast_in_one_block, cast_together
 
 Copies = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
@@ -64,24 +64,26 @@ class KeptCopies:
         """Where copies are kept that are made in the mode of now."""
         return self._stores[torch.is_inference_mode_enabled()]
 
-    def of_all(self, buckets: list[list[Tensor]], dtype: torch.dtype) -> list[Tensor]:
-        """As `of`, for the buckets of a model or a part; they are known by their identity."""
-        if self._latest[0] is not buckets:
-            made = [copy for weights in buckets for copy in self.of(weights, dtype)]
-            if not all(map(self._may_keep, buckets)):
+    def of_all(self, groups: list[tuple[list[Tensor], bool]], dtype: torch.dtype) -> list[Tensor]:
+        """As `of`, for all groups of weights of a model or a part; known by their identity."""
+        if self._latest[0] is not groups:
+            made = [copy for group in groups for copy in self.of(group[0], dtype, group[1])]
+            if not all(self._may_keep(weights) for weights, _ in groups):
                 return made
-            self._latest = buckets, made
+            self._latest = groups, made
         return self._latest[1]
 
-    def of(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    def of(
+        self, weights: list[Tensor], dtype: torch.dtype, in_one_block: bool = False
+    ) -> Sequence[Tensor]:
         """Copies of these weights, outside of graphs and of inference mode."""
         if not self._may_keep(weights):
-            return cast_together(weights, dtype, in_graph=False)
+            return _cast(weights, dtype, in_one_block)
         copies, held = self._stores[False]
         missing = [one for one in weights if id(one) not in copies]
         if missing:
             versions = map(_version_of, missing)
-            made = cast_together(missing, dtype, in_graph=False)
+            made = _cast(missing, dtype, in_one_block)
             copies.update(zip(map(id, missing), zip(made, versions)))
             held.append(missing)
         return [copies[id(one)][0] for one in weights]
@@ -172,6 +174,12 @@ class KeptCopies:
                 stale,
                 "It raised no version (.data, numpy), so forwards after it used the old values.",
             )
+
+
+def _cast(weights: list[Tensor], dtype: torch.dtype, in_one_block: bool) -> Sequence[Tensor]:
+    if in_one_block:
+        return cast_in_one_block(weights, dtype)
+    return cast_together(weights, dtype, in_graph=False)
 
 
 def _is_watched(weight: Tensor) -> bool:

@@ -30,11 +30,13 @@ from ..models import (
     managed_model,
     module_overrides,
     registrations,
+    sharded_weights,
     submodule_calls,
 )
 from ..torch_private import (
     devices,
     dynamo,
+    foreach,
     nodes,
     probes,
     tensors,
@@ -57,9 +59,11 @@ _BEHIND_HOOKS = (
     module_overrides,
     policy,
     devices,
+    foreach,
     nodes,
     probes,
     registrations,
+    sharded_weights,
     submodule_calls,
     tensors,
     torch_functions,
@@ -82,6 +86,8 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
         if getattr(value, "__module__", None) != module.__name__:
             continue
         for found in vars(value).values() if inspect.isclass(value) else (value,):
+            if isinstance(found, (staticmethod, classmethod)):
+                found = found.__func__
             parts = (found.fget, found.fset) if isinstance(found, property) else (found,)
             for function in filter(inspect.isfunction, parts):
                 yield from _with_inner(function.__code__)

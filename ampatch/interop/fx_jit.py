@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch import nn
 
 from ..casting.cast_state import CastState
 from ..casting.patches import Replacement
-from ..casting.policy import Policy
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
 from ..models.conversion import cast_tensors
+from ..models.lent_weights import lent_as
 from ..models.managed_model import ManagedModel
+from ..models.module_overrides import any_float, scripted_parts
 
 _LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.names}
 _OPERATOR = re.compile(r"\baten::(\w+)\(")
@@ -39,6 +39,7 @@ def replacements(
             "create_args_for_root",  # and not `trace`, which Dynamo replaces at its first use
             lambda original: _arguments(original, managed_of, state),
         ),
+        (torch.fx.Tracer, "getattr", _attribute),
         (torch.jit, "script", lambda original: _script(original, state)),
     ]
 
@@ -49,15 +50,21 @@ def uncast_operators(compiled: Any) -> list[str]:
     return sorted(set(_OPERATOR.findall(str(graph))) & _LISTED)
 
 
-def note_scripted_parts(model: nn.Module, policy: Policy | None) -> None:
+def note_scripted_parts(managed: ManagedModel) -> None:
     """Warn of TorchScript modules inside a managed model: they are not cast."""
-    if policy is None or not policy.follows_tables:
-        return
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        inside = bool(name) and isinstance(model.get_submodule(parent), torch.jit.ScriptModule)
-        if isinstance(module, torch.jit.ScriptModule) and not inside:
-            _warn(f"{type(model).__name__}.{name}" if name else type(model).__name__, module)
+    model, policy, own = managed.model, managed.policy, type(managed.model).__name__
+    for name, module in scripted_parts(model).items():
+        what = f"{own}.{name}" if name else own
+        if policy is not None and policy.follows_tables:
+            _warn(what, module)
+        elif managed.properties.lends_weights and any_float(module):
+            logger.warning(
+                "%s is TorchScript, which keeps its weights where no half copies can stand in for "
+                "them: it runs in FP32, its inputs and outputs are cast. To have it in half, "
+                "leave it unscripted, use torch.compile, or record the model with "
+                "torch.jit.trace after initialize.",
+                what,
+            )
 
 
 def _warn(what: str, compiled: Any) -> None:
@@ -114,6 +121,21 @@ def _with_casts(managed: ManagedModel, forward: Callable, *args: Any) -> Any:
         args = cast_tensors(args, managed.in_dtype)
     output = forward(*args)
     return output if managed.out_dtype is None else cast_tensors(output, managed.out_dtype)
+
+
+def _attribute(original: Callable) -> Callable:
+    """What fx records where a module that it looks into reads an attribute: a lent weight is half.
+
+    Layers that are steps of the graph lend their weights themselves when it runs.
+    """
+
+    @functools.wraps(original)
+    def getattr(self: torch.fx.Tracer, attr: str, attr_val: Any, *args: Any, **kw: Any) -> Any:
+        found = original(self, attr, attr_val, *args, **kw)
+        dtype = lent_as(attr_val) if isinstance(found, torch.fx.Proxy) else None
+        return found if dtype is None else found.to(dtype)
+
+    return getattr
 
 
 def _note_lost_policies(tracer: torch.fx.Tracer, managed: ManagedModel, state: CastState) -> None:

@@ -89,7 +89,10 @@ class FirstPass:
         self._meeting = _Meeting(store_of_ranks(), wrapper.process_group, "pass", wrapper)
         self._has_said = False
         self._is_averaged = False  # the gradients of the last forward
-        self._handles = [wrapper.register_forward_pre_hook(Hook(self._before_forward))]
+        # First of all: behind a hook of the managed model half copies are in the weights' places.
+        self._handles = [
+            wrapper.register_forward_pre_hook(Hook(self._before_forward), prepend=True)
+        ]
 
     def call_off(self) -> None:
         """The ranks have met, or the session closes."""

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .hooks import drop_plain_hooks
+from .lent_weights import parameter_behind
 
 _OWN_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
 
@@ -51,7 +52,7 @@ class ModelCopies:
     def plain_view(self) -> nn.Module:
         """As `plain_copy`, with the very parameters and buffers; torch.jit.script compiles it."""
         tensors = (*self._model.parameters(), *self._model.buffers())
-        return self.plain_copy({id(tensor): tensor for tensor in tensors})
+        return self.plain_copy({id(one): _itself(one) for one in tensors})
 
     def _reduce(self, protocol: int) -> Any:
         """Pickle takes a plain view; `copy.copy`, which asks here too, shares weights and hooks."""
@@ -72,6 +73,12 @@ class ModelCopies:
             return reduced[2]
 
         return state
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """The parameter, where a forward that runs has a copy in its place."""
+    parameter = parameter_behind(tensor)
+    return tensor if parameter is None else parameter
 
 
 def _kept(plain: nn.Module) -> nn.Module:

@@ -16,6 +16,7 @@ FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 import time
@@ -32,6 +33,7 @@ from ..casting.batched_casts import (
     alike,
     below_hooks,
     cast_in_graph,
+    cast_in_one_block,
     cast_together,
     divide,
     may_be_planned,
@@ -46,11 +48,13 @@ from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import (
     GLOBAL_BACKWARD_TABLES,
     backward_tables,
+    flat_weights,
     is_replica,
     list_weights,
 )
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import computes_with_fakes, is_recording
+from .hooks import add_state_dict_hook
 from .registrations import registrations
 
 PATIENCE = 300.0
@@ -99,16 +103,34 @@ class Tree:
                 self.rnns.append(module)
         self._seen = tuple(map(list, zip(*seen, strict=True))) or ([], [], [])
         found = {id(place.parameter): place.parameter for place in self.places}
-        self.parameters = list(found.values())
-        order = {key: index for index, key in enumerate(found)}
+        # Together the buckets are `parameters`, in this order.
+        self.blocks = self._blocks(found)
+        self.buckets = divide(list(found.values()))
+        self.groups = [
+            *((one, True) for one in self.blocks),
+            *((one, False) for one in self.buckets),
+        ]
+        self.parameters = [one for weights, _ in self.groups for one in weights]
+        order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(place.parameter)] for place in self.places]
         self._tables = [place.table for place in self.places]
         self._names = [place.name for place in self.places]
         self._attributes = list(map(vars, self.parameters))
-        self.buckets = divide(self.parameters)  # together they are `parameters`, in this order
         self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
         for module in root.modules():
             self._hook_tables += backward_tables(module)
+
+    def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
+        """Takes out of `found` the weights of RNNs that share one block of memory.
+
+        cuDNN wants them so, else it copies them, and warns, at every forward.
+        """
+        blocks: list[list[Tensor]] = []
+        for rnn in self.rnns:
+            weights = flat_weights(rnn)
+            if weights and all(id(weight) in found for weight in weights):
+                blocks.append([found.pop(id(weight)) for weight in weights])
+        return blocks
 
     def below_hooks(self) -> set[int]:
         """Ids of the parameters of modules with backward hooks, and of their parts."""
@@ -176,18 +198,44 @@ class Lending:
         self.thread = threading.current_thread()
         self.caller = calling_frame()  # if this frame runs no longer, the call was interrupted
         self.is_in_place = False
+        self.late: list[tuple[Place, Tensor]] = []  # copies for parts that the forward has made
         self.begun_as: dict[int, Tensor] = {}  # copies that are compared in the end, by place
         self._versions = list(map(_version_of, copies))
         self._owner = owner
+
+    @functools.cached_property
+    def behind(self) -> dict[int, Tensor]:
+        """The parameters by the ids of their copies."""
+        return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
 
     def put(self) -> None:
         """Put the copies in place."""
         self.tree.put(self.copies)
         self.is_in_place = True
+        for place, copy in self.late:
+            place.table[place.name] = copy
+
+    def lend_late(self, part: nn.Module) -> None:
+        """The forward has put a new part into the model: from now on its weights are lent too."""
+        known: dict[int, Tensor] = {}
+        for place in self._owner.places_in(part):
+            weight = place.parameter
+            copy = known.setdefault(id(weight), weight.to(self._owner.dtype))
+            place.table[place.name] = copy
+            self.behind[id(copy)] = weight
+            self.late.append((place, copy))
+
+    def _take_back_late(self) -> None:
+        for place, copy in self.late:
+            if place.table.get(place.name) is copy:
+                place.table[place.name] = place.parameter
+                if not copy.is_inference() and copy._version:
+                    self._owner.carry(copy, place.parameter)
 
     def take_back(self) -> None:
         """Put the parameters back; what the forward wrote into copies goes to them."""
         self.is_in_place = False
+        self._take_back_late()
         parameters, copies = self.tree.parameters, self.copies
         self.tree.put(parameters, instead_of=copies)
         if list(map(_version_of, copies)) != self._versions:
@@ -228,6 +276,57 @@ class Lending:
                 lent.remove(self)
                 self.is_in_place = False
                 self.tree.put_found(found)
+                self._take_back_late()
+
+
+def lent_as(weight: Any) -> torch.dtype | None:
+    """The type of the copies of a weight that some model lends; None of anything else."""
+    for lender in list(lenders.values()):
+        if any(weight is one for one in lender.whole().parameters):
+            return lender.dtype
+    return None
+
+
+def lent_in(model: nn.Module) -> set[int]:
+    """Ids of the parameters of a model that other models lend."""
+    lent = {id(one) for lender in list(lenders.values()) for one in lender.whole().parameters}
+    return lent & set(map(id, model.parameters())) if lent else lent
+
+
+def parameter_behind(tensor: Tensor) -> Tensor | None:
+    """The parameter that a lent copy stands in for; None for other tensors."""
+    for lender in list(lenders.values()):
+        running = lender.running
+        found = None if running is None else running.behind.get(id(tensor))
+        if found is not None:
+            return found
+    return None
+
+
+def _lend_late(parent: nn.Module, part: nn.Module) -> None:
+    """A module gets a submodule, perhaps in a forward of the model that it is in."""
+    me = threading.current_thread()
+    for lender in list(lenders.values()):
+        running = lender.running
+        if (
+            running is not None
+            and running.is_in_place
+            and running.thread is me
+            and id(parent) in running.tree.modules
+        ):
+            running.lend_late(part)
+
+
+registrations.tell = _lend_late
+
+
+def _save_parameters(module: nn.Module, state_dict: dict, prefix: str, metadata: Any) -> None:
+    """A state dict made within a forward, perhaps in another thread, has the parameters."""
+    for name, entry in module._parameters.items():
+        saved = state_dict.get(prefix + name)
+        parameter = None if entry is None else parameter_behind(entry)
+        if parameter is not None and isinstance(saved, Tensor):
+            state_dict[prefix + name] = parameter if saved is entry else parameter.detach()
 
 
 class LentWeights:
@@ -246,35 +345,65 @@ class LentWeights:
         kept: KeptCopies,
     ) -> None:
         self._model = model
-        self._dtype = dtype
+        self.dtype = dtype
         self._stays_float = stays_float
         self._leave = leave
         self._state = state
         self._trees: dict[int, Tree] = {}
         self._lock = threading.Lock()
-        self._running: Lending | None = None
+        self.running: Lending | None = None
         self._reserved_by: threading.Thread | None = None
         self._kept = kept  # while it is open, they serve all forwards that record no graph
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
+        self._left: Collection[int] = ()  # what `leave` has said
+        self._traced: list[list[Place]] = []  # what calls that Dynamo traces have exchanged
+        # Plain: Dynamo compiles frames of a weak dictionary's methods.
+        self._hooked: dict[nn.Module, Any] = {}
         lenders[id(model)] = self
         registrations.watch()
         self._stop_watching = weakref.finalize(self, registrations.stop)
-        self.tree_of(model)
+        self.whole()
 
     def tree_of(self, root: nn.Module) -> Tree:
         """The places of the model, or of a part of it, as they are now."""
         tree = self._trees.get(id(root))
         if tree is None or tree.root is not root or not tree.is_valid():
-            tree = Tree(root, self._stays_float, self._leave())
+            self._left = self._leave()
+            tree = Tree(root, self._stays_float, self._left)
+            self._watch_state_dicts(root)
             if not self._state.thread.lent:  # else copies of another model may be in the places
                 self._trees[id(root)] = tree
         return tree
 
+    def _watch_state_dicts(self, root: nn.Module) -> None:
+        own = set(root.modules())
+        gone = [module for module in self._hooked if root is self._model and module not in own]
+        for module in gone:
+            self._hooked.pop(module).remove()
+        for module in own:
+            if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
+                self._hooked[module] = add_state_dict_hook(module, _save_parameters)
+
+    def places_in(self, root: nn.Module) -> list[Place]:
+        """Where FP32 weights stand now that the model lends, found without a tree."""
+        places: list[Place] = []
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule) or self._stays_float(module):
+                continue
+            for name, parameter in module._parameters.items():
+                if _is_lent(parameter) and not (self._left and id(parameter) in self._left):
+                    places.append(Place(module._parameters, name, parameter))
+        return places
+
+    def whole(self) -> Tree:
+        """The places of the whole model."""
+        return self.tree_of(self._model)
+
     def lends(self, parameter: Tensor) -> bool:
         """Whether the forward computes with a half copy of this weight."""
-        return any(one is parameter for one in self.tree_of(self._model).parameters)
+        return any(one is parameter for one in self.whole().parameters)
 
     def begin(self, root: nn.Module) -> None:
         """A call of the model or of a part of it begins; the outermost one lends."""
@@ -284,7 +413,7 @@ class LentWeights:
         if is_replica(root):
             self._lend_to_replica(root)
             return
-        running = self._running
+        running = self.running
         if running is not None and running.thread is threading.current_thread():
             if is_running(running.caller):
                 self._roots.append(root)
@@ -299,7 +428,7 @@ class LentWeights:
             tree.share_attributes(lending.copies)
             if self.compared or (self._is_first and torch.is_grad_enabled()):
                 self._compare(lending)
-            self._running, self._roots = lending, [root]
+            self.running, self._roots = lending, [root]
             self._state.thread.lent.append(lending)
             lending.put()
         except BaseException:
@@ -321,9 +450,9 @@ class LentWeights:
     def end(self, root: nn.Module) -> None:
         """A call has ended."""
         if is_dynamo_compiling():
-            self._take_back_traced(root)
+            self._take_back_traced()
             return
-        running = self._running
+        running = self.running
         if running is None or running.thread is not threading.current_thread() or is_replica(root):
             return
         while self._roots and self._roots.pop() is not root:
@@ -333,7 +462,7 @@ class LentWeights:
 
     def drop(self, lending: Lending) -> None:
         """That call was interrupted."""
-        if self._running is lending:
+        if self.running is lending:
             self._end()
 
     def is_joined(self) -> bool:
@@ -343,7 +472,7 @@ class LentWeights:
         """
         if not self._state.thread.lent:
             return False
-        running = self._running
+        running = self.running
         return any(
             id(self._model) in lending.tree.modules
             for lending in self._state.thread.lent
@@ -351,7 +480,7 @@ class LentWeights:
         )
 
     def _end(self) -> None:
-        lending, self._running, self._roots = self._running, None, []
+        lending, self.running, self._roots = self.running, None, []
         try:
             if lending is not None:
                 if lending in self._state.thread.lent:
@@ -370,12 +499,14 @@ class LentWeights:
 
     def close(self) -> None:
         """Nothing is lent any more."""
-        if self._running is not None:
+        if self.running is not None:
             self._end()
         self._trees.clear()
         if lenders.get(id(self._model)) is self:
             del lenders[id(self._model)]
         self._stop_watching()
+        for handle in self._hooked.values():
+            handle.remove()
 
     def _acquire(self) -> None:
         """Wait until no other thread has copies in the places: the tables are there for all."""
@@ -386,7 +517,7 @@ class LentWeights:
         try:
             begun = time.monotonic()
             while not self._lock.acquire(timeout=0.1):
-                running = self._running
+                running = self.running
                 if running is None:
                     continue
                 if not running.thread.is_alive():
@@ -405,17 +536,17 @@ class LentWeights:
         """Whether the thread that has the copies waits, perhaps through others, for `thread`."""
         seen: set[int] = set()
         held: LentWeights | None = self
-        while held is not None and held._running is not None and id(held) not in seen:
+        while held is not None and held.running is not None and id(held) not in seen:
             seen.add(id(held))
-            if held._running.thread is thread:
+            if held.running.thread is thread:
                 return True
-            held = _waiting.get(held._running.thread)
+            held = _waiting.get(held.running.thread)
         return False
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[list[Any]]:
         """No other thread lends meanwhile; gives what is lent in this one."""
-        me, running, lent = threading.current_thread(), self._running, self._state.thread.lent
+        me, running, lent = threading.current_thread(), self.running, self._state.thread.lent
         if self._reserved_by is me or (running is not None and running.thread is me):
             yield lent
             return
@@ -434,25 +565,33 @@ class LentWeights:
             with torch.inference_mode(False), torch.no_grad():
                 return self._copies(tree)
         if is_recording():
-            return [parameter.to(self._dtype) for parameter in tree.parameters]
+            return [parameter.to(self.dtype) for parameter in tree.parameters]
         if torch.is_grad_enabled():
             return self._in_graph(tree)
         if self._kept.is_open:
-            return self._kept.of_all(tree.buckets, self._dtype)
-        made: list[Tensor] = []
+            return self._kept.of_all(tree.groups, self.dtype)
+        made = self._of_blocks(tree)
         for bucket in tree.buckets:
-            made += self._outside_graphs(bucket)
+            made += cast_together(bucket, self.dtype, in_graph=False)
+        return made
+
+    def _of_blocks(self, tree: Tree) -> list[Tensor]:
+        made: list[Tensor] = []
+        for block in tree.blocks:
+            copies = cast_in_one_block(block, self.dtype)
+            run_when_ready(copies[0])
+            made += copies
         return made
 
     def _outside_graphs(self, weights: list[Tensor]) -> Sequence[Tensor]:
         if self._kept.is_open:
-            return self._kept.of(weights, self._dtype)
-        return cast_together(weights, self._dtype, in_graph=False)
+            return self._kept.of(weights, self.dtype)
+        return cast_together(weights, self.dtype, in_graph=False)
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:
         alone = tree.below_hooks()
         are_together = self._model.training and may_use_all(self._model)
-        made: list[Tensor] = []
+        made = self._of_blocks(tree)
         for bucket in tree.buckets:
             if are_together and not alone and alike(bucket[0], bucket) is bucket:
                 made += self._cast(bucket)
@@ -464,7 +603,7 @@ class LentWeights:
         """Weights that all want a gradient, or none of which does."""
         if not weights[0].requires_grad:
             return self._outside_graphs(weights)
-        made = cast_in_graph(weights, self._dtype)
+        made = cast_in_graph(weights, self.dtype)
         run_when_ready(made[0])
         return made
 
@@ -488,11 +627,9 @@ class LentWeights:
     def _alone(self, weight: Tensor) -> Tensor:
         if type(weight) is nn.Parameter and weight.is_leaf and not is_dtensor(weight):
             return self._cast([weight])[0]
-        made = weight.to(self._dtype)
+        made = weight.to(self.dtype)
         run_when_ready(made)
         return made
-
-    # Where Dynamo traces
 
     def _lend_to_replica(self, replica: nn.Module) -> None:
         """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
@@ -501,17 +638,22 @@ class LentWeights:
                 continue
             for name, weight in list(vars(part).items()):
                 if isinstance(weight, Tensor) and name in own._parameters and _is_lent(weight):
-                    vars(part)[name] = weight.to(self._dtype)
+                    vars(part)[name] = weight.to(self.dtype)
             if isinstance(part, nn.RNNBase):
                 list_weights(part)
 
-    def _put_traced(self, root: nn.Module) -> None:
-        copies: dict[int, Tensor] = {}
-        for table, name, parameter in self._trees[id(root)].places:
-            if id(parameter) not in copies:
-                copies[id(parameter)] = parameter.to(self._dtype)
-            table[name] = copies[id(parameter)]
+    # Where Dynamo traces
 
-    def _take_back_traced(self, root: nn.Module) -> None:
-        for table, name, parameter in self._trees[id(root)].places:
+    def _put_traced(self, root: nn.Module) -> None:
+        """As `begin`, found anew: Dynamo guards on what it has read, and a tree may be old."""
+        places = self.places_in(root)
+        copies: dict[int, Tensor] = {}
+        for table, name, weight in places:
+            if id(weight) not in copies:
+                copies[id(weight)] = weight.to(self.dtype)
+            table[name] = copies[id(weight)]
+        self._traced.append(places)
+
+    def _take_back_traced(self) -> None:
+        for table, name, parameter in self._traced.pop():
             table[name] = parameter

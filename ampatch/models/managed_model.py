@@ -13,7 +13,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +44,7 @@ from .conversion import (
 from .copies import ModelCopies
 from .hooks import Hook
 from .io_casting import ModelInputs
-from .lent_weights import LentWeights
+from .lent_weights import LentWeights, lent_in
 from .module_overrides import ModuleOverride, Running
 from .sharded_weights import (
     Place,
@@ -54,7 +54,7 @@ from .sharded_weights import (
     sharded_parameters,
 )
 from .steps import Step
-from .submodule_calls import SubmoduleCalls
+from .submodule_calls import SubmoduleCalls, is_traced_by_fx
 
 
 class MakesOverrides(Protocol):
@@ -167,13 +167,12 @@ class ManagedModel:
             return
         self._stays_float = skip
         self.sharded.take(skip)
-        if self.properties.lends_weights:
-            leave = functools.partial(sharded_parameters, self.model)
-            self._lent = LentWeights(self.model, dtype, skip, leave, self._state, self.kept)
-        else:
-            self._converted = convert_weights(
-                self.model, dtype, skip, leave=sharded_parameters(self.model)
-            )
+        shared = lent_in(self.model)
+        if not self.properties.lends_weights:
+            leave = shared | sharded_parameters(self.model)
+            self._converted = convert_weights(self.model, dtype, skip, leave=leave)
+        if self.properties.lends_weights or (shared and dtype in HALF_TYPES):
+            self._lend(dtype)
         self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
         if dtype not in HALF_TYPES:
             return
@@ -187,6 +186,28 @@ class ManagedModel:
                 dtype,
                 ", ".join(lost),
             )
+
+    def _lend(self, dtype: torch.dtype) -> None:
+        leave = functools.partial(sharded_parameters, self.model)
+        self._lent = LentWeights(
+            self.model, dtype, self._stays_float, leave, self._state, self.kept
+        )
+
+    def give_back(self, shared: Collection[int]) -> set[int]:
+        """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
+
+        Returns the ids of those that were converted.
+        """
+        mine = [entry for entry in self._converted if id(entry.tensor) in shared]
+        if not mine or self.in_dtype is None:
+            return set()
+        self._converted = [entry for entry in self._converted if id(entry.tensor) not in shared]
+        for entry in mine:
+            self._restore(entry)
+            self._dtypes.pop(id(entry.tensor))
+        if self._lent is None and self.in_dtype in HALF_TYPES:
+            self._lend(self.in_dtype)
+        return {id(entry.tensor) for entry in mine}
 
     def _warn_of_half_weights(self) -> None:
         """Master weights are FP32 parameters; those that were given in half are trained as such."""
@@ -235,7 +256,8 @@ class ManagedModel:
         handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         if self._submodule_calls is not None:
             lent = self._lent
-            own = None if lent is None else set(map(id, lent.tree_of(model).parameters))
+            has_halves = lent is None or not self.properties.lends_weights
+            own = None if lent is None or has_halves else set(map(id, lent.whole().parameters))
             self._handles.extend(self._submodule_calls.install(own))
         for override in self._overrides:
             self._handles.extend(override.install(self._running))
@@ -368,7 +390,7 @@ class ManagedModel:
             policy.cache.open(self, self._plan, self.kept if is_kept else None)
             if policy.devices is not None:
                 self._note_device(policy.devices)
-        if self._lent is not None:
+        if self._lent is not None and not is_traced_by_fx(args, kwargs):
             self._lent.begin(model)
         return taken
 

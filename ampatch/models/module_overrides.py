@@ -63,6 +63,8 @@ class ModuleOverride:
         """Hang the hooks on the submodule; returns their handles."""
         self._running = running
         record_attention(self._policy, self._state)
+        if isinstance(self.module, torch.jit.RecursiveScriptModule):  # it takes no hooks
+            return [_AroundForward(self.module, self._enter, self._leave)]
         return [
             self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
             self.module.register_forward_hook(Hook(self._leave), always_call=True),
@@ -101,6 +103,40 @@ class ModuleOverride:
         return self._last_wanted
 
 
+class _AroundForward:
+    """Has calls of a scripted module go through hooks all the same; `remove` ends that."""
+
+    def __init__(self, module: nn.Module, enter: Callable, leave: Callable) -> None:
+        self._module = module
+        self._original = original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            args, kwargs = enter(module, args, kwargs)
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                changed = leave(module, args, output)
+            return output if changed is None else changed
+
+        vars(module)["forward"] = forward  # a copy or a saved file does not have it
+
+    def remove(self) -> None:
+        """Calls go to the module's own forward again."""
+        vars(self._module)["forward"] = self._original
+
+
+def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The TorchScript modules of a model, by name; not those inside others."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        is_inside = bool(name) and isinstance(parent, torch.jit.ScriptModule)
+        if isinstance(module, torch.jit.ScriptModule) and not is_inside:
+            found[name] = module
+    return found
+
+
 def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Module, str]:
     """The precision of each submodule that a rule names."""
     found: dict[nn.Module, str] = {}
@@ -122,9 +158,12 @@ def precisions(
     Those that rules name; in half models those that were sharded with a policy of FP32,
     InstanceNorm with running statistics (fed half input its kernel loses updates of the
     statistics) and the parametrization `orthogonal` (of its functions torch has no half kernels,
-    and for `matrix_exp` on the CPU some that give inf and NaN).
+    and for `matrix_exp` on the CPU some that give inf and NaN).  TorchScript modules with weights,
+    where nothing can stand in for those.
     """
     found = matching(model, rules)
+    if properties.lends_weights:
+        found |= {part: "float" for part in scripted_parts(model).values() if any_float(part)}
     if properties.cast_model_type in HALF_TYPES:
         for module in (*float_modules(model), *_orthogonal_maps(model)):
             found.setdefault(module, "float")
@@ -133,6 +172,11 @@ def precisions(
             if module is not model and is_instance_norm(module) and has_statistics(module):
                 found.setdefault(module, "float")
     return found
+
+
+def any_float(module: nn.Module) -> bool:
+    """Whether it has FP32 parameters."""
+    return any(parameter.dtype is torch.float32 for parameter in module.parameters())
 
 
 def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:

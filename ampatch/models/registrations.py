@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -16,6 +18,8 @@ class Registrations:
 
     def __init__(self) -> None:
         self.count = 0
+        self.tell: Callable[[nn.Module, nn.Module], None] = lambda parent, part: None
+        """Called for each submodule that a module gets, while somebody watches."""
         self._watchers = 0
         self._handles: list[Any] = []
 
@@ -36,6 +40,8 @@ class Registrations:
 
     def _note(self, module: nn.Module, name: str, value: Any) -> None:
         self.count += 1
+        if isinstance(value, nn.Module) and not is_dynamo_compiling():
+            self.tell(module, value)
 
 
 registrations = Registrations()

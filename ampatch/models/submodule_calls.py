@@ -35,6 +35,11 @@ class _Here(threading.local):
         self.result: torch.dtype | None = None  # of what a part returns; None: as it is
 
 
+def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
+    """Whether torch.fx calls a module on proxies, to see what it does."""
+    return any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
+
+
 class SubmoduleCalls:
     """Hooks on the submodules of one half model.
 
@@ -116,7 +121,7 @@ class SubmoduleCalls:
             return None
         if current_backward_pass() != -1:  # a recomputation: its inputs are those of the forward
             return None
-        if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+        if is_traced_by_fx(args, kwargs):
             return None
         taken = self._inputs[id(module)].take(args, kwargs)
         here.outermost = module

@@ -25,6 +25,7 @@ from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
 from ..interop import fully_shard
 from ..interop.lr_scheduler import HeldSchedulers
+from ..torch_private import dynamo_inputs
 from ..torch_private.dynamo import is_compiling
 from . import wrapped_optimizers
 from .index import Index
@@ -230,6 +231,7 @@ class Registry:
                 installed.regions.begin()
             self._tools.put_in(needs)
         self._await(fully_shard, needs.models)
+        self._await(dynamo_inputs, needs.half_models)
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """What is in force outside managed forwards; these sessions cast calls.

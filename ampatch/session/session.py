@@ -144,12 +144,14 @@ class Session:
             ],
         )
         self.models.add(managed)
+        if properties.lends_weights:
+            registry.events.give_back_shared(model)
         if properties.casts_model:
             managed.convert(module_overrides.stays_float(model, properties, found))
             if managed.mixes:
                 self.mix(managed)
         managed.install()
-        fx_jit.note_scripted_parts(model, managed.policy)
+        fx_jit.note_scripted_parts(managed)
 
     def add_models(self, models: list[nn.Module]) -> None:
         """Manage more models; all of them or, on an exception, none."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from ..errors import AmpatchError
+from ..scaling.optimizers.state import fit_state
 
 if TYPE_CHECKING:
     from ..models.managed_model import ManagedModel
@@ -52,6 +53,13 @@ class TorchEvents:
     def is_lent(self, parameter: Tensor) -> bool:
         """Whether forwards of a managed model have a half copy of this weight."""
         return any(managed.lends(parameter) for managed in self._models())
+
+    def give_back_shared(self, model: nn.Module) -> None:
+        """A model is to lend its weights: those that others have made half are FP32 again."""
+        own = set(map(id, model.parameters()))
+        given = {key for managed in self._models() for key in managed.give_back(own)}
+        for optimizer in self._optimizers():
+            fit_state(optimizer.optimizer, given)
 
     @contextlib.contextmanager
     def being_sharded(

@@ -17,13 +17,14 @@ from ..interop import (
     ddp,
     fully_shard,
     fx_jit,
+    lent_copies,
     module_dtype,
     parameter_data,
     tensor_hooks,
     uneven_inputs,
 )
 from ..scaling.optimizers.all_steps import NotifyOfSteps
-from ..torch_private import layer_forwards
+from ..torch_private import dynamo_inputs, layer_forwards
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -148,6 +149,16 @@ def tools(registry: Registry) -> list[Tool]:
             "forwards of nn.Linear and convolutions: weights read without a call",
             lambda needs: needs.casts or needs.half_models,
             layer_forwards.replacements,
+        ),
+        Tool(
+            "copies and pickles made within a forward: of the parameters, not of lent copies",
+            lambda needs: needs.half_models,
+            lent_copies.replacements,
+        ),
+        Tool(
+            "torch.compile: half copies of weights go into graphs, without a warning",
+            lambda needs: needs.half_models and dynamo_inputs.is_imported(),
+            dynamo_inputs.replacements,
         ),
         Tool(
             "module.to(dtype): refused",

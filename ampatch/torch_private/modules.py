@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -59,10 +60,26 @@ FLAT_WEIGHTS = "_flat_weights"
 
 
 def list_weights(rnn: nn.RNNBase) -> None:
-    """Make an RNN's list of weights anew from its attributes."""
-    names = getattr(rnn, "_flat_weights_names", None)
-    if names is not None and FLAT_WEIGHTS in vars(rnn):
-        vars(rnn)[FLAT_WEIGHTS] = [getattr(rnn, name, None) for name in names]
+    """Make an RNN's list of weights anew from its attributes, and what tells it of new weights:
+    its next forward would lay them out in memory anew.
+    """
+    own, names = vars(rnn), getattr(rnn, "_flat_weights_names", None)
+    if names is None or FLAT_WEIGHTS not in own:
+        return
+    weights = [getattr(rnn, name, None) for name in names]
+    own[FLAT_WEIGHTS] = weights
+    if "_flat_weight_refs" in own:
+        own["_flat_weight_refs"] = [None if one is None else weakref.ref(one) for one in weights]
+
+
+def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
+    """The weights of an RNN that lie in one block of memory, as cuDNN wants them; else none."""
+    weights = getattr(rnn, FLAT_WEIGHTS, [])
+    if len(weights) < 2 or any(type(one) is not nn.Parameter for one in weights):
+        return []
+    storages = {one.untyped_storage().data_ptr() for one in weights}
+    alike = {(one.dtype, one.device, one.layout) for one in weights}
+    return list(weights) if len(storages) == len(alike) == 1 and 0 not in storages else []
 
 
 def is_replica(module: nn.Module) -> bool:
@@ -128,3 +145,19 @@ BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWAR
 def backward_tables(module: nn.Module) -> list[dict]:
     """The tables of its backward hooks; none where they cannot be seen."""
     return [getattr(module, name, {}) for name in _BACKWARD_TABLES]
+
+
+def register_state_dict_hook(module: nn.Module, hook: Callable) -> Any:
+    """Have `hook(module, state_dict, prefix, metadata)` run after `state_dict()`, before other
+    hooks.
+
+    Where torch keeps hooks elsewhere than expected, it runs in the order of registering.
+    """
+    if hasattr(module, "register_state_dict_post_hook"):
+        handle = module.register_state_dict_post_hook(hook)
+    else:  # before torch 2.5
+        handle = module._register_state_dict_hook(hook)
+    hooks = getattr(module, "_state_dict_hooks", None)
+    if hooks is not None and handle.id in hooks:
+        hooks.move_to_end(handle.id, last=False)
+    return handle

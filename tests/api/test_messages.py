@@ -145,7 +145,7 @@ def test_ddp_before_a_cast_of_the_model():
         match=r"models\[0\].inner is already wrapped in Distr"
         r".*Call initialize first and wrap the model it returns",
     ):
-        ampatch.initialize(wrapped, optimizer, opt_level="O2")
+        ampatch.initialize(wrapped, optimizer, opt_level="O3")
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -263,6 +265,98 @@ def test_compiled_in_place(level, when, inputs):
     amp.deactivate()
     assert model(inputs).dtype is FP32
     torch._dynamo.reset()
+
+
+class Mixed(nn.Module):
+    """A norm that stays FP32, a layer that is used twice, and a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.scale, self.unused = nn.Parameter(torch.ones(4)), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.first(torch.relu(self.norm(self.first(x)))) * self.scale
+
+
+def around_forward(model, optimizer, compile_it):
+    forward = compile_it(lambda x: model(x).square().mean())
+    return lambda x: step_with(forward(x), optimizer)
+
+
+def of_model(model, optimizer, compile_it):
+    forward = compile_it(model)
+    return lambda x: step_with(forward(x).square().mean(), optimizer)
+
+
+def in_place(model, optimizer, compile_it):
+    model.compile(**compile_it.keywords)
+    return lambda x: step_with(model(x).square().mean(), optimizer)
+
+
+def whole_step(model, optimizer, compile_it):
+    keywords = {**compile_it.keywords, "fullgraph": False}
+    return torch.compile(lambda x: step_with(model(x).square().mean(), optimizer), **keywords)
+
+
+def step_with(loss, optimizer):
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("ways", [of_model, in_place, around_forward, whole_step])
+def test_training_at_o2_equals_eager_and_compiles_once(ways, when):
+    """Weights of FP32, which half copies stand for in the forward: bit for bit, gradients too."""
+    found, graphs = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        model = Mixed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        compile_it = functools.partial(torch.compile, backend=backend, fullgraph=True)
+        if is_compiled and when == "before":
+            step = ways(model, optimizer, compile_it)
+        amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+        if not is_compiled:
+            step = of_model(model, optimizer, lambda model: model)
+        elif when == "after":
+            step = ways(model, optimizer, compile_it)
+        counts = []
+        for seed in range(5):
+            step(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)))
+            counts.append(len(graphs))
+        assert len(set(counts[1:])) == 1, "compiled anew"
+        with torch.no_grad():
+            outputs = [model.eval()(torch.ones(2, 4)), model(torch.ones(3, 4))]
+        used = [p for name, p in model.named_parameters() if "unused" not in name]
+        assert all(p.grad.dtype is p.dtype is FP32 for p in used)
+        assert model.unused.weight.grad is None
+        found.append([*outputs, *model.state_dict().values(), *(p.grad for p in used)])
+        amp.deactivate()
+    assert graphs and all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_parameter_or_layer_replaced_after_compiling_counts(compiled, inputs, around):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    fast = compiled((lambda x: model(x)) if around else model)
+    assert torch.equal(fast(inputs), model(inputs))
+    for index in (0, 2):
+        model[index].weight = new = nn.Parameter(torch.randn(4, 4))
+        fast(inputs)
+        assert model[index].weight is new and torch.equal(fast(inputs), model(inputs))
+        model[index] = nn.Linear(4, 4)
+        assert torch.equal(fast(inputs), model(inputs))
 
 
 @pytest.mark.slow

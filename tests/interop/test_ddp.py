@@ -46,8 +46,12 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=data), torch.randint(0, 3, (8,), generator=data)
 
 
-def train(rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype) -> dict:
+def train(
+    rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype, given: str = "first"
+) -> dict:
     """Eight steps of `micro` batches, all but the last in `no_sync`.
+
+    `initialize` comes first, or is given the wrapper, or what is in a wrapper that is made before.
 
     A static graph is not traced in `no_sync`, so the first step then does without.
     `poisoned` holds (rank, step, micro-batch) where the loss is infinite.
@@ -55,8 +59,10 @@ def train(rank: int, level: str, options: str, micro: int, poisoned: tuple, dtyp
     heads = 1 if options == "find_unused_parameters" else 2
     model = Net(seed=rank)  # DDP's broadcast makes the ranks equal
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if given != "first":
+        parallel = DistributedDataParallel(model, **OPTIONS[options])
     amp.initialize(
-        model,
+        parallel if given == "wrapper" else model,
         optimizer,
         opt_level=level,
         dtype=dtype,
@@ -64,7 +70,8 @@ def train(rank: int, level: str, options: str, micro: int, poisoned: tuple, dtyp
         growth_interval=3,
         verbosity=0,
     )
-    parallel = DistributedDataParallel(model, **OPTIONS[options])
+    if given == "first":
+        parallel = DistributedDataParallel(model, **OPTIONS[options])
     skipped, scales = [], []
     for step in range(8):
         optimizer.zero_grad()
@@ -119,6 +126,18 @@ def check(results: list[dict], level: str, skipped: set[int], reference: list) -
 def test_ddp_trains_as_one_process_in_float(ranks, level, options, micro):
     results = ranks(train, level, options, micro, (), torch.bfloat16)
     check(results, level, set(), float_masters(options, micro, set()))
+
+
+@pytest.mark.parametrize("given", ["wrapper", "module"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_wrapped_before_initialize(ranks, level, options, given):
+    """As wrapped after it, to the bit; with `no_sync`, and with an overflow on one rank."""
+    poisoned = ((1, 3, 0),)
+    before = ranks(train, level, options, 2, poisoned, torch.float16, given)
+    check(before, level, {3}, float_masters(options, 2, {3}))
+    after = ranks(train, level, options, 2, poisoned, torch.float16)
+    assert all(map(torch.equal, before[0]["weights"], after[0]["weights"]))
 
 
 @pytest.mark.parametrize("options", OPTIONS)

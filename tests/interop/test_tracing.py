@@ -73,6 +73,35 @@ def test_symbolic_trace_of_a_managed_model(level, said):
     assert same(again(X), model(X))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("is_root", [False, True])
+def test_weights_that_a_graph_reads_itself_are_the_models(level, is_root):
+    """Half there too, trained by the graph, and what is loaded into the model counts."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.layer = nn.Parameter(torch.eye(4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x @ self.weight)
+
+    model = managed(level, Own())
+    model_or_around = model if is_root else nn.Sequential(model)
+    graph = torch.fx.symbolic_trace(model_or_around)
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert same([graph(X)], [model_or_around(X)])
+    for call in (graph, model_or_around):
+        call(X).float().sum().backward()
+    assert torch.equal(model.weight.grad, grad_of(model, model.weight) * 2)
+
+
+def grad_of(model, weight):
+    """The gradient of one pass."""
+    return torch.autograd.grad(model(X).float().sum(), weight)[0]
+
+
 def test_symbolic_trace_casts_outputs_as_asked():
     model = managed("O1", cast_model_outputs=torch.float16)
     assert [out.dtype for out in torch.fx.symbolic_trace(model)(X)] == [torch.float16] * 2
@@ -230,18 +259,17 @@ def test_script_of_a_managed_model(level, said):
 @JIT
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_scripted_submodule(level, said):
-    """Compiled before `initialize`: not cast at O1, which is said; converted at O2 and O3."""
+    """Compiled before `initialize`: not cast at O1 and O2, which is said; converted at O3."""
     torch.manual_seed(0)
     model = nn.Sequential(torch.jit.script(Net().body), nn.Linear(4, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"dtype": H, "verbosity": 1, "loss_scale": 1.0}
     ampatch.initialize(model, optimizer, opt_level=level, **options)
-    half = level in ("O2", "O3")
-    assert model[0][0].weight.dtype is (H if half else FP32)
-    assert model[0][1].weight.dtype is (H if level == "O3" else FP32), "BatchNorm"
-    warned = [m for m in said() if "Sequential.0 is TorchScript" in m and "(linear)" in m]
-    assert len(warned) == (level == "O1")
+    assert {model[0][i].weight.dtype for i in (0, 1)} == {H if level == "O3" else FP32}
+    why = {"O1": "(linear)", "O2": "it runs in FP32"}.get(level, "")
+    warned = [m for m in said() if "Sequential.0 is TorchScript" in m and why in m]
+    assert len(warned) == (level in ("O1", "O2"))
     saved = model.state_dict()
     assert {value.dtype for name, value in saved.items() if "num" not in name} == {FP32}
     if level != "O3":  # no masters there: rounded
@@ -256,6 +284,20 @@ def test_a_scripted_submodule(level, said):
     for name in before:
         rounded = before[name].to(H).to(before[name].dtype) if level == "O3" else before[name]
         assert torch.equal(after[name], rounded if "num" not in name else before[name])
+
+
+@JIT
+@pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, X)])
+def test_a_scripted_submodule_at_o2_computes_in_float32(make):
+    body = Net().body.eval()
+    part, head, seen = make(body), nn.Linear(4, 4), []
+    found = part.forward
+    model = managed("O2", nn.Sequential(part, head))
+    head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(X)
+    assert torch.equal(seen[0], body(X.to(H).float()).to(H))
+    ampatch.deactivate()
+    assert torch.equal(part(X), body(X)) and part.forward == found
 
 
 @JIT

@@ -186,6 +186,8 @@ for level in ("O1", "O2", "O3"):
     model, optimizer = ampatch.initialize(
         model, optimizer, opt_level=level, dtype="bfloat16", loss_scale="dynamic",
         init_scale=128.0, verbosity=0)
+    seen = []
+    model[1].register_forward_pre_hook(lambda *args: seen.append(model[0].weight.dtype))
     with ampatch.scale_loss(model(x * torch.randn(2, 4))[0].float().sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -198,7 +200,7 @@ for level in ("O1", "O2", "O3"):
         scaled.backward()
     optimizer.step()
     assert ampatch.step_was_skipped(optimizer)
-    print(model[0].weight.dtype, model[1].weight.dtype, torch.exp(x.half()).dtype)
+    print(seen[0], model[0].weight.dtype, model[1].weight.dtype, torch.exp(x.half()).dtype)
     ampatch.deactivate()
     assert [torch.nn.functional.linear, torch.exp] == originals
     assert model(x).dtype is torch.float32
@@ -206,9 +208,9 @@ for level in ("O1", "O2", "O3"):
     )
     lines = in_a_process(code).replace("torch.", "").splitlines()
     assert lines == [
-        "float32 float32 float32",
-        "float32 float32 float16",
-        "bfloat16 bfloat16 float16",
+        "float32 float32 float32 float32",
+        "bfloat16 float32 float32 float16",
+        "bfloat16 bfloat16 bfloat16 float16",
     ]
 
 

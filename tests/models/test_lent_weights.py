@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -381,3 +382,163 @@ def test_a_graph_without_its_buffers_holds_no_copies():
     loss.backward()
     gc.collect()
     assert [copied() for copied in held] == [None, None] and loss.grad_fn is not None
+
+
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+COPIES = {
+    "state_dict": lambda module: module.state_dict(),
+    "state_dict, kept": lambda module: module.state_dict(keep_vars=True),
+    "deepcopy": lambda module: copy.deepcopy(module).state_dict(),
+    "pickle": lambda module: pickled(module).state_dict(),
+    "deepcopy of a state_dict": lambda module: copy.deepcopy(module.state_dict()),
+    "a model around": lambda module: copy.deepcopy(nn.Sequential(module))[0].state_dict(),
+    "a thread": lambda module: in_a_thread(module.state_dict),
+}
+
+
+def in_a_thread(call):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+class Recurrent(nn.Module):
+    """An RNN, a tied weight and a layer that comes later."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.late = nn.LSTM(4, 4), None
+        self.head = nn.Linear(4, 16, bias=False)
+        self.head.weight = self.rnn.weight_ih_l0
+
+    inside = None
+
+    def forward(self, x):
+        hidden = self.head(self.rnn(x)[0])
+        type(self).inside()
+        return self.late(hidden)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_copies_made_within_a_forward_are_of_the_parameters(how, grad, whole, monkeypatch):
+    """byol-pytorch copies its encoder at the first forward."""
+    model, found = Recurrent(), []
+    start(model)
+    model.late = nn.Linear(16, 2)
+    parts = [model] if whole else list(model.children())
+    expected = [part.state_dict(keep_vars=True) for part in parts]
+    make = COPIES[how]
+    monkeypatch.setattr(Recurrent, "inside", lambda: found.extend(map(make, parts)))
+    with torch.set_grad_enabled(grad):
+        model(torch.ones(3, 4))
+    assert len(found) == len(parts)
+    for copied, weights in zip(found, expected, strict=True):
+        assert copied.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert copied[name].dtype is torch.float32 and torch.equal(copied[name], weight)
+            assert not copied[name].requires_grad or "kept" in how
+            assert "kept" not in how or copied[name] is weight
+
+
+def test_a_copy_of_a_part_made_within_a_forward_trains():
+    model, copies = Net(), []
+    start(model)
+    model.inside = lambda model: copies.append(copy.deepcopy(model.first))
+    model(inputs())
+    (made,) = copies
+    assert is_float(made) and is_float(model)
+    made(inputs()).sum().backward()
+    assert made.weight.grad is not None and model.first.weight.grad is None
+
+
+def in_one_block(rnn):
+    """Lay its weights out in one block of memory, as `flatten_parameters` does on CUDA."""
+    block = torch.cat([weight.detach().flatten() for weight in rnn._flat_weights])
+    start = 0
+    for weight in rnn._flat_weights:
+        weight.data = block[start : start + weight.numel()].view_as(weight)
+        start += weight.numel()
+    return rnn
+
+
+RNNS = {
+    "LSTM": lambda: nn.LSTM(4, 6, 2, dropout=0.0),
+    "GRU": lambda: nn.GRU(4, 6, bidirectional=True),
+    "RNN": lambda: nn.RNN(4, 6, 3, bias=False),
+    "projected": lambda: nn.LSTM(4, 6, 2, proj_size=3, bidirectional=True),
+    "many layers": lambda: nn.GRU(4, 6, 20),  # more weights than a bucket has
+    "frozen in part": lambda: frozen(nn.GRU(4, 6, 2), "weight_hh_l1"),
+}
+
+
+def frozen(rnn, name):
+    getattr(rnn, name).requires_grad_(False)
+    return rnn
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("kind", RNNS)
+@pytest.mark.parametrize("mode", ["training", "evaluation", "no grad", "inference"])
+def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, mode):
+    """cuDNN takes them as they are then; else it copies them at every forward, and warns."""
+    places, results = [], []
+    for flat in (False, True):
+        torch.manual_seed(0)
+        rnn = RNNS[kind]()
+        model = nn.Sequential(nn.Linear(4, 4), in_one_block(rnn) if flat else rnn)
+        start(model)
+        seen = rnn.register_forward_pre_hook(
+            lambda rnn, args: places.append(
+                [
+                    (one.untyped_storage().data_ptr(), one.storage_offset(), one.stride())
+                    for one in rnn._flat_weights
+                ]
+                + [{one.dtype for one in rnn._flat_weights}, rnn._weights_have_changed()]
+            )
+        )
+        model.train(mode == "training")
+        grad = mode in ("training", "evaluation")
+        with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(grad):
+            outputs = model(torch.linspace(-1, 1, 12).view(3, 4))[0]
+        seen.remove()
+        results.append([outputs])
+        if outputs.requires_grad:
+            outputs.square().sum().backward()
+            grads = [p.grad for p in model.parameters() if p.requires_grad]
+            assert all(type(one) is torch.Tensor and one.dtype is torch.float32 for one in grads)
+            results[-1] += grads
+        assert is_float(model) and not rnn._weights_have_changed()
+    *found, dtypes, has_changed = places[1]
+    weights = rnn._flat_weights
+    assert len({block for block, _, _ in found}) == 1 and dtypes == {HALF} and not has_changed
+    assert [rest for _, *rest in found] == [[w.storage_offset(), w.stride()] for w in weights]
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda net: copy.deepcopy(net.first), lambda net: nn.Linear(4, 8)]
+)
+def test_a_part_that_the_forward_makes_is_lent_at_once(make):
+    """A momentum encoder, or a layer whose sizes the first input says."""
+
+    class Making(Net):
+        def encode(self, x):
+            if not hasattr(self, "late"):
+                self.late = make(self)
+            self.seen.append(self.late.weight.dtype)
+            return self.late(x) + self.first(x)
+
+    model, _ = start(Making())
+    for _ in range(2):
+        model(inputs()).sum().backward()
+        assert set(model.seen) == {HALF} and is_float(model)
+        assert model.late.weight.grad.dtype is torch.float32
+        assert torch.equal(model.late.weight.grad, model.first.weight.grad)

@@ -1,0 +1,50 @@
+"""Tensors that go into graphs of Dynamo: those that are no leaves are not asked for their `grad`.
+
+Dynamo asks every one.  Where a tensor is no leaf, as half copies of weights, torch warns; Dynamo
+hides that, but a filter that makes errors of warnings raises it all the same, and nothing is
+compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+from torch import Tensor
+
+MODULE = "torch._dynamo.variables.builder"
+_CLASS = "VariableBuilder"
+_MODULES = (MODULE, "torch._subclasses.meta_utils")
+
+
+def is_imported() -> bool:
+    """Whether there is anything to replace yet."""
+    return hasattr(sys.modules.get(MODULE), _CLASS)  # defined after the functions
+
+
+def when_imported(call: Callable[[], None]) -> None:
+    """Have `call()` run once Dynamo's part is imported."""
+    wrapt.register_post_import_hook(lambda module: call(), MODULE)
+
+
+def replacements() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """What to replace: `(module, name, make)`; nothing where torch has other functions."""
+    return [
+        (module, name, make)
+        for module in filter(None, map(sys.modules.get, _MODULES))
+        for name, make in (("safe_grad", _of_leaf), ("safe_has_grad", _of_tensor))
+        if hasattr(module, name)
+    ]
+
+
+def _of_leaf(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def grad_of(tensor: Any) -> Any:
+        return original(tensor) if tensor.is_leaf or tensor.retains_grad else None
+
+    return grad_of
+
+
+def _of_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda thing: isinstance(thing, Tensor) or original(thing)
