@@ -12,14 +12,8 @@ from torch.nn.parallel import DataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.config import opt_levels
 
 HALF = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def lending(monkeypatch):
-    monkeypatch.setitem(opt_levels.LENDING, 0, True)
 
 
 class Net(nn.Module):
