@@ -169,7 +169,6 @@ class ManagedModel:
         if self.properties.lends_weights:
             leave = functools.partial(sharded_parameters, self.model)
             self._lent = LentWeights(self.model, dtype, skip, leave, self._state)
-            self._warn_of_half_weights()
         else:
             self._converted = convert_weights(
                 self.model, dtype, skip, leave=sharded_parameters(self.model)
@@ -188,8 +187,11 @@ class ManagedModel:
                 ", ".join(lost),
             )
 
-    def _warn_of_half_weights(self) -> None:
-        """Master weights are FP32 parameters; those that were given in half are trained as such."""
+    def warn_of_half_weights(self) -> None:
+        """O1 and O2 train FP32 parameters; those that were given in half are trained in half."""
+        patches = self.properties.patch_torch_functions
+        if not patches and not self.properties.lends_weights:
+            return
         given = [
             name
             for name, parameter in self.model.named_parameters()
