@@ -53,7 +53,7 @@ from .sharded_weights import (
     places_in,
     sharded_parameters,
 )
-from .steps import Step
+from .steps import CompiledStep, Step
 from .submodule_calls import SubmoduleCalls
 
 
@@ -387,6 +387,16 @@ class ManagedModel:
                 yield
         finally:
             self._step = before
+
+    def in_compiled_step(
+        self, is_sent_through_call: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """As `in_step`, for a step that torch.compile has compiled as a whole."""
+        step, lent = self.in_step(is_sent_through_call), self._lent
+        if lent is None:
+            return step
+        begin, end = functools.partial(lent.begin, self.model), functools.partial(lent.end, self.model)
+        return CompiledStep(step, begin, end)
 
     def _enter_submodule(self, owner: Any, part: nn.Module) -> None:
         """A part is called from outside."""

@@ -7,6 +7,10 @@ not the model's forward: nothing is to be cast around it, and the loss is to be 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 
 from .submodule_calls import SubmoduleCalls
@@ -41,3 +45,25 @@ class Step:
     def leaves(self) -> bool:
         """A call of the model ends; whether that was the step."""
         return bool(self._calls) and self._calls.pop()
+
+
+class CompiledStep:
+    """`step` as one compiled function: no hook of a part runs in it, so all weights are lent."""
+
+    def __init__(
+        self,
+        step: AbstractContextManager[None],
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._step = step
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> None:
+        self._begin()
+        self._step.__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        self._end()
+        return self._step.__exit__(*exception)

@@ -154,15 +154,22 @@ def evaluates_closure_once(optimizer: Any) -> bool:
 # Models
 
 
-def in_step(model: nn.Module, is_sent_through_call: bool) -> AbstractContextManager[None]:
+def in_step(
+    model: nn.Module, is_sent_through_call: bool, is_compiled: bool = False
+) -> AbstractContextManager[None]:
     """Context manager around a framework's step, a method of a managed model that calls its parts.
 
     At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
     return FP32.  With `is_sent_through_call` the model's first call in it is the step itself, sent
-    through `DistributedDataParallel`.
+    through `DistributedDataParallel`.  A step that is compiled as a whole gets the half weights of
+    the whole model; what it is given is cast by the caller.
     """
     managed = registry.models.managed(model)
-    return contextlib.nullcontext() if managed is None else managed.in_step(is_sent_through_call)
+    if managed is None:
+        return contextlib.nullcontext()
+    if is_compiled:
+        return managed.in_compiled_step(is_sent_through_call)
+    return managed.in_step(is_sent_through_call)
 
 
 # Casting
