@@ -122,7 +122,7 @@ def initialize(
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
     and `AMPATCH_ENABLED` (`0`) replace the arguments of the same names.
     `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
-    (`{"keep_batchnorm_fp32": false}`).  `ValueError` names a variable that is wrong.
+    (`{"growth_interval": 500}`).  `ValueError` names a variable that is wrong.
     """
     given = {name: value for name, value in locals().items() if name in ARGUMENTS}
     given["overrides"] = overrides

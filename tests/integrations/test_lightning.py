@@ -271,7 +271,12 @@ def test_an_exception_leaves_plain_weights_with_the_masters_values():
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_prediction_and_frozen_weights_round_no_weight_for_good(level):
+def test_prediction_and_frozen_weights_round_no_weight_but_at_o3(level):
+    """O3 converts the weights; what was rounded stays so when the module is FP32 again."""
+
+    def left(value: Any) -> Any:
+        return value.half().float() if level == "O3" and value.is_floating_point() else value
+
     class Frozen(Training):
         def __init__(self) -> None:
             super().__init__()
@@ -286,9 +291,10 @@ def test_prediction_and_frozen_weights_round_no_weight_for_good(level):
     module = Frozen()
     before = {key: value.clone() for key, value in module.state_dict().items()}
     trainer(amp(level)).predict(module, loader())
-    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    for key, value in module.state_dict().items():
+        assert value.dtype is before[key].dtype and torch.equal(value, left(before[key])), key
     trainer(amp(level)).fit(module, loader())
-    assert torch.equal(module.net[0].weight, before["net.0.weight"])
+    assert torch.equal(module.net[0].weight, left(before["net.0.weight"]))
     assert not torch.equal(module.net[3].weight, before["net.3.weight"])
 
 
