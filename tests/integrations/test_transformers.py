@@ -243,9 +243,10 @@ def test_saved_models_have_the_weights_as_they_are(make, level, tmp_path):
     trainer.model.save_pretrained(tmp_path / "model")
     for name in ("trainer", "model"):
         loaded = type(trainer.model).from_pretrained(tmp_path / name, dtype="auto")
+        assert loaded.dtype is kind
         for key, value in trainer.model.state_dict().items():
-            assert loaded.state_dict()[key].dtype is value.dtype is kind
-            assert torch.equal(loaded.state_dict()[key], value), key
+            assert value.dtype is kind  # T5 is loaded with some layers in FP32
+            assert torch.equal(loaded.state_dict()[key].to(kind), value), key
 
 
 def test_evaluation_is_cast_and_leaves_the_weights_to_the_training_after_it(tmp_path):
