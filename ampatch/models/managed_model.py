@@ -395,7 +395,10 @@ class ManagedModel:
         step, lent = self.in_step(is_sent_through_call), self._lent
         if lent is None:
             return step
-        begin, end = functools.partial(lent.begin, self.model), functools.partial(lent.end, self.model)
+        begin, end = (
+            functools.partial(lent.begin, self.model),
+            functools.partial(lent.end, self.model),
+        )
         return CompiledStep(step, begin, end)
 
     def _enter_submodule(self, owner: Any, part: nn.Module) -> None:
