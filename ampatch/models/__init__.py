@@ -1,14 +1,13 @@
-"""A model under an opt level: its conversion, hooks, copies and state dicts.
+"""A model under an opt level: its half weights, hooks and copies.
 
 Where to look first:
 
-* one model and its hooks: `managed_model`, `hooks`; weights to half and back: `conversion`;
-* half copies during a forward, behind a switch: `lent_weights`, `registrations`;
+* one model and its hooks: `managed_model`, `hooks`;
+* half copies of FP32 weights during a forward (O2): `lent_weights`; which parameters come later:
+  `registrations`; weights to half and back (O3): `conversion`;
 * how inputs are cast: `io_casting`; calls of parts of a model: `submodule_calls`; steps of a
   framework around it: `steps`; parts in another precision: `module_overrides`;
-* `copy.deepcopy`, pickle, `torch.save(model)`: `copies`, `plain_parameters`;
-* `state_dict()`: `state_dicts`; the FP32 values that checkpoints and copies get: `float_values`,
-  `float_copies`;
+* `copy.deepcopy`, pickle, `torch.save(model)`: `copies`;
 * what `fully_shard` has sharded: `sharded_weights`.
 """
 
