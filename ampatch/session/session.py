@@ -37,7 +37,7 @@ class Session:
     Complete when constructed, in force after `open`.  `models` and `optimizers` are its members,
     `policies` what it casts.  Its optimizers ask it what they need for a step (`StepOwner`).
 
-    Large: it is the one place that knows both sides, and most methods pass a call on to one of them.
+    Large: it is the one place that knows both sides; most methods pass a call on to one of them.
     """
 
     def __init__(
