@@ -162,6 +162,22 @@ def not_wrapped_before(models: list[nn.Module], properties: Properties) -> None:
                 )
 
 
+def wrapped_model_keeps_dtypes(
+    model: nn.Module, is_converted: bool, properties: Properties
+) -> None:
+    """Raise `AmpatchError` for DDP around a model whose parameters are about to change dtype."""
+    target = properties.cast_model_type
+    changes = properties.casts_model and not properties.lends_weights
+    changes &= any(p.is_floating_point() and p.dtype is not target for p in model.parameters())
+    if (is_converted or changes) and wrappers_around([model]):
+        raise AmpatchError(
+            f"ampatch.set_opt_level({type(model).__name__}, {properties.opt_level!r}): the model "
+            "is wrapped in DistributedDataParallel, which would miss the gradients of parameters "
+            "that change their dtype. Nothing was changed. Levels among O0, O1 and O2 change none; "
+            "for another one call ampatch.initialize on the bare model and wrap it anew."
+        )
+
+
 def wrappers_around(models: list[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:
     """The DistributedDataParallel that models, or parts of them, were put into earlier.
 

@@ -326,7 +326,8 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
     that they need stay as they are.
 
     Raises:
-        AmpatchError: no open session manages the model.
+        AmpatchError: no open session manages the model, or it is wrapped in
+            DistributedDataParallel and its parameters would change their dtype.
         ValueError: the level is unknown, or is in another half type than the other models.
     """
     session = registry.models.session_of(model)
@@ -335,7 +336,11 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
             f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r}): this "
             "model was not given to ampatch.initialize."
         )
-    session.relevel(model, opt_level)
+    properties = session.at_level(model, opt_level)
+    managed = session.models.find(model)
+    assert managed is not None  # the registry has found the session by it
+    argument_checks.wrapped_model_keeps_dtypes(model, bool(managed.converted()), properties)
+    session.relevel(model, properties)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -371,6 +376,20 @@ def deactivate() -> None:
     Several errors are raised as an `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError`
     that names them.
     """
+    sessions = [session for session in registry.sessions if session.properties.enabled]
+    models = [managed for session in sessions for managed in session.models.alive()]
+    converted = [managed.model for managed in models if managed.converted()]
+    try:
+        if argument_checks.wrappers_around(converted):
+            logger.warning(
+                "ampatch.deactivate(): parameters change their dtype in DistributedDataParallel, "
+                "which will not average their gradients any more. Wrap the model again."
+            )
+    finally:
+        _close_all()
+
+
+def _close_all() -> None:
     try:
         registry.close_all()
     finally:

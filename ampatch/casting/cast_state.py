@@ -237,6 +237,10 @@ class CastState:
         frames = self.thread.frames
         while frames and not isinstance(frames[-1][0], _BLOCKS):
             self.pop(frames[-1][0])
+        self.end_interrupted()
+
+    def end_interrupted(self) -> None:
+        """Take back what was lent to forwards of this thread that never ended."""
         for lending in list(self.thread.lent):
             lending.end_if_interrupted()
 

@@ -18,37 +18,46 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad
 
 
 def replacements(
-    ready: Callable[[list[Tensor]], None], zeroed: Callable[[set[int]], None]
+    before: Callable[[], None],
+    ready: Callable[[list[Tensor]], None],
+    zeroed: Callable[[set[int]], None],
 ) -> list[Replacement]:
     """What to replace.
 
+    `before()` is called first: Ctrl-C may have left half copies where these functions look.
     `ready(tensors)` unscales the gradients of these tensors that `delay_unscale` left scaled.
     `zeroed(ids)` is called with the ids of the parameters that have lost theirs.
     """
     places: list[tuple[Any, str, Callable]] = [
-        (nn.Module, "zero_grad", lambda original: _zero_grad(original, zeroed))
+        (nn.Module, "zero_grad", lambda original: _zero_grad(original, before, zeroed))
     ]
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         places.extend(
-            (owner, name, lambda original: _when_ready(original, ready))
+            (owner, name, lambda original: _when_ready(original, before, ready))
             for name in _CLIPPING
             if inspect.isfunction(getattr(owner, name, None))
         )
     return places
 
 
-def _zero_grad(original: Callable, zeroed: Callable[[set[int]], None]) -> Callable:
+def _zero_grad(
+    original: Callable, before: Callable[[], None], zeroed: Callable[[set[int]], None]
+) -> Callable:
     @functools.wraps(original)
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        before()
         original(self, set_to_none)
         zeroed(set(map(id, self.parameters())))
 
     return zero_grad
 
 
-def _when_ready(original: Callable, ready: Callable[[list[Tensor]], None]) -> Callable:
+def _when_ready(
+    original: Callable, before: Callable[[], None], ready: Callable[[list[Tensor]], None]
+) -> Callable:
     @functools.wraps(original)
     def when_ready(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        before()
         if isinstance(parameters, Tensor):
             parameters = [parameters]
         parameters = list(parameters)

@@ -30,10 +30,11 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.calling_frames import calling_frame, is_running
 from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
+from ..log import logger
 from ..torch_private.devices import has_values
 from ..torch_private.modules import is_replica, list_weights
 from ..torch_private.probes import computes_with_fakes, is_recording
-from .hooks import add_state_dict_hook
+from .hooks import add_load_hook, add_state_dict_hook
 from .lent_casts import LentCasts
 from .lent_places import Place, StaysFloat, Tree, is_lent, places_in
 from .registrations import registrations
@@ -177,10 +178,16 @@ def _save_parameters(module: nn.Module, state_dict: dict, prefix: str, metadata:
             state_dict[prefix + name] = parameter if saved is entry else parameter.detach()
 
 
+def _remove(handles: tuple[Any, ...]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
 class LentWeights:
     """Lends half copies, in `dtype`, of the FP32 weights of one model.
 
     Weights of modules for which `stays_float` is true are left out, and those in `leave()` (ids).
+    `at_change()` is called before a forward of a model that has got other parameters or parts.
     """
 
     def __init__(
@@ -191,6 +198,7 @@ class LentWeights:
         leave: Callable[[], Collection[int]],
         state: CastState,
         kept: KeptCopies,
+        at_change: Callable[[], None],
     ) -> None:
         self._model = model
         self.dtype = dtype
@@ -201,9 +209,12 @@ class LentWeights:
         self._turns = Turns(type(model).__name__, self._running_in, self._end)
         self._casts = LentCasts(model, dtype, kept)
         self.running: Lending | None = None
+        self._at_change = at_change
         self._kept = kept  # while it is open, they serve all forwards that record no graph
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
-        self._is_first = True  # no training forward yet
+        self._forwards = 0  # with a graph, so far
+        self.has_changed = False  # the model has got parameters or parts since
+        self._has_warned = False
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
         self._left: Collection[int] = ()  # what `leave` has said
         # What calls that Dynamo traces have exchanged, the outermost first.
@@ -230,10 +241,17 @@ class LentWeights:
         own = set(root.modules())
         gone = [module for module in self._hooked if root is self._model and module not in own]
         for module in gone:
-            self._hooked.pop(module).remove()
+            _remove(self._hooked.pop(module))
         for module in own:
             if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
-                self._hooked[module] = add_state_dict_hook(module, _save_parameters)
+                self._hooked[module] = (
+                    add_state_dict_hook(module, _save_parameters),
+                    add_load_hook(module, self._before_load),
+                )
+
+    def _before_load(self, *args: Any) -> None:
+        """A checkpoint is about to be loaded, perhaps after a forward that Ctrl-C has ended."""
+        self._state.end_interrupted()
 
     def places_in(self, root: nn.Module) -> list[Place]:
         """Where FP32 weights stand now that the model lends, found without a tree."""
@@ -243,7 +261,7 @@ class LentWeights:
         """A module has got a parameter or a submodule: those that have it are to be looked at."""
         for tree in self._trees.values():
             if id(module) in tree.modules:
-                tree.is_old = True
+                tree.is_old = self.has_changed = True
         running = self.running
         if (
             isinstance(value, nn.Module)
@@ -262,6 +280,13 @@ class LentWeights:
     def lends(self, parameter: Tensor) -> bool:
         """Whether the forward computes with a half copy of this weight."""
         return any(one is parameter for one in self.whole().parameters)
+
+    def look(self) -> None:
+        """A forward of the model is about to begin, which has other parameters or parts by now."""
+        if self.running is None:
+            self.has_changed = False
+            self.whole()
+            self._at_change()
 
     def begin(self, root: nn.Module) -> None:
         """A call of the model or of a part of it begins; the outermost one lends."""
@@ -284,8 +309,10 @@ class LentWeights:
             tree = self.tree_of(root)
             lending = Lending(tree, self._casts.of(tree), self)
             tree.share_attributes(lending.copies)
-            if self.compared or (self._is_first and torch.is_grad_enabled()):
-                self._compare(lending)
+            number = self._forwards = self._forwards + torch.is_grad_enabled()
+            is_due = torch.is_grad_enabled() and not number & (number - 1)
+            if is_due or self.compared:
+                self._compare(lending, is_due)
             self.running, self._roots = lending, [root]
             self._state.thread.lent.append(lending)
             lending.put()
@@ -293,17 +320,13 @@ class LentWeights:
             self._end()
             raise
 
-    def _compare(self, lending: Lending) -> None:
-        """See writes through `.data`: of all modules in the first training forward, of those that
-        do it from then on.
+    def _compare(self, lending: Lending, is_due: bool) -> None:
+        """See writes through `.data`, of modules that are known to make them.
+
+        All are looked at in training forwards number 1, 2, 4, 8, ...: some begin after a warm-up.
         """
-        if is_recording() or computes_with_fakes():
-            return
-        if self._is_first and torch.is_grad_enabled():
-            self._is_first = False
-            lending.compare(None)
-        else:
-            lending.compare(self.compared)
+        if not (is_recording() or computes_with_fakes()):
+            lending.compare(None if is_due else self.compared)
 
     def end(self, root: nn.Module) -> None:
         """A call has ended."""
@@ -332,19 +355,16 @@ class LentWeights:
         if self.running is lending:
             self._end()
 
-    def is_joined(self) -> bool:
-        """Whether the model is part of another one that has lent its weights in this thread.
+    def is_joined(self, module: nn.Module) -> bool:
+        """Whether the model, or a part of it, is in another one that lends in this thread.
 
         That one casts what goes in and out.
         """
-        if not self._state.thread.lent:
+        lent = self._state.thread.lent
+        if not lent:
             return False
-        running = self.running
-        return any(
-            id(self._model) in lending.tree.modules
-            for lending in self._state.thread.lent
-            if lending is not running
-        )
+        running, key = self.running, id(module)
+        return any(key in lending.tree.modules for lending in lent if lending is not running)
 
     def _end(self) -> None:
         lending, self.running, self._roots = self.running, None, []
@@ -363,6 +383,21 @@ class LentWeights:
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
         if self._kept.is_open:
             self._kept.settle()
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn_of_rounding(parameter)
+
+    def _warn_of_rounding(self, written: Tensor) -> None:
+        names = [name for name, one in self._model.named_parameters() if one is written]
+        logger.warning(
+            "%s writes into its weights in its own forward (%s). At O2 it has half copies there: "
+            "what is written is rounded to %s, and small changes, as of an average, are lost. "
+            "Write outside of the forward, or keep that part in FP32: "
+            'overrides={"name.*": "float"}.',
+            type(self._model).__name__,
+            names[0] if names else "a weight",
+            self.dtype,
+        )
 
     def close(self) -> None:
         """Nothing is lent any more."""
@@ -372,8 +407,8 @@ class LentWeights:
         if lenders.get(id(self._model)) is self:
             del lenders[id(self._model)]
         self._stop_watching()
-        for handle in self._hooked.values():
-            handle.remove()
+        for handles in self._hooked.values():
+            _remove(handles)
 
     def _lend_to_replica(self, replica: nn.Module) -> None:
         """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""

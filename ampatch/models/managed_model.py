@@ -141,9 +141,9 @@ class ManagedModel:
         return ModelInputs(name, dtype, lambda: self._owner.mix(self))
 
     def _make_submodule_calls(self, inputs: ModelInputs, dtype: torch.dtype) -> SubmoduleCalls:
-        def is_inside() -> bool:
+        def is_inside(part: nn.Module) -> bool:
             lent = self._lent
-            return inputs.is_taken or (lent is not None and lent.is_joined())
+            return inputs.is_taken or (lent is not None and lent.is_joined(part))
 
         def leave(owner: Any, part: nn.Module) -> None:
             if self._lent is not None:
@@ -178,7 +178,7 @@ class ManagedModel:
         if dtype not in HALF_TYPES:
             return
         buffers = float_buffers(self.model, skip)
-        self.mixes = any(buffer.dim() for buffer in buffers.values())
+        self._look_at_buffers()
         lost = [name for name, buffer in buffers.items() if half_cannot_hold(buffer, dtype)]
         if lost:
             logger.warning(
@@ -188,10 +188,23 @@ class ManagedModel:
                 ", ".join(lost),
             )
 
+    def _look_at_buffers(self) -> None:
+        """Whether FP32 buffers meet half tensors in its forward."""
+        buffers = float_buffers(self.model, self._stays_float)
+        self.mixes = any(buffer.dim() for buffer in buffers.values())
+
+    def _parts_have_changed(self) -> None:
+        """The model has got other parameters or parts (a parametrization, say)."""
+        mixed = self.mixes
+        self._look_at_buffers()
+        if self.mixes and not mixed:
+            self._owner.mix(self)
+
     def _lend(self, dtype: torch.dtype) -> None:
         leave = functools.partial(sharded_parameters, self.model)
         self._lent = LentWeights(
-            self.model, dtype, self._stays_float, leave, self._state, self.kept
+            *(self.model, dtype, self._stays_float, leave, self._state, self.kept),
+            at_change=self._parts_have_changed,
         )
 
     def give_back(self, shared: Collection[int]) -> set[int]:
@@ -372,7 +385,7 @@ class ManagedModel:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
-        if self._lent is not None and self._lent.is_joined():
+        if self._lent is not None and self._lent.is_joined(model):
             return None
         if self._step is not None and not is_dynamo_compiling() and self._step.enters():
             return None
@@ -383,6 +396,8 @@ class ManagedModel:
             taken = self._inputs.take(args, kwargs)
             if self._submodule_calls is not None and not is_dynamo_compiling():
                 self._submodule_calls.step_aside()
+        if self._lent is not None and self._lent.has_changed and not is_dynamo_compiling():
+            self._lent.look()
         state, policy = self._state, self.policy
         # No push where it would change nothing and cover nothing: `pop` finds no frame then.
         if state.thread.frames or policy is not state.process:
@@ -423,7 +438,7 @@ class ManagedModel:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
-        if self._lent is not None and self._lent.is_joined():
+        if self._lent is not None and self._lent.is_joined(model):
             return None
         if self._step is not None and not is_dynamo_compiling() and self._step.leaves():
             return None

@@ -44,17 +44,18 @@ def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
 class SubmoduleCalls:
     """Hooks on the submodules of one half model.
 
-    `is_inside()` says whether the model's own forward runs in this thread.  `make_inputs(name)`
-    makes what casts a part's inputs.  `push(owner, part)` puts the model's policy in force,
-    `pop(owner, part)` takes it out again.  `traced()` has the calls, `(module, ...)`, that are
-    lent weights where Dynamo traces; None where weights are not lent.
+    `is_inside(part)` says whether a forward runs in this thread that the part belongs to: the
+    model's own, or that of a model which shares the part.  `make_inputs(name)` makes what casts a
+    part's inputs.  `push(owner, part)` puts the model's policy in force, `pop(owner, part)` takes
+    it out again.  `traced()` has the calls, `(module, ...)`, that are lent weights where Dynamo
+    traces; None where weights are not lent.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        is_inside: Callable[[], bool],
+        is_inside: Callable[[nn.Module], bool],
         make_inputs: Callable[[str], ModelInputs],
         push: Callable[[Any, nn.Module], None],
         pop: Callable[[Any, nn.Module], None],
@@ -125,7 +126,7 @@ class SubmoduleCalls:
         if is_dynamo_compiling():
             return self._enter_traced(module, args, kwargs)
         here = self._here
-        if self._is_inside() or id(module) in lenders:
+        if self._is_inside(module) or id(module) in lenders:
             return None
         if here.outermost is not None:
             here.again += here.outermost is module

@@ -345,13 +345,12 @@ class Session:
 
     # Changes at run time
 
-    def relevel(self, model: nn.Module, opt_level: Any) -> None:
-        """Put one of the models under another opt level.
+    def at_level(self, model: nn.Module, opt_level: Any) -> Properties:
+        """What another opt level of one of the models means.
 
-        What the level decides is decided anew, a loss scale among it; the rest
-        (dtype, limits, scope, ...) stays.  Other models of the session keep
-        their level, and the loss scalers that serve them; raises `ValueError`
-        for a level in another half type than theirs.
+        What the level decides is decided anew, a loss scale among it; the rest (dtype, limits,
+        scope, ...) stays.  Raises `ValueError` for a level in another half type than that of the
+        session's other models.
         """
         kept = {
             field.name: getattr(self.properties, field.name)
@@ -359,13 +358,24 @@ class Session:
             if field.name not in ("opt_level", *NULLABLE) or field.name == "min_loss_scale"
         }
         properties = properties_for(opt_level, **kept)
-        others = [managed for managed in self.models.alive() if managed.model is not model]
+        others = self._models_but(model)
         if others and properties.dtype is not self.properties.dtype:
             raise ValueError(
                 f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and "
                 f"the models given to initialize together share {self.properties.dtype}. Choose "
                 "a level in that type, or call initialize for this model and its optimizer alone."
             )
+        return properties
+
+    def _models_but(self, model: nn.Module) -> list[ManagedModel]:
+        return [managed for managed in self.models.alive() if managed.model is not model]
+
+    def relevel(self, model: nn.Module, properties: Properties) -> None:
+        """Put one of the models under another opt level, as `at_level` gives it.
+
+        Other models of the session keep their level, and the loss scalers that serve them.
+        """
+        others = self._models_but(model)
         with Transfer(registry, [model], []):
             self.policies.cast_to(properties.dtype)
             self._manage_model(model, properties)

@@ -100,7 +100,9 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "clipping and zero_grad: gradients are complete, an overflow is forgotten",
             lambda needs: needs.optimizers,
-            lambda: clip_grad.replacements(events.ready_gradients, events.forget_overflow),
+            lambda: clip_grad.replacements(
+                registry.state.end_interrupted, events.ready_gradients, events.forget_overflow
+            ),
             is_over_tables=True,
         ),
         Tool(

@@ -161,3 +161,13 @@ def register_state_dict_hook(module: nn.Module, hook: Callable) -> Any:
     if hooks is not None and handle.id in hooks:
         hooks.move_to_end(handle.id, last=False)
     return handle
+
+
+def register_load_hook(module: nn.Module, hook: Callable) -> Any:
+    """Have `hook(module, state_dict, prefix, ...)` run before the module loads its own tensors.
+
+    Before torch 2.5 `hook` is called without the module.
+    """
+    if hasattr(module, "register_load_state_dict_pre_hook"):
+        return module.register_load_state_dict_pre_hook(hook)
+    return module._register_load_state_dict_pre_hook(hook, with_module=True)

@@ -34,7 +34,8 @@ def test_a_step_that_is_sent_through_the_call_is_no_forward(level):
     with facade.in_step(model, is_sent_through_call=True):
         assert model(torch.ones(2, 4)).dtype is torch.float64
     assert seen == [torch.float32] * 3
-    assert model.net(torch.ones(2, 4)).dtype is torch.bfloat16
+    outside = torch.bfloat16 if level == "O3" else torch.float32
+    assert model.net(torch.ones(2, 4)).dtype is outside
 
 
 def test_after_a_step_that_raised_calls_are_forwards_again():
@@ -47,4 +48,3 @@ def test_after_a_step_that_raised_calls_are_forwards_again():
     with pytest.raises(RuntimeError, match="own"), facade.in_step(model, True):
         model(torch.ones(2, 4))
     assert model(torch.ones(2, 4)).dtype is torch.float32
-    assert model.net(torch.ones(2, 4)).dtype is torch.bfloat16

@@ -69,8 +69,12 @@ def test_a_weight_is_the_optimizers_and_half_only_inside(half):
 
 
 def test_a_part_called_from_outside():
+    """It computes in half and returns FP32, as the weights are that a method reads."""
     model, _ = start()
-    assert model.encode(inputs()).dtype is HALF and is_float(model)
+    seen = []
+    model.first.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
+    assert model.encode(inputs()).dtype is torch.float32 and is_float(model)
+    assert seen == [(HALF, torch.float32)]
     with pytest.raises(RuntimeError, match="shapes"):
         model.first(torch.ones(3, 5))
     assert is_float(model)
@@ -336,7 +340,7 @@ def test_a_compiled_function_that_calls(how):
             kinds.append(hidden.dtype)
             loss.backward()
             optimizer.step()
-        assert set(kinds) == {torch.float32 if how == "the model" else HALF}
+        assert set(kinds) == {torch.float32}
         results.append([weight.detach().clone() for weight in model.parameters()])
         ampatch.deactivate()
         torch._dynamo.reset()
@@ -600,3 +604,147 @@ def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itsel
     loss.backward()
     assert torch.equal(model.seen[-1], expected) and is_float(model)
     assert torch.equal(model(inputs()), expected)
+
+
+# What trials from outside have found
+
+
+def test_a_method_may_mix_a_parts_result_with_a_weight_of_its_own():
+    """As CLIP's `encode_text`: the weight is FP32 there, and so is what parts return."""
+
+    class Projects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 8)
+            self.projection = nn.Parameter(torch.randn(8, 2))
+
+        def encode(self, x):
+            return self.layer(x) @ self.projection
+
+    model, optimizer = start(Projects())
+    expected = copy.deepcopy(model).encode(inputs())
+    found = model.encode(inputs())
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    found.sum().backward()
+    assert {weight.grad.dtype for weight in model.parameters()} == {torch.float32}
+    optimizer.step()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("place", ["first", "last", "all"])
+def test_checkpoints_around_parts_that_are_called_from_outside(place, reentrant):
+    grads = []
+    for with_checkpoints in (False, True):
+        model, _ = start(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+        model.load_state_dict(nn.Sequential(*model).state_dict())
+        with torch.no_grad():
+            for index, weight in enumerate(model.parameters()):
+                weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight) + index)
+
+        def call(part, x, there, within=with_checkpoints):
+            is_here = within and place == there
+            return checkpoint(part, x, use_reentrant=reentrant) if is_here else part(x)
+
+        def whole(x, model=model, call=call):
+            return call(model[2], model[1](call(model[0], x, "first")), "last")
+
+        call(whole, inputs().requires_grad_(), "all").square().mean().backward()
+        grads.append([weight.grad for weight in model.parameters()])
+        ampatch.deactivate()
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_part_called_while_another_thread_runs_the_model_waits_and_has_its_gradient():
+    model, _ = start()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(model):
+        inside.set()
+        go_on.wait(1)
+
+    model.inside = wait
+
+    def evaluate():
+        with torch.no_grad():
+            model(inputs())
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    inside.wait()
+    threading.Timer(0.2, go_on.set).start()
+    hidden = model.first(inputs())
+    hidden.square().mean().backward()
+    thread.join()
+    assert model.first.weight.grad is not None and is_float(model)
+
+
+USES = {
+    "clip": lambda model: float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) > 0,
+    "zero_grad": lambda model: model.zero_grad() or all(p.grad is None for p in model.parameters()),
+    "load_state_dict": lambda model: bool(model.load_state_dict(Net().state_dict())),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_ctrl_c_leaves_is_taken_back_before(use):
+    model, _ = start()
+    model(inputs()).sum().backward()
+
+    def stop(model):
+        raise KeyboardInterrupt
+
+    model.inside = stop
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs())
+    assert USES[use](model) and is_float(model)
+    if use == "load_state_dict":
+        expected = Net().state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+def test_writes_through_data_that_begin_after_a_warm_up_are_found():
+    """At forwards number 1, 2, 4, 8, ... all weights are compared; a module that writes, always."""
+    model, _ = start()
+    for number in range(1, 18):
+        if number == 3:
+            model.inside = lambda model: model.first.weight.data.clamp_(-0.01, 0.01)
+        model(inputs())
+        if number >= 4:
+            assert float(model.first.weight.detach().abs().max()) <= 0.0101
+        with torch.no_grad():
+            model.first.weight.fill_(0.5)
+
+
+def test_a_forward_that_writes_into_its_weights_is_warned_once(caplog):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=HALF)
+    model.inside = lambda model: model.first.weight.data.mul_(0.9)
+    for _ in range(3):
+        model(inputs())
+    assert caplog.text.count("writes into its weights in its own forward (first.weight)") == 1
+
+
+def test_a_parametrization_that_comes_later():
+    model, _ = start()
+    model(inputs())
+    torch.nn.utils.parametrizations.spectral_norm(model.first)
+    found = model(inputs())
+    expected = copy.deepcopy(model).eval()(inputs())
+    torch.testing.assert_close(model.eval()(inputs()), expected, rtol=0.03, atol=0.03)
+    found.sum().backward()
+    assert model.first.parametrizations.weight.original.grad is not None
+
+
+def test_modules_that_are_made_elsewhere_cost_nothing():
+    model, _ = start()
+    model(inputs())
+    trees = dict(ampatch.session.session.registry.models.managed(model)._lent._trees)
+    nn.Linear(2, 2)
+    model(inputs())
+    assert ampatch.session.session.registry.models.managed(model)._lent._trees == trees
+    model.third = nn.Linear(2, 2)
+    model(inputs())
+    assert ampatch.session.session.registry.models.managed(model)._lent._trees != trees

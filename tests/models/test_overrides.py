@@ -245,7 +245,7 @@ def test_orthogonal_weights_of_half_models_are_computed_in_fp32(level, orthogona
         model(X).pow(2).mean().backward()
         optimizer.step()
     weight = model[1].weight
-    assert weight.dtype is H
+    assert weight.dtype is (H if level == "O3" else torch.float32)
     torch.testing.assert_close(weight.float() @ weight.float().T, torch.eye(4), rtol=0, atol=0.02)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -155,8 +156,11 @@ def test_a_part_may_call_itself_and_may_fail(level):
 
 
 @HALF_LEVELS
-def test_in_its_own_forward_a_model_has_no_hooks_on_its_parts(level):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_in_its_own_forward_a_model_has_no_hooks_on_its_parts(level, threads, monkeypatch):
+    """Where weights are lent and other threads may call parts, the hooks stay: these wait."""
     counts = []
+    monkeypatch.setattr(threading, "active_count", lambda: threads)
 
     class Counting(nn.Module):
         def __init__(self):
@@ -171,7 +175,7 @@ def test_in_its_own_forward_a_model_has_no_hooks_on_its_parts(level):
     model(X)
     outside = len(model.layer._forward_pre_hooks) + len(model.layer._forward_hooks)
     ampatch.deactivate()
-    assert counts == [0] and outside == 2
+    assert counts == [2 if threads > 1 and level == "O2" else 0] and outside == 2
     assert not model.layer._forward_pre_hooks and not model.layer._forward_hooks
 
 
