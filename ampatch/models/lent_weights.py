@@ -353,12 +353,14 @@ class LentWeights:
         self._lock = threading.Lock()
         self.running: Lending | None = None
         self._reserved_by: threading.Thread | None = None
+        self._nested = 0  # calls within what has reserved it
         self._kept = kept  # while it is open, they serve all forwards that record no graph
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
         self._left: Collection[int] = ()  # what `leave` has said
-        self._traced: list[list[Place]] = []  # what calls that Dynamo traces have exchanged
+        # What calls that Dynamo traces have exchanged, the outermost first.
+        self.traced: list[tuple[nn.Module, list[Place]]] = []
         # Plain: Dynamo compiles frames of a weak dictionary's methods.
         self._hooked: dict[nn.Module, Any] = {}
         lenders[id(model)] = self
@@ -487,7 +489,7 @@ class LentWeights:
                     self._state.thread.lent.remove(lending)
                 lending.take_back()
         finally:
-            self._lock.release()
+            self._release()
 
     def carry(self, copy: Tensor, parameter: Tensor) -> None:
         """Write into a parameter what was written into its copy; the rest keeps its FP32 values."""
@@ -510,6 +512,9 @@ class LentWeights:
 
     def _acquire(self) -> None:
         """Wait until no other thread has copies in the places: the tables are there for all."""
+        if self._reserved_by is threading.current_thread():
+            self._nested += 1
+            return
         if self._lock.acquire(blocking=False):
             return
         me = threading.current_thread()
@@ -531,6 +536,12 @@ class LentWeights:
                     )
         finally:
             _waiting.pop(me, None)
+
+    def _release(self) -> None:
+        if self._nested:
+            self._nested -= 1
+        else:
+            self._lock.release()
 
     def _waits_for(self, thread: threading.Thread) -> bool:
         """Whether the thread that has the copies waits, perhaps through others, for `thread`."""
@@ -652,8 +663,9 @@ class LentWeights:
             if id(weight) not in copies:
                 copies[id(weight)] = weight.to(self.dtype)
             table[name] = copies[id(weight)]
-        self._traced.append(places)
+        self.traced.append((root, places))
 
     def _take_back_traced(self) -> None:
-        for table, name, parameter in self._traced.pop():
+        _, places = self.traced.pop()
+        for table, name, parameter in places:
             table[name] = parameter

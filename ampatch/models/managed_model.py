@@ -156,6 +156,7 @@ class ManagedModel:
             make_inputs=lambda name: self._make_inputs(name, dtype),
             push=self._enter_submodule,
             pop=leave,
+            traced=lambda: None if self._lent is None else self._lent.traced,
         )
 
     # Put in, take out

@@ -45,7 +45,8 @@ class SubmoduleCalls:
 
     `is_inside()` says whether the model's own forward runs in this thread.  `make_inputs(name)`
     makes what casts a part's inputs.  `push(owner, part)` puts the model's policy in force,
-    `pop(owner, part)` takes it out again.
+    `pop(owner, part)` takes it out again.  `traced()` has the calls, `(module, ...)`, that are
+    lent weights where Dynamo traces; None where weights are not lent.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class SubmoduleCalls:
         make_inputs: Callable[[str], ModelInputs],
         push: Callable[[Any, nn.Module], None],
         pop: Callable[[Any, nn.Module], None],
+        traced: Callable[[], list[Any] | None],
     ) -> None:
         self._model = model
         self._is_inside = is_inside
         self._make_inputs = make_inputs
         self._push = push
         self._pop = pop
+        self._traced = traced
         self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
         self._tables: list[Any] = []
@@ -113,8 +116,10 @@ class SubmoduleCalls:
         deque(map(OrderedDict.__setitem__, self._tables, self._ids, self._hooks), maxlen=0)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if is_dynamo_compiling():
+            return self._enter_traced(module, args, kwargs)
         here = self._here
-        if is_dynamo_compiling() or self._is_inside() or id(module) in lenders:
+        if self._is_inside() or id(module) in lenders:
             return None
         if here.outermost is not None:
             here.again += here.outermost is module
@@ -130,7 +135,9 @@ class SubmoduleCalls:
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         here = self._here
-        if is_dynamo_compiling() or here.outermost is not module:
+        if is_dynamo_compiling():
+            return self._leave_traced(module, output)
+        if here.outermost is not module:
             return None
         if here.again:
             here.again -= 1
@@ -139,3 +146,23 @@ class SubmoduleCalls:
         self._pop(self, module)
         self._inputs[id(module)].write_back()
         return None if here.result is None else cast_tensors(output, here.result)
+
+    # Where Dynamo traces a function that calls a part
+
+    def _enter_traced(
+        self, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        traced = self._traced()
+        if traced is None or traced:
+            return None
+        taken = self._inputs[id(module)].take(args, kwargs)
+        self._push(self, module)
+        return taken
+
+    def _leave_traced(self, module: nn.Module, output: Any) -> Any:
+        traced = self._traced()
+        if not traced or traced[-1][0] is not module:
+            return None
+        self._pop(self, module)
+        result = self._here.result
+        return None if result is None else cast_tensors(output, result)

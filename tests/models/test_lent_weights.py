@@ -311,6 +311,38 @@ def test_replicas_have_tables_of_their_own():
     assert isinstance(DataParallel(model)(inputs()), torch.Tensor)
 
 
+@pytest.mark.parametrize("how", ["a part", "a method that calls parts", "the model"])
+def test_a_compiled_function_that_calls(how):
+    """As eager, to the bit, in one graph; parts get half weights and inputs there too."""
+    results = []
+    for compiled in (False, True):
+        model, optimizer = start()
+        calls = {
+            "a part": model.first,
+            "a method that calls parts": model.encode,
+            "the model": model,
+        }
+        call = calls[how]
+
+        def whole(x, call=call):
+            hidden = call(x)
+            return hidden, hidden.float().square().mean()
+
+        step = torch.compile(whole, backend="aot_eager", fullgraph=True) if compiled else whole
+        kinds = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            hidden, loss = step(inputs(seed))
+            kinds.append(hidden.dtype)
+            loss.backward()
+            optimizer.step()
+        assert set(kinds) == {torch.float32 if how == "the model" else HALF}
+        results.append([weight.detach().clone() for weight in model.parameters()])
+        ampatch.deactivate()
+        torch._dynamo.reset()
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("how", ["the model", "a step"])
 def test_compiled_as_a_whole(how):
     found, initial = [], nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).state_dict()
@@ -542,3 +574,29 @@ def test_a_part_that_the_forward_makes_is_lent_at_once(make):
         assert set(model.seen) == {HALF} and is_float(model)
         assert model.late.weight.grad.dtype is torch.float32
         assert torch.equal(model.late.weight.grad, model.first.weight.grad)
+
+
+class CallsTheWhole(torch.autograd.Function):
+    """Its backward runs the whole model, as solvers of adjoint equations do."""
+
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.no_grad():
+            ctx.model.seen.append(ctx.model(inputs()))
+        return grad, None
+
+
+def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itself():
+    model, _ = start()
+    expected = model(inputs())
+    model.first.register_forward_hook(lambda part, args, out: CallsTheWhole.apply(out, model))
+    loss = model.first(inputs()).float().sum()
+    model.seen = []
+    loss.backward()
+    assert torch.equal(model.seen[-1], expected) and is_float(model)
+    assert torch.equal(model(inputs()), expected)

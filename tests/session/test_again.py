@@ -70,7 +70,7 @@ def hook_count(model):
 
 @pytest.mark.parametrize("first", LEVELS)
 def test_every_level_after_every_level(first, opt_level, half):
-    """Weights are FP32 but at O3, which rounds when it comes; nothing finer is left when it goes."""
+    """Weights are FP32 but at O3, which rounds them; nothing finer is left when it goes."""
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, opt_level=first, dtype=half, verbosity=0)
     for step in range(3):
