@@ -1,4 +1,4 @@
-"""The optimizer side: loss scale, master weights, step.  Knows nothing of patching and casts.
+"""The optimizer side: loss scale, gradients, step.  Knows nothing of patching and casts.
 
 Where to look first:
 
@@ -7,7 +7,6 @@ Where to look first:
 * the body of `scale_loss`: `scaled_backward`; the gradients from there to the step:
   `gradient_flow`, with its states in `gradient_state`;
 * the step itself: `optimizer`; what is peculiar to a class of optimizers: the folder `optimizers`;
-* FP32 masters: `master_weights` and the folder `masters`;
 * whole lists of tensors in one call, in Python or natively: `tensor_lists`;
 * several optimizers in one training: `shared_parameters`, `other_blocks`; several ranks:
   `process_group`;

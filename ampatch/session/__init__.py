@@ -2,13 +2,12 @@
 
 Where to look first:
 
-* one session: `session`; its `members`, `policies`, `masters`; casts around a step: `step_casts`;
-  copies of an optimizer: `optimizer_copies`;
-* what a process has once: `registry`; which session has an object: `index`, `half_weights`;
+* one session: `session`; its `members`, `policies`;
+* what a process has once: `registry`; which session has an object: `index`;
   which objects are told of events: `observers`; which tools of torch are replaced: `torch_tools`;
+  what these tell the sessions, and ask them: `torch_events`;
   what the ranks of one model compare: `rank_settings`;
-* optimizers that come after their models: `waiting_weights`; objects that stand for an optimizer:
-  `wrapped_optimizers`;
+* objects that stand for an optimizer: `wrapped_optimizers`;
 * a second `initialize` of the same objects: `transfer`;
 * the block around forwards whose weights do not change: `cached_weights`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.

@@ -3,13 +3,11 @@
 Where to look first:
 
 * kinds of optimizers: `fused` (their kernels skip a step), `sam` (two half steps), `closures`
-  (LBFGS), `parameter_lists` (parameters outside `param_groups`, optimizers inside optimizers),
-  `zero` (ZeroRedundancyOptimizer);
-* the places of parameters and their state: `param_groups`, `state`, `snapshots`;
+  (LBFGS), `zero` (ZeroRedundancyOptimizer);
+* an optimizer's state in a dtype: `state`; what a step may have to take back: `snapshots`;
 * replaced methods: `wrappers`, `bare_calls`;
-* checkpoints of apex: `apex_checkpoints`;
-* mistakes of a script: `idle_steps` (a step without effect), `unmanaged` (an optimizer that
-  `initialize` was not given).
+* a hook on all optimizers, also those that `initialize` was not given: `all_steps`;
+* checkpoints of apex: `apex_checkpoints`.
 
 `ampatch/compat/apex/optimizers/` has apex's own classes, such as `FusedAdam`.
 """
