@@ -65,7 +65,8 @@ def initialize(
             inputs.  None: the opt level's.  False: models are left as they are.
         patch_torch_functions: whether torch's functions are patched.  None: the opt level's.
         keep_batchnorm_fp32: whether BatchNorm and SyncBatchNorm stay in FP32 when the
-            model is cast.  None: the opt level's.
+            model is cast.  None: the opt level's.  False needs half parameters (O3, or
+            `master_weights=False`); at O2 norms compute with FP32 weights, and this is said.
         master_weights: whether weights stay in FP32.  False: half models have half parameters.
             None: the opt level's.
         loss_scale: `"dynamic"`, or a positive number, which may be a string.  None: the opt
@@ -121,7 +122,7 @@ def initialize(
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
     and `AMPATCH_ENABLED` (`0`) replace the arguments of the same names.
     `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
-    (`{"keep_batchnorm_fp32": false}`).  `ValueError` names a variable that is wrong.
+    (`{"growth_interval": 500}`).  `ValueError` names a variable that is wrong.
     """
     given = {name: value for name, value in locals().items() if name in ARGUMENTS}
     given["overrides"] = overrides
@@ -140,6 +141,11 @@ def initialize(
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)
+    if properties.lends_weights and properties.keep_batchnorm_fp32 is False:
+        logger.info(
+            "keep_batchnorm_fp32=False has no effect where weights stay FP32: BatchNorm takes half "
+            "inputs beside FP32 weights and statistics. For half ones add master_weights=False."
+        )
     session = Session(
         properties,
         rules=rules,

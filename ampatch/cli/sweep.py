@@ -66,7 +66,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar='"LEVEL NAME=VALUE ..."',
-        help='one more row, with settings of initialize: "O2 keep_batchnorm_fp32=False"',
+        help='one more row, with settings of initialize: "O2 loss_scale=128"',
     )
     what.add_argument(
         "--no-autocast",

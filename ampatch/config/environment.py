@@ -8,7 +8,7 @@ These replace arguments of a script:
 | `AMPATCH_DTYPE` | `dtype` |
 | `AMPATCH_LOSS_SCALE` | `loss_scale` |
 | `AMPATCH_ENABLED` | `enabled`, where it is `0` |
-| `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"keep_batchnorm_fp32": false}` |
+| `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"growth_interval": 500}` |
 
 These hold for the process:
 

@@ -73,6 +73,15 @@ class Properties:
         return self.cast_model_type in HALF_TYPES and self.master_weights is not False
 
     @property
+    def keeps_norms(self) -> bool:
+        """Whether BatchNorm computes with FP32 weights in a half model.
+
+        Its statistics are FP32 where weights are lent, and its kernels want weights in their dtype.
+        """
+        half = self.cast_model_type in HALF_TYPES
+        return half and (self.lends_weights or bool(self.keep_batchnorm_fp32))
+
+    @property
     def scale_settings(self) -> ScaleSettings:
         """Those of a dynamic loss scale."""
         return ScaleSettings(**{name: getattr(self, name) for name in SETTINGS})

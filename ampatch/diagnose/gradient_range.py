@@ -4,8 +4,7 @@
         train(model)
     print(gradients.report())
 
-Gradients are counted just before an optimizer's step: complete and unscaled, at O2
-those of the FP32 masters.
+Gradients are counted just before an optimizer's step: complete and unscaled.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ import ampatch
 class AmpatchScaler:
     """Called as `timm.utils.NativeScaler` is: backward pass, clipping, step.
 
-    Gradients are unscaled after each backward pass, so they are clipped as in FP32 training.  At O2
-    the FP32 master weights and their gradients are clipped: "agc" compares their norms.
+    Gradients are unscaled after each backward pass, so they are clipped as in FP32 training.
     """
 
     state_dict_key = "amp_scaler"  # NativeScaler's: its checkpoints go on with ampatch

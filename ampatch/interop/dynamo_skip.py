@@ -26,12 +26,15 @@ from ..models import (
     conversion,
     hooks,
     io_casting,
+    lent_casts,
+    lent_places,
     lent_weights,
     managed_model,
     module_overrides,
     registrations,
     sharded_weights,
     submodule_calls,
+    turns,
 )
 from ..torch_private import (
     devices,
@@ -54,6 +57,8 @@ _BEHIND_HOOKS = (
     hooks,
     io_casting,
     kept_copies,
+    lent_casts,
+    lent_places,
     lent_weights,
     managed_model,
     module_overrides,
@@ -69,6 +74,7 @@ _BEHIND_HOOKS = (
     torch_functions,
     torch_modules,
     tracing_tensors,
+    turns,
     weight_cache,
 )
 

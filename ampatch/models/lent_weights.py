@@ -19,174 +19,30 @@ import contextlib
 import functools
 import operator
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.batched_casts import (
-    alike,
-    below_hooks,
-    cast_in_graph,
-    cast_in_one_block,
-    cast_together,
-    divide,
-    may_be_planned,
-    may_use_all,
-)
 from ..casting.calling_frames import calling_frame, is_running
 from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
-from ..errors import AmpatchError
 from ..torch_private.devices import has_values
-from ..torch_private.dtensors import is_dtensor
-from ..torch_private.modules import (
-    GLOBAL_BACKWARD_TABLES,
-    backward_tables,
-    flat_weights,
-    is_replica,
-    list_weights,
-)
-from ..torch_private.nodes import run_when_ready
+from ..torch_private.modules import is_replica, list_weights
 from ..torch_private.probes import computes_with_fakes, is_recording
 from .hooks import add_state_dict_hook
+from .lent_casts import LentCasts
+from .lent_places import Place, StaysFloat, Tree, is_lent, places_in
 from .registrations import registrations
-
-PATIENCE = 300.0
-"""Seconds that a forward waits for one in another thread, before it counts as one without end."""
+from .turns import Turns
 
 lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictionary()
 """By the ids of their models, which they hold."""
 
-_waiting: dict[threading.Thread, LentWeights] = {}
-"""Threads that wait, and for whose copies."""
-
-StaysFloat = Callable[[nn.Module], bool]
-
 _version_of = operator.attrgetter("_version")
-
-
-class Place(NamedTuple):
-    """An entry of a module's table of parameters, and what is there outside of forwards."""
-
-    table: dict[str, Any]
-    name: str
-    parameter: Tensor
-
-
-class Tree:
-    """A module and its parts: the places that are lent to, with their parameters in buckets.
-
-    Those in `leave` (ids) are left out.
-    """
-
-    def __init__(self, root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> None:
-        self.root = root
-        self.modules = set(map(id, root.modules()))
-        self.places: list[Place] = []
-        self.rnns: list[nn.RNNBase] = []
-        self._generation = registrations.count
-        seen: list[tuple[dict, str, Tensor | None]] = []
-        for module in root.modules():
-            if isinstance(module, torch.jit.ScriptModule) or stays_float(module):
-                continue
-            for name, parameter in module._parameters.items():
-                seen.append((module._parameters, name, parameter))
-                if _is_lent(parameter) and id(parameter) not in leave:
-                    self.places.append(Place(module._parameters, name, parameter))
-            if isinstance(module, nn.RNNBase):
-                self.rnns.append(module)
-        self._seen = tuple(map(list, zip(*seen, strict=True))) or ([], [], [])
-        found = {id(place.parameter): place.parameter for place in self.places}
-        # Together the buckets are `parameters`, in this order.
-        self.blocks = self._blocks(found)
-        self.buckets = divide(list(found.values()))
-        self.groups = [
-            *((one, True) for one in self.blocks),
-            *((one, False) for one in self.buckets),
-        ]
-        self.parameters = [one for weights, _ in self.groups for one in weights]
-        order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._sources = [order[id(place.parameter)] for place in self.places]
-        self._tables = [place.table for place in self.places]
-        self._names = [place.name for place in self.places]
-        self._attributes = list(map(vars, self.parameters))
-        self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
-        for module in root.modules():
-            self._hook_tables += backward_tables(module)
-
-    def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
-        """Takes out of `found` the weights of RNNs that share one block of memory.
-
-        cuDNN wants them so, else it copies them, and warns, at every forward.
-        """
-        blocks: list[list[Tensor]] = []
-        for rnn in self.rnns:
-            weights = flat_weights(rnn)
-            if weights and all(id(weight) in found for weight in weights):
-                blocks.append([found.pop(id(weight)) for weight in weights])
-        return blocks
-
-    def below_hooks(self) -> set[int]:
-        """Ids of the parameters of modules with backward hooks, and of their parts."""
-        return below_hooks(list(self.root.modules())) if any(self._hook_tables) else set()
-
-    def is_valid(self) -> bool:
-        """Whether the tables hold what was found there."""
-        tables, names, found = self._seen
-        return self._generation == registrations.count and all(
-            map(operator.is_, map(dict.get, tables, names), found)
-        )
-
-    def share_attributes(self, copies: list[Tensor]) -> None:
-        """What is noted on a parameter (`p.lr_mult`) is read and written on its copy too."""
-        for copy, attributes in zip(copies, self._attributes, strict=True):
-            if type(copy) is Tensor:  # those of other types have attributes of their own
-                copy.__dict__ = attributes
-
-    def put(self, tensors: Sequence[Tensor], instead_of: Sequence[Tensor] | None = None) -> None:
-        """Put `tensors`, one for each of `parameters`, in the places.
-
-        With `instead_of` only where one of those is: what the user's code has put there stays.
-        """
-        tables, names = self._tables, self._names
-        new = list(map(tensors.__getitem__, self._sources))
-        if instead_of is not None:
-            known = list(map(instead_of.__getitem__, self._sources))
-            found = list(map(dict.get, tables, names))
-            if not all(map(operator.is_, found, known)):
-                self.put_found(
-                    [
-                        theirs if theirs is not ours else mine
-                        for mine, theirs, ours in zip(new, found, known, strict=True)
-                    ]
-                )
-                return
-        deque(map(dict.__setitem__, tables, names, new), maxlen=0)
-        for rnn in self.rnns:
-            list_weights(rnn)
-
-    def put_found(self, tensors: list[Any]) -> None:
-        """Put them in the places that are still in their tables."""
-        for table, name, tensor in zip(self._tables, self._names, tensors, strict=True):
-            if name in table:
-                table[name] = tensor
-        for rnn in self.rnns:
-            list_weights(rnn)
-
-    def found(self) -> list[Any]:
-        """What is in the places now."""
-        return list(map(dict.get, self._tables, self._names))
-
-
-def _is_lent(parameter: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether it is a weight that a half copy can stand in for."""
-    return parameter is not None and parameter.dtype is torch.float32
 
 
 class Lending:
@@ -350,10 +206,9 @@ class LentWeights:
         self._leave = leave
         self._state = state
         self._trees: dict[int, Tree] = {}
-        self._lock = threading.Lock()
+        self._turns = Turns(type(model).__name__, self._running_in, self._end)
+        self._casts = LentCasts(model, dtype, kept)
         self.running: Lending | None = None
-        self._reserved_by: threading.Thread | None = None
-        self._nested = 0  # calls within what has reserved it
         self._kept = kept  # while it is open, they serve all forwards that record no graph
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
         self._is_first = True  # no training forward yet
@@ -390,14 +245,7 @@ class LentWeights:
 
     def places_in(self, root: nn.Module) -> list[Place]:
         """Where FP32 weights stand now that the model lends, found without a tree."""
-        places: list[Place] = []
-        for module in root.modules():
-            if isinstance(module, torch.jit.ScriptModule) or self._stays_float(module):
-                continue
-            for name, parameter in module._parameters.items():
-                if _is_lent(parameter) and not (self._left and id(parameter) in self._left):
-                    places.append(Place(module._parameters, name, parameter))
-        return places
+        return places_in(root, self._stays_float, self._left)
 
     def whole(self) -> Tree:
         """The places of the whole model."""
@@ -421,12 +269,12 @@ class LentWeights:
                 self._roots.append(root)
                 return
             self._end()
-        self._acquire()
+        self._turns.begin()
         try:
             if self._kept.is_open:
                 self._kept.check()
             tree = self.tree_of(root)
-            lending = Lending(tree, self._copies(tree), self)
+            lending = Lending(tree, self._casts.of(tree), self)
             tree.share_attributes(lending.copies)
             if self.compared or (self._is_first and torch.is_grad_enabled()):
                 self._compare(lending)
@@ -462,6 +310,15 @@ class LentWeights:
         if not self._roots:
             self._end()
 
+    def _running_in(self) -> threading.Thread | None:
+        return None if self.running is None else self.running.thread
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[list[Any]]:
+        """No other thread lends meanwhile; gives what is lent in this one."""
+        with self._turns.reserved():
+            yield self._state.thread.lent
+
     def drop(self, lending: Lending) -> None:
         """That call was interrupted."""
         if self.running is lending:
@@ -489,7 +346,7 @@ class LentWeights:
                     self._state.thread.lent.remove(lending)
                 lending.take_back()
         finally:
-            self._release()
+            self._turns.end()
 
     def carry(self, copy: Tensor, parameter: Tensor) -> None:
         """Write into a parameter what was written into its copy; the rest keeps its FP32 values."""
@@ -510,145 +367,13 @@ class LentWeights:
         for handle in self._hooked.values():
             handle.remove()
 
-    def _acquire(self) -> None:
-        """Wait until no other thread has copies in the places: the tables are there for all."""
-        if self._reserved_by is threading.current_thread():
-            self._nested += 1
-            return
-        if self._lock.acquire(blocking=False):
-            return
-        me = threading.current_thread()
-        _waiting[me] = self
-        try:
-            begun = time.monotonic()
-            while not self._lock.acquire(timeout=0.1):
-                running = self.running
-                if running is None:
-                    continue
-                if not running.thread.is_alive():
-                    self._end()
-                elif self._waits_for(me) or time.monotonic() - begun > PATIENCE:
-                    raise AmpatchError(
-                        f"{type(self._model).__name__}: a forward in thread {me.name!r} waits for "
-                        f"one in thread {running.thread.name!r}, which does not end: at O2 the "
-                        "forwards of one model in several threads take turns. Call the model in "
-                        "one thread, or a copy.deepcopy of it in each."
-                    )
-        finally:
-            _waiting.pop(me, None)
-
-    def _release(self) -> None:
-        if self._nested:
-            self._nested -= 1
-        else:
-            self._lock.release()
-
-    def _waits_for(self, thread: threading.Thread) -> bool:
-        """Whether the thread that has the copies waits, perhaps through others, for `thread`."""
-        seen: set[int] = set()
-        held: LentWeights | None = self
-        while held is not None and held.running is not None and id(held) not in seen:
-            seen.add(id(held))
-            if held.running.thread is thread:
-                return True
-            held = _waiting.get(held.running.thread)
-        return False
-
-    @contextlib.contextmanager
-    def reserved(self) -> Iterator[list[Any]]:
-        """No other thread lends meanwhile; gives what is lent in this one."""
-        me, running, lent = threading.current_thread(), self.running, self._state.thread.lent
-        if self._reserved_by is me or (running is not None and running.thread is me):
-            yield lent
-            return
-        self._acquire()
-        self._reserved_by = me
-        try:
-            yield lent
-        finally:
-            self._reserved_by = None
-            self._lock.release()
-
-    # Copies
-
-    def _copies(self, tree: Tree) -> list[Tensor]:
-        if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
-            with torch.inference_mode(False), torch.no_grad():
-                return self._copies(tree)
-        if is_recording():
-            return [parameter.to(self.dtype) for parameter in tree.parameters]
-        if torch.is_grad_enabled():
-            return self._in_graph(tree)
-        if self._kept.is_open:
-            return self._kept.of_all(tree.groups, self.dtype)
-        made = self._of_blocks(tree)
-        for bucket in tree.buckets:
-            made += cast_together(bucket, self.dtype, in_graph=False)
-        return made
-
-    def _of_blocks(self, tree: Tree) -> list[Tensor]:
-        made: list[Tensor] = []
-        for block in tree.blocks:
-            copies = cast_in_one_block(block, self.dtype)
-            run_when_ready(copies[0])
-            made += copies
-        return made
-
-    def _outside_graphs(self, weights: list[Tensor]) -> Sequence[Tensor]:
-        if self._kept.is_open:
-            return self._kept.of(weights, self.dtype)
-        return cast_together(weights, self.dtype, in_graph=False)
-
-    def _in_graph(self, tree: Tree) -> list[Tensor]:
-        alone = tree.below_hooks()
-        are_together = self._model.training and may_use_all(self._model)
-        made = self._of_blocks(tree)
-        for bucket in tree.buckets:
-            if are_together and not alone and alike(bucket[0], bucket) is bucket:
-                made += self._cast(bucket)
-            else:
-                made += self._apart(bucket, alone if are_together else None)
-        return made
-
-    def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
-        """Weights that all want a gradient, or none of which does."""
-        if not weights[0].requires_grad:
-            return self._outside_graphs(weights)
-        made = cast_in_graph(weights, self.dtype)
-        run_when_ready(made[0])
-        return made
-
-    def _apart(self, bucket: list[Tensor], alone: Collection[int] | None) -> list[Tensor]:
-        """Some of a bucket go by themselves: those with hooks, in `alone` (ids; None: all), ..."""
-        copies: dict[int, Tensor] = {}
-        frozen = [one for one in bucket if not one.requires_grad]
-        group = [
-            one
-            for one in bucket
-            if alone is not None
-            and one.requires_grad
-            and may_be_planned(one)
-            and id(one) not in alone
-        ]
-        for weights in (frozen, group):
-            if weights:
-                copies.update(zip(map(id, weights), self._cast(weights), strict=True))
-        return [copies[id(one)] if id(one) in copies else self._alone(one) for one in bucket]
-
-    def _alone(self, weight: Tensor) -> Tensor:
-        if type(weight) is nn.Parameter and weight.is_leaf and not is_dtensor(weight):
-            return self._cast([weight])[0]
-        made = weight.to(self.dtype)
-        run_when_ready(made)
-        return made
-
     def _lend_to_replica(self, replica: nn.Module) -> None:
         """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
         for own, part in zip(self._model.modules(), replica.modules(), strict=True):
             if self._stays_float(own):
                 continue
             for name, weight in list(vars(part).items()):
-                if isinstance(weight, Tensor) and name in own._parameters and _is_lent(weight):
+                if isinstance(weight, Tensor) and name in own._parameters and is_lent(weight):
                     vars(part)[name] = weight.to(self.dtype)
             if isinstance(part, nn.RNNBase):
                 list_weights(part)

@@ -210,8 +210,11 @@ class ManagedModel:
             self._lend(self.in_dtype)
         return {id(entry.tensor) for entry in mine}
 
-    def _warn_of_half_weights(self) -> None:
-        """Master weights are FP32 parameters; those that were given in half are trained as such."""
+    def warn_of_half_weights(self) -> None:
+        """O1 and O2 train FP32 parameters; those that were given in half are trained in half."""
+        patches = self.properties.patch_torch_functions
+        if not patches and not self.properties.lends_weights:
+            return
         given = [
             name
             for name, parameter in self.model.named_parameters()
@@ -262,8 +265,6 @@ class ManagedModel:
             self._handles.extend(self._submodule_calls.install(own))
         for override in self._overrides:
             self._handles.extend(override.install(self._running))
-        if self.properties.master_weights is not False:
-            self._warn_of_half_weights()
         self._copies.install()
 
     def _note_places(self) -> None:

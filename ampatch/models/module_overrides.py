@@ -167,7 +167,7 @@ def precisions(
     if properties.cast_model_type in HALF_TYPES:
         for module in (*float_modules(model), *_orthogonal_maps(model)):
             found.setdefault(module, "float")
-    if properties.cast_model_type in HALF_TYPES and properties.keep_batchnorm_fp32:
+    if properties.keeps_norms:
         for module in model.modules():
             if module is not model and is_instance_norm(module) and has_statistics(module):
                 found.setdefault(module, "float")
@@ -186,8 +186,8 @@ def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:
 def stays_float(
     model: nn.Module, properties: Properties, found: dict[nn.Module, str]
 ) -> Callable[[nn.Module], bool]:
-    """Says of a module whether its weights stay in FP32 when the model goes to half."""
-    keep = properties.cast_model_type in HALF_TYPES and bool(properties.keep_batchnorm_fp32)
+    """Says of a module whether it computes with FP32 weights when the model goes to half."""
+    lends, keeps = properties.lends_weights, properties.keeps_norms
     floats: set[nn.Module] = set()
     for module in model.modules():  # from the outside inwards
         if found.get(module) == "float":
@@ -195,5 +195,6 @@ def stays_float(
         elif found.get(module) == "half":
             floats.difference_update(module.modules())
     return lambda module: (
-        module in floats or (keep and has_statistics(module) and found.get(module) != "half")
+        module in floats
+        or (keeps and has_statistics(module) and (lends or found.get(module) != "half"))
     )

@@ -7,7 +7,7 @@ Where to look first:
 * the body of `scale_loss`: `scaled_backward`; the gradients from there to the step:
   `gradient_flow`, with its states in `gradient_state`;
 * the step itself: `optimizer`; what is peculiar to a class of optimizers: the folder `optimizers`;
-* whole lists of tensors in one call, in Python or natively: `tensor_lists`;
+* gradients of a list of parameters: `tensor_lists`;
 * several optimizers in one training: `shared_parameters`, `other_blocks`; several ranks:
   `process_group`;
 * skipped steps: counted in `step_counts`, warned of in `skip_report`.

@@ -150,6 +150,7 @@ class Session:
             managed.convert(module_overrides.stays_float(model, properties, found))
             if managed.mixes:
                 self.mix(managed)
+        managed.warn_of_half_weights()
         managed.install()
         fx_jit.note_scripted_parts(managed)
 

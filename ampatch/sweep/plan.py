@@ -47,7 +47,7 @@ def cases(
 ) -> list[Case]:
     """The rows: every level in every dtype, but O0 once.
 
-    `overrides` are texts such as `"O2 keep_batchnorm_fp32=False"`; each adds one row for
+    `overrides` are texts such as `"O2 loss_scale=128"`; each adds one row for
     each dtype.  `autocast` adds the autocast baseline where O1, O2 or O3 are among the
     levels, `tf32` adds a row `O0+tf32` where O0 is.  With `auto` only O0 and O1 are
     possible.  Raises `ValueError`.
@@ -114,7 +114,7 @@ def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
     if level not in LEVELS or not pairs or not all("=" in pair for pair in pairs):
         raise ValueError(
             f"--with {text!r}: expected an opt level and settings of ampatch.initialize, "
-            f'such as "O2 keep_batchnorm_fp32=False"; levels are {", ".join(LEVELS)}.'
+            f'such as "O2 loss_scale=128"; levels are {", ".join(LEVELS)}.'
         )
     return level, {name: literal(value) for name, _, value in (p.partition("=") for p in pairs)}
 

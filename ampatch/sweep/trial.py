@@ -27,7 +27,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Unique in a sweep: `O0+tf32`, `O1-float16`, `O2-float16-keep_batchnorm_fp32=False`."""
+        """Unique in a sweep: `O0+tf32`, `O1-float16`, `O2-float16-loss_scale=128`."""
         parts = [self.opt_level + ("+tf32" if self.tf32 else ""), self.dtype]
         parts += [f"{name}={value}" for name, value in self.settings]
         return "-".join(part for part in parts if part)

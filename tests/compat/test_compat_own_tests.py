@@ -401,4 +401,6 @@ def test_a_second_initialize():
         assert not any(map(torch.equal, before, weights(model)))
     model, optimizer = pairs[0]
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)  # apex: RuntimeError
-    assert model.weight.dtype is torch.float16
+    seen = []
+    model.register_forward_pre_hook(lambda module, *call: seen.append(module.weight.dtype))
+    assert model(X[None]).dtype is torch.float32 and seen == [torch.float16]

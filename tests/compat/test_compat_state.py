@@ -221,8 +221,10 @@ def test_deactivate_ends_the_casts_and_leaves_the_rest(level):
     assert not handle._is_active
     assert torch.mm(SINGLE, SINGLE).dtype is torch.float32
     assert model(SINGLE).dtype is torch.float32
-    assert model.weight.dtype is (torch.float32 if level == "O1" else torch.float16)
+    seen = []
+    model.register_forward_pre_hook(lambda module, *call: seen.append(module.weight.dtype))
     loss = model(SINGLE).float().sum()
+    assert seen == [torch.float32 if level == "O1" else torch.float16]
     before = model.weight.detach().clone()
     with amp.scale_loss(loss, optimizer) as scaled:
         assert scaled.item() == pytest.approx(64 * loss.item())
@@ -313,18 +315,21 @@ def test_loss_scalers_are_written(scale):
         assert found == [16.0, 16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0]
 
 
-def test_allow_incoming_model_not_fp32():
+def test_allow_incoming_model_not_fp32(caplog):
+    """apex makes masters of half weights then; here they are trained in half, which is said."""
     from apex import amp
 
     amp._amp_state.allow_incoming_model_not_fp32 = True
     model = nn.Linear(2, 2).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float32] * 2
+    amp.initialize(model, optimizer, opt_level="O2")
+    assert list(amp.master_params(optimizer)) == list(model.parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert "without FP32 master weights: weight, bias" in caplog.text
 
 
 def test_masters_written_after_lazy_init_count():
-    """Megatron's way to resume: the masters come from the checkpoint, the half weights follow."""
+    """Megatron's way to resume: the masters come from the checkpoint; they are the weights."""
     from apex import amp
 
     model, optimizer = start("O2", loss_scale=1.0)

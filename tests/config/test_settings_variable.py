@@ -10,7 +10,8 @@ import ampatch
 
 
 def test_named_settings_replace_the_scripts(monkeypatch):
-    monkeypatch.setenv("AMPATCH_SETTINGS", '{"keep_batchnorm_fp32": false, "loss_scale": 8.0}')
+    settings = '{"keep_batchnorm_fp32": false, "master_weights": false, "loss_scale": 8.0}'
+    monkeypatch.setenv("AMPATCH_SETTINGS", settings)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)

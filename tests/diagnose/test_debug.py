@@ -286,13 +286,28 @@ def test_only_known_ways_to_stop():
         ampatch.debug(stop_at="first")
 
 
-def test_a_nan_in_a_half_weight_is_said_to_come_from_outside():
+@pytest.mark.parametrize(
+    "level, operator", [("O1", "_to_copy"), ("O2", "_foreach_copy_"), ("O3", "mm")]
+)
+def test_a_nan_in_a_weight_is_said_to_come_from_outside(level, operator):
+    """The first operator that reads it: at O1 and O2 the cast of the weights."""
     model = linear(float("nan"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
     with ampatch.debug(model) as debugger:
         model(torch.ones(1, 4))
-    assert debugger.report.operator == "aten.mm" and not debugger.report.input_is_finite
+    assert debugger.report.operator == f"aten.{operator}"
+    assert not debugger.report.input_is_finite
+
+
+def test_a_weight_that_its_half_copy_cannot_hold_is_named_by_the_cast():
+    model = linear(1e6)
+    ampatch.initialize(model, opt_level="O2", verbosity=0)
+    with ampatch.debug(model) as debugger:
+        model(torch.ones(1, 4))
+    report = debugger.report
+    assert (report.operator, report.largest_input) == ("aten._foreach_copy_", 1e6)
+    assert report.input_is_finite and report.value == "inf"
 
 
 @pytest.mark.parametrize("scale, at_1", [("dynamic", None), (2.0, 2e38)])

@@ -42,7 +42,7 @@ class Run:
     """What a run gave."""
 
     losses: list[float]  # one a batch, unscaled, of this rank's part
-    weights: dict[str, Tensor]  # `network().state_dict()`'s names; FP32, from the masters
+    weights: dict[str, Tensor]  # `network().state_dict()`'s names; as they are
     loss_scale: float  # at the end; 1.0 without one
 
 

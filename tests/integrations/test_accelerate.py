@@ -255,7 +255,8 @@ def test_torch_compile(way, level):
 # Checkpoints
 
 
-def test_a_saved_model_is_float32(opt_level, tmp_path):
+def test_a_saved_model_has_the_weights_as_they_are(opt_level, tmp_path):
+    """In FP32, at O3 in half."""
     from safetensors.torch import load_file
 
     accelerator = make(opt_level, dtype="bfloat16")
@@ -263,7 +264,8 @@ def test_a_saved_model_is_float32(opt_level, tmp_path):
     train(accelerator, model, optimizer)
     accelerator.save_model(model, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    assert {value.dtype for value in saved.values() if value.is_floating_point()} == {torch.float32}
+    kind = torch.bfloat16 if opt_level == "O3" else torch.float32
+    assert {value.dtype for value in saved.values() if value.is_floating_point()} == {kind}
     state = accelerator.get_state_dict(model)
     assert all(torch.equal(saved[name], value) for name, value in state.items())
     assert accelerator.unwrap_model(model) is model
@@ -350,4 +352,5 @@ def test_trigger_sync_in_backward_averages_what_waited(ranks, opt_level):
     expected, _ = ranks(syncing_late, None)
     first, second = ranks(syncing_late, opt_level)
     assert torch.equal(first, second)
-    torch.testing.assert_close(first, expected, atol=4e-3, rtol=0)
+    assert first.dtype is (torch.bfloat16 if opt_level == "O3" else torch.float32)
+    torch.testing.assert_close(first.float(), expected, atol=4e-3, rtol=0)

@@ -271,7 +271,12 @@ def test_an_exception_leaves_plain_weights_with_the_masters_values():
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_prediction_and_frozen_weights_round_no_weight_for_good(level):
+def test_prediction_and_frozen_weights_round_no_weight_but_at_o3(level):
+    """O3 converts the weights; what was rounded stays so when the module is FP32 again."""
+
+    def left(value: Any) -> Any:
+        return value.half().float() if level == "O3" and value.is_floating_point() else value
+
     class Frozen(Training):
         def __init__(self) -> None:
             super().__init__()
@@ -286,9 +291,10 @@ def test_prediction_and_frozen_weights_round_no_weight_for_good(level):
     module = Frozen()
     before = {key: value.clone() for key, value in module.state_dict().items()}
     trainer(amp(level)).predict(module, loader())
-    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    for key, value in module.state_dict().items():
+        assert value.dtype is before[key].dtype and torch.equal(value, left(before[key])), key
     trainer(amp(level)).fit(module, loader())
-    assert torch.equal(module.net[0].weight, before["net.0.weight"])
+    assert torch.equal(module.net[0].weight, left(before["net.0.weight"]))
     assert not torch.equal(module.net[3].weight, before["net.3.weight"])
 
 
@@ -326,6 +332,7 @@ def test_averages_are_of_float32_weights(make):
     assert not torch.equal(module.net[0].weight, module.net[0].weight.bfloat16().float())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_modules(level, whole):
@@ -411,21 +418,26 @@ def test_modules_of_an_earlier_plugin_join_the_later_one():
     assert plugin.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
     assert ampatch.state_dict(of=nets[0]) == ampatch.state_dict(of=nets[1]) == plugin.state_dict()
     inputs, _ = next(iter(loader()))
+    seen = []
+    for net in nets:
+        net[0].register_forward_hook(lambda layer, *call: seen.append(layer.weight.dtype))
     assert {model(inputs).dtype for model in models} == {torch.float32}
-    assert {net[0].weight.dtype for net in nets} == {torch.float16}
+    assert seen == [torch.float16] * 2
 
 
 def test_fabric_is_as_it_was_when_no_plugin_is_left():
     """Until then it tells them of optimizers, after `deactivate` too, and copies of them."""
     gc.collect()  # plugins of other tests
     before = Fabric.setup, Fabric.setup_optimizers
-    plugin = AmpatchFabricPrecision("O2", init_scale=1024.0, verbosity=0)
+    plugin, seen = AmpatchFabricPrecision("O2", init_scale=1024.0, verbosity=0), []
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     for _ in range(2):
         net = network()
         optimizer = fabric.setup(net, optimizer_of(net))[1]
-        assert next(ampatch.master_params(optimizer)).dtype is torch.float32
-        assert net[0].weight.dtype is torch.float16
+        assert next(ampatch.master_params(optimizer)) is net[0].weight
+        net[0].register_forward_hook(lambda layer, *call: seen.append(layer.weight.dtype))
+        net(next(iter(loader()))[0])
+        assert seen.pop() is torch.float16
         ampatch.deactivate()
     sent = pickle.dumps(AmpatchFabricPrecision("O1"))
     del plugin, fabric, optimizer

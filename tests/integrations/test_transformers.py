@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
@@ -19,7 +18,6 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
-    PretrainedConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -212,8 +210,9 @@ def test_resuming_goes_on_with_the_same_bits(opt_level, tmp_path):
     again.train(resume_from_checkpoint=str(checkpoint))
     assert logged(again) == logged(whole)
     assert ampatch.loss_scale() == scale
+    kind = torch.float16 if opt_level == "O3" else torch.float32
     for name, value in again.model.state_dict().items():
-        assert value.dtype is weights[name].dtype is torch.float32
+        assert value.dtype is weights[name].dtype is kind
         assert torch.equal(value, weights[name]), name
 
 
@@ -236,38 +235,22 @@ def test_the_scale_of_a_run_with_fp16_is_taken_and_a_missing_one_is_said(tmp_pat
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("make", [gpt2, t5])
-def test_saved_models_are_float32_wherever_they_are_loaded(make, level, tmp_path):
+def test_saved_models_have_the_weights_as_they_are(make, level, tmp_path):
     """Tied embeddings stay tied.  transformers 5 loads in the dtype that config.json names."""
+    kind = torch.float32 if level == "O2" else torch.float16
     trainer = trained(tmp_path, level, make(), max_steps=2)
     trainer.save_model(str(tmp_path / "trainer"))
     trainer.model.save_pretrained(tmp_path / "model")
     for name in ("trainer", "model"):
         loaded = type(trainer.model).from_pretrained(tmp_path / name, dtype="auto")
+        assert loaded.dtype is kind
         for key, value in trainer.model.state_dict().items():
-            assert loaded.state_dict()[key].dtype is torch.float32
-            assert torch.equal(loaded.state_dict()[key], value), key
-
-
-def test_transformers_is_as_it_was_when_the_last_session_ends(tmp_path):
-    """However it ends: closed, or dropped with its trainer."""
-    plain = PretrainedConfig.save_pretrained
-    one = trained(tmp_path, "O2", max_steps=1)
-    assert PretrainedConfig.save_pretrained is not plain
-    two = trained(tmp_path, "O2", max_steps=1)
-    two.train()
-    ampatch.deactivate()
-    assert PretrainedConfig.save_pretrained is plain
-    one.train()
-    assert PretrainedConfig.save_pretrained is not plain
-    del one
-    gc.collect()
-    two.train()  # a session that opens lets go of those whose models are gone
-    ampatch.deactivate()
-    assert PretrainedConfig.save_pretrained is plain
+            assert value.dtype is kind  # T5 is loaded with some layers in FP32
+            assert torch.equal(loaded.state_dict()[key].to(kind), value), key
 
 
 def test_evaluation_is_cast_and_leaves_the_weights_to_the_training_after_it(tmp_path):
-    """At O2 half weights would lose their FP32 values: nothing trains them yet."""
+    """Nothing trains them yet."""
     expected = logged(trained(tmp_path, "O2"))
     ampatch.deactivate()
     untouched = bert().state_dict()  # it seeds the generator, which gives the order of the rows
@@ -279,7 +262,7 @@ def test_evaluation_is_cast_and_leaves_the_weights_to_the_training_after_it(tmp_
         assert torch.equal(value, untouched[name]), name
     trainer.train()
     assert logged(trainer) == expected
-    assert next(trainer.model.parameters()).dtype is torch.float16
+    assert next(trainer.model.parameters()).dtype is torch.float32
     trained_loss = trainer.evaluate()["eval_loss"]
     ampatch.deactivate()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trained_loss, rel=0.01)
@@ -312,8 +295,7 @@ def test_training_goes_on_in_a_second_train_also_after_deactivate(opt_level, tmp
     ampatch.deactivate()
     assert next(trainer.model.parameters()).dtype is torch.float32
     trainer.train()
-    halves = {"O2", "O3"}
-    assert (next(trainer.model.parameters()).dtype is torch.float16) is (opt_level in halves)
+    assert (next(trainer.model.parameters()).dtype is torch.float16) is (opt_level == "O3")
     losses = logged(trainer)
     assert len(losses) == 8 and max(losses) < 0.7
 

@@ -70,11 +70,14 @@ def test_overrides_at_o2():
     model = ampatch.initialize(
         Net(), opt_level="O2", dtype=H, overrides={"body.two": "float"}, verbosity=0
     )
-    assert model.body["two"].weight.dtype is torch.float32
-    assert model.body["one"].weight.dtype is H
     seen = []
-    model.body["two"].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    assert model(X).dtype is torch.float32 and seen == [torch.float32]
+    for part in model.body.values():
+        part.register_forward_pre_hook(
+            lambda module, args: seen.append((module.weight.dtype, args[0].dtype))
+        )
+    assert model(X).dtype is torch.float32
+    assert seen == [(H, H), (torch.float32, torch.float32)]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.dtypes == [H, H, H]  # its output goes on in half
 
 
@@ -109,6 +112,7 @@ ADDMM = torch.ops.aten.addmm.default
 FUNCTIONS = {torch.bmm: "float", torch.Tensor.softmax: "half"}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_overrides_of_functions_at_every_level(level):
     model, x = Attention(), torch.randn(2, 3, 8)
@@ -194,15 +198,26 @@ def test_they_do_nothing_at_o0(caplog):
     assert "overrides=... has no effect" in caplog.text
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_half_module_class_at_o2(level):
-    """BatchNorm that O2 keeps in FP32 goes to half where the user says so."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+@pytest.mark.parametrize("settings", [{}, {"master_weights": False}], ids=["lent", "converted"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_a_norm_in_half_at_o2(settings, norm):
+    """Beside lent copies it takes half inputs and keeps FP32 weights, as its statistics are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), norm(4, affine=True, track_running_stats=True))
+    plain, seen = copy.deepcopy(model), []
     ampatch.initialize(
-        model, opt_level=level, dtype=H, overrides={nn.BatchNorm1d: "half"}, verbosity=0
+        model, opt_level="O2", dtype=H, overrides={norm: "half"}, verbosity=0, **settings
     )
-    assert model[1].weight.dtype is H
-    assert model(X).dtype is torch.float32
+    model[1].register_forward_hook(
+        lambda module, args, out: seen.append((module.weight.dtype, args[0].dtype, out.dtype))
+    )
+    x = torch.randn(8, 4, 16)
+    output = model(x)
+    assert seen == [(H if settings else torch.float32, H, H)]
+    torch.testing.assert_close(output, plain(x), rtol=0.05, atol=0.05)
+    for name in ("running_mean", "running_var"):
+        ours, theirs = getattr(model[1], name), getattr(plain[1], name)
+        torch.testing.assert_close(ours.float(), theirs, rtol=0.05, atol=0.01)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -300,13 +315,13 @@ def assert_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 @pytest.mark.parametrize("overrides", NESTED.values(), ids=NESTED)
 def test_what_an_inner_override_gives_goes_on_in_the_outer_ones_precision(level, overrides):
     model, expected = nested(level, overrides)
-    seen = []
+    seen, weights, part = [], [], model.decoder.inner[0]
     model.decoder.inner.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    part.register_forward_hook(lambda *call: weights.append(part.weight.dtype))
     assert_alike(results(model), expected)
     assert seen == [torch.float32]
     is_half = "half" in overrides.values()
-    part = model.decoder.inner[0]
-    assert part.weight.dtype is (torch.float16 if is_half and level != "O1" else torch.float32)
+    assert weights == [torch.float16 if is_half and level != "O1" else torch.float32]
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -326,6 +341,7 @@ def test_overrides_in_overrides_are_recomputed_as_they_were(level):
     assert_alike(results(model), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("uses_part", [False, True])
 def test_overrides_in_overrides_are_compiled(level, uses_part):

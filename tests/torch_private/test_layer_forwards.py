@@ -334,7 +334,7 @@ def test_dynamo_traces_torch_s_forward(is_linear, monkeypatch):
 )
 def test_an_error_is_explained_as_before(layer, call):
     model = nn.Sequential(layer)
-    ampatch.initialize(model, opt_level="O2", dtype="bfloat16", verbosity=0)
+    ampatch.initialize(model, opt_level="O3", dtype="bfloat16", verbosity=0)
     layer.weight = nn.Parameter(layer.weight.detach().float())
     try:
         with pytest.raises(RuntimeError) as error:

@@ -64,7 +64,7 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
             scaled.backward(*args, **kwargs)
 
     def main_params(self, optimizer: Any) -> Any:
-        """What the optimizer updates: master weights at O2."""
+        """What the optimizer updates: its parameters."""
         return ampatch.master_params(optimizer)
 
     def state_dict(self) -> dict[str, Any]:

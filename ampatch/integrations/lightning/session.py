@@ -87,7 +87,9 @@ class PluginSession:
     def as_weights(self, value: Tensor) -> Tensor:
         """A floating tensor in the dtype of the models' weights, where these are in half."""
         session = self._session()
-        half = session.properties.cast_model_type if session is not None else None
+        if session is None or session.properties.lends_weights:
+            return value
+        half = session.properties.cast_model_type
         return value.to(half) if half in HALF_TYPES and value.is_floating_point() else value
 
     @property

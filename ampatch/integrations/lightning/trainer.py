@@ -132,7 +132,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         self._package.precision._clip_gradients(self, model, optimizer, *args, **kwargs)
 
     def main_params(self, optimizer: Any) -> Any:
-        """What the optimizer updates: master weights at O2."""
+        """What the optimizer updates: its parameters."""
         return ampatch.master_params(optimizer)
 
     # Checkpoints

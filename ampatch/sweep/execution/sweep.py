@@ -84,7 +84,7 @@ class Sweep:
         rounds: how often speed is measured, at least: whole runs count, short runs follow.
         steps: end each run after so many optimizer steps.  With `{steps}` in the arguments
             the script gets the number instead, and ends by itself.
-        overrides: additional rows, such as "O2 keep_batchnorm_fp32=False".
+        overrides: additional rows, such as "O2 loss_scale=128".
         metrics: regular expressions over the output, by name; the group is the number.
         judge: the metric (or "last loss") that the verdicts are about; by default the first.
         better: for metrics, "higher" or "lower"; by default the metric's name decides.

@@ -103,7 +103,7 @@ print(
             "losses": losses[: args.steps],
             "dtypes": sorted(dtypes),
             "exact": all(map(torch.equal, straight, again)),
-            "norm": str(model[1].weight.dtype),
+            "weights": sorted({str(param.dtype) for param in model.parameters()}),
             "halves": len(optimizer._amp_stash.all_fp16_params),
             "scale": amp._amp_state.loss_scalers[0].loss_scale(),
         }
