@@ -29,7 +29,7 @@ def as_text(found: CastReport) -> str:
 def functions(found: CastReport) -> list[str]:
     """A line for each patched function that was called, the most bytes cast first."""
     if not found.functions:
-        return ["No patched function was called (O2 and O3 convert the model instead; see below)."]
+        return ["No patched function was called (O2 and O3 run the model in half; see below)."]
     ordered = sorted(found.functions.items(), key=lambda pair: (-pair[1].bytes, pair[0]))
     rows = [
         (

@@ -39,7 +39,7 @@ def replacements(trained: Trained) -> list[Replacement]:
 def _following(original: Callable, trained: Trained) -> Callable:
     @functools.wraps(original)
     def join_hook(self: DistributedDataParallel, **kwargs: Any) -> _FollowingHook:
-        trained.refuse_uneven(self.module)
+        trained.refuse_uneven(self)
         return _FollowingHook(original(self, **kwargs), self, trained)
 
     return join_hook
@@ -66,6 +66,6 @@ class _FollowingHook:
         distributed.all_reduce(leader, distributed.ReduceOp.MAX, group=group)
         source = distributed.get_global_rank(group, int(leader.item()))
         self._trained.broadcast_scales(
-            self._wrapper.module,
+            self._wrapper,
             lambda states: distributed.broadcast_object_list(states, source, group=group),
         )

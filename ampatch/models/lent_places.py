@@ -17,7 +17,6 @@ from ..torch_private.modules import (
     flat_weights,
     list_weights,
 )
-from .registrations import registrations
 
 StaysFloat = Callable[[nn.Module], bool]
 
@@ -65,7 +64,7 @@ class Tree:
         self.root = root
         self.modules = set(map(id, root.modules()))
         self.rnns: list[nn.RNNBase] = []
-        self._generation = registrations.count
+        self.is_old = False  # a module in it has got a parameter or a submodule
         seen: list[tuple[dict, str, Tensor | None]] = []
         for module in may_be_lent(root, stays_float):
             seen += [(module._parameters, name, one) for name, one in module._parameters.items()]
@@ -110,9 +109,7 @@ class Tree:
     def is_valid(self) -> bool:
         """Whether the tables hold what was found there."""
         tables, names, found = self._seen
-        return self._generation == registrations.count and all(
-            map(operator.is_, map(dict.get, tables, names), found)
-        )
+        return not self.is_old and all(map(operator.is_, map(dict.get, tables, names), found))
 
     def share_attributes(self, copies: list[Tensor]) -> None:
         """What is noted on a parameter (`p.lr_mult`) is read and written on its copy too."""

@@ -159,21 +159,13 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
     return None
 
 
-def _lend_late(parent: nn.Module, part: nn.Module) -> None:
-    """A module gets a submodule, perhaps in a forward of the model that it is in."""
-    me = threading.current_thread()
+def _note_registration(module: nn.Module, value: Any) -> None:
+    """A module gets a parameter or a submodule, perhaps in a forward of the model that it is in."""
     for lender in list(lenders.values()):
-        running = lender.running
-        if (
-            running is not None
-            and running.is_in_place
-            and running.thread is me
-            and id(parent) in running.tree.modules
-        ):
-            running.lend_late(part)
+        lender.note_registration(module, value)
 
 
-registrations.tell = _lend_late
+registrations.tell = _note_registration
 
 
 def _save_parameters(module: nn.Module, state_dict: dict, prefix: str, metadata: Any) -> None:
@@ -246,6 +238,22 @@ class LentWeights:
     def places_in(self, root: nn.Module) -> list[Place]:
         """Where FP32 weights stand now that the model lends, found without a tree."""
         return places_in(root, self._stays_float, self._left)
+
+    def note_registration(self, module: nn.Module, value: Any) -> None:
+        """A module has got a parameter or a submodule: those that have it are to be looked at."""
+        for tree in self._trees.values():
+            if id(module) in tree.modules:
+                tree.is_old = True
+        running = self.running
+        if (
+            isinstance(value, nn.Module)
+            and running is not None
+            and running.is_in_place
+            and not is_dynamo_compiling()
+            and running.thread is threading.current_thread()
+            and id(module) in running.tree.modules
+        ):
+            running.lend_late(value)
 
     def whole(self) -> Tree:
         """The places of the whole model."""

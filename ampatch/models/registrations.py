@@ -1,4 +1,4 @@
-"""Notices that some module has got a parameter or a submodule: what was found in models is old."""
+"""Notices that a module has got a parameter or a submodule: what was found in models is old."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -14,17 +13,16 @@ from torch.nn.modules.module import (
 
 
 class Registrations:
-    """`count` grows with each registration in the process, while somebody watches."""
+    """Tells of each registration in the process, while somebody watches."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.tell: Callable[[nn.Module, nn.Module], None] = lambda parent, part: None
-        """Called for each submodule that a module gets, while somebody watches."""
+        self.tell: Callable[[nn.Module, Any], None] = lambda module, value: None
+        """Called with a module and the parameter or submodule that it gets."""
         self._watchers = 0
         self._handles: list[Any] = []
 
     def watch(self) -> None:
-        """Begin to count, until as many calls of `stop`."""
+        """Begin to tell, until as many calls of `stop`."""
         self._watchers += 1
         if not self._handles:
             self._handles = [
@@ -39,9 +37,7 @@ class Registrations:
             self._handles.pop().remove()
 
     def _note(self, module: nn.Module, name: str, value: Any) -> None:
-        self.count += 1
-        if isinstance(value, nn.Module) and not is_dynamo_compiling():
-            self.tell(module, value)
+        self.tell(module, value)
 
 
 registrations = Registrations()

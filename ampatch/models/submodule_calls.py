@@ -1,9 +1,10 @@
 """Parts of a half model called from outside its forward: `model.encoder(x)`, `model.encode(x)`.
 
-The outermost part that is called gets its inputs as the model's own forward would.  What it
-returns stays in half: between the layers of a method nothing else would fit the next one.  In the
-steps of a framework (`steps.py`) it has the dtype of the model's results, since a loss follows.
-While the model's own forward runs these hooks are taken out, so that they cost it nothing.
+The outermost part that is called gets its inputs as the model's own forward would.  Where weights
+are lent it returns FP32, as the weights are that a method reads.  Of a model with half weights what
+it returns stays in half, as these are; but in the steps of a framework (`steps.py`) it has the
+dtype of the model's results, since a loss follows.  While the model's own forward runs these hooks
+are taken out, so that they cost it nothing.
 """
 
 from __future__ import annotations
@@ -107,8 +108,13 @@ class SubmoduleCalls:
         return before
 
     def step_aside(self) -> None:
-        """The model's own forward begins: out with the hooks."""
+        """The model's own forward begins: out with the hooks.
+
+        Not where weights are lent and other threads may call parts: these are to wait.
+        """
         self._here.outermost, self._here.again = None, 0
+        if threading.active_count() > 1 and self._traced() is not None:
+            return
         deque(map(OrderedDict.pop, self._tables, self._ids, repeat(None)), maxlen=0)
 
     def come_back(self) -> None:
@@ -124,8 +130,8 @@ class SubmoduleCalls:
         if here.outermost is not None:
             here.again += here.outermost is module
             return None
-        if current_backward_pass() != -1:  # a recomputation: its inputs are those of the forward
-            return None
+        if current_backward_pass() != -1 and self._traced() is None:
+            return None  # a recomputation of converted weights: its inputs are the forward's
         if is_traced_by_fx(args, kwargs):
             return None
         taken = self._inputs[id(module)].take(args, kwargs)
@@ -145,7 +151,12 @@ class SubmoduleCalls:
         here.outermost = None
         self._pop(self, module)
         self._inputs[id(module)].write_back()
-        return None if here.result is None else cast_tensors(output, here.result)
+        return self._for_the_code_around(output)
+
+    def _for_the_code_around(self, output: Any) -> Any:
+        """Where weights are lent these are FP32 there, beside what a part returns."""
+        result = self._here.result if self._traced() is None else torch.float32
+        return None if result is None else cast_tensors(output, result)
 
     # Where Dynamo traces a function that calls a part
 
@@ -164,5 +175,4 @@ class SubmoduleCalls:
         if not traced or traced[-1][0] is not module:
             return None
         self._pop(self, module)
-        result = self._here.result
-        return None if result is None else cast_tensors(output, result)
+        return self._for_the_code_around(output)

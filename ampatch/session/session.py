@@ -19,6 +19,7 @@ from ..models import module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
+from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import fit_state
 from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
@@ -102,7 +103,7 @@ class Session:
             undo.do(managed.uninstall)
         for optimizer in self.optimizers.alive():
             undo.do(optimizer.uninstall)
-            undo.do(fit_state, optimizer.optimizer, changed)
+            undo.do(_fit, optimizer, changed)
             undo.do(optimizer.found_states.restore)
         self.models.clear()
         self.optimizers.clear()
@@ -173,7 +174,7 @@ class Session:
         """The state of optimizers has the dtypes that their parameters have got."""
         converted = {key for managed in self.models.alive() for key in managed.converted()}
         for managed in self.optimizers.alive():
-            fit_state(managed.optimizer, converted)
+            _fit(managed, converted)
 
     def _settle(self) -> None:
         """From here on nothing goes back to what it was before."""
@@ -207,7 +208,7 @@ class Session:
         changed = managed.converted()
         managed.uninstall()
         for optimizer in self.optimizers.alive():
-            fit_state(optimizer.optimizer, changed)
+            _fit(optimizer, changed)
         self.models.remove(model)
 
     def stop_casting(self) -> None:
@@ -406,6 +407,13 @@ class Session:
         self._fit_states()
         self._settle()
         registry.refresh()
+
+
+def _fit(managed: ManagedOptimizer, converted: set[int]) -> None:
+    """Parameters (ids) have got other dtypes: what the optimizer keeps of them fits again."""
+    if converted:
+        fit_state(managed.optimizer, converted)
+        zero.settle(managed.optimizer)
 
 
 def _give_back_models(session: Session, models: list[nn.Module]) -> None:

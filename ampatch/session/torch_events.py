@@ -114,7 +114,7 @@ class TorchEvents:
         """Raise `AmpatchError` for a model whose ranks share a flag, which `join` cannot shadow."""
         if any(session.process_group is not None for session in self._sessions_of(model)):
             raise AmpatchError(
-                f"DistributedDataParallel({type(model).__name__}).join(): "
+                f"{type(model).__name__}.join(): "
                 "ampatch.initialize(process_group=...) has the ranks share a flag in each block, "
                 "for which a rank without data would not be there. Leave process_group out: "
                 "DistributedDataParallel shows each rank the overflows of the others."

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+_BUILD_BUCKETS = "_build_param_buckets"
 _OVERLAPS = "_overlap_with_ddp"
 _JOIN_CONFIG = "_join_config"
 
@@ -19,6 +20,11 @@ def is_zero(optimizer: Any) -> bool:
 def steps_in_backward(optimizer: Any) -> bool:
     """Whether hooks of DistributedDataParallel make its steps (`overlap_with_ddp`)."""
     return getattr(optimizer, _OVERLAPS, False)
+
+
+def build_buckets(optimizer: Any) -> None:
+    """Make its parameters views of buckets once more, if it has buckets at all."""
+    getattr(optimizer, _BUILD_BUCKETS)()
 
 
 def leads_join(optimizer: Any) -> bool:

@@ -341,6 +341,53 @@ def test_closures(ranks, level):
         torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
 
 
+class WithoutNorm(nn.Module):
+    """All its weights have one dtype at every level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def in_buckets(rank: int, change: str) -> list[torch.Tensor]:
+    """Weights that change their dtype while a ZeRO optimizer's buckets have them."""
+    model = WithoutNorm()
+    optimizer = zero(model.parameters(), "SGD", parameters_as_bucket_view=True)
+    settings = {"dtype": BF16, "verbosity": 0}
+    level = "O2" if change == "set_opt_level" else "O3"
+    if change == "master_weights=False":
+        settings |= {"master_weights": False}
+        level = "O2"
+    amp.initialize(model, optimizer, opt_level=level, **settings)
+    if change == "set_opt_level":
+        amp.set_opt_level(model, "O3")
+    parallel = DistributedDataParallel(model)
+    for step in range(3):
+        one_step(parallel, optimizer, rank, step)
+    before = [p.detach().clone() for p in model.parameters()]
+    amp.deactivate()
+    if change == "deactivate":
+        parallel = DistributedDataParallel(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            parallel(batch(1000 * rank + step)[0]).square().mean().backward()
+            optimizer.step()
+    return [*before, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "change", ["initialize", "master_weights=False", "set_opt_level", "deactivate"]
+)
+def test_buckets_hold_weights_that_have_changed_their_dtype(ranks, change):
+    one, two = ranks(in_buckets, change)
+    assert all(map(torch.equal, one, two))
+    assert not torch.equal(one[0].float(), next(WithoutNorm().parameters()))
+
+
 def overlapping(rank: int, level: str, late: bool, settings: dict) -> str:
     model = Net()
     settings = {"opt_level": level, "dtype": BF16, "verbosity": 0, **settings}

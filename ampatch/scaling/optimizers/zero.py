@@ -28,3 +28,25 @@ def refuse_lead(optimizer: Any) -> None:
             "Expected the DistributedDataParallel model first: Join([model, optimizer]); or "
             "loss_scale=1.0."
         )
+
+
+def settle(optimizer: Any) -> None:
+    """Its parameters may have other memory than before: its buckets hold them again.
+
+    Raises `AmpatchError` if buckets cannot hold them.
+    """
+    if not (
+        zero_redundancy.is_zero(optimizer)
+        and getattr(optimizer, "parameters_as_bucket_view", False)
+        and not zero_redundancy.steps_in_backward(optimizer)
+    ):
+        return
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    if len(dtypes) > 1:
+        raise AmpatchError(
+            "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) has parameters in "
+            f"{', '.join(sorted(map(str, dtypes)))} at this opt level, and its buckets hold one "
+            "dtype. Expected parameters_as_bucket_view=False, or a level with one dtype for all "
+            "parameters that the optimizer was given: O0, O1 or O2."
+        )
+    zero_redundancy.build_buckets(optimizer)
