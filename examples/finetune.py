@@ -3,8 +3,8 @@
     python examples/finetune.py --opt-level O2 --dtype bfloat16
 
 The network has learnt the digits 0 to 4, in FP32. Its weights are frozen, and adapters learn all
-ten digits in mixed precision. At O2 the frozen weights take half the memory, and the adapters have
-FP32 master weights.
+ten digits in mixed precision. At O2 both are FP32 outside of forwards; a frozen network that is
+given in half stays half.
 """
 
 import warnings

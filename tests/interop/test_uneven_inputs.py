@@ -44,8 +44,9 @@ def uneven(rank: int, level: str, dtype, settings: dict) -> dict:
     model = build(seed=0)[0]
     optimizer = optimizer_of(model, settings)
     options = {} if level == "O0" else {"loss_scale": "dynamic"}
+    parallel = DistributedDataParallel(model) if settings.get("wrapped first") else model
     amp.initialize(
-        model,
+        parallel,
         optimizer,
         opt_level=level,
         dtype=dtype,
@@ -54,7 +55,8 @@ def uneven(rank: int, level: str, dtype, settings: dict) -> dict:
         verbosity=0,
         **options,
     )
-    parallel = DistributedDataParallel(model)
+    if not settings.get("wrapped first"):
+        parallel = DistributedDataParallel(model)
     micro = settings.get("micro", 1)
     skipped, scales, weights = [], [], []
     for epoch in range(2):
@@ -104,6 +106,7 @@ CASES = [
     ("O0", torch.float16, {}),
     ("O1", torch.float16, {"micro": 2}),
     ("O2", torch.float16, {}),
+    ("O2", torch.float16, {"wrapped first": True}),
     ("O2", torch.bfloat16, {"static_divisor": False, "micro": 2}),
     ("O3", torch.bfloat16, {}),
     ("O1", torch.float16, {"zero": True}),

@@ -78,9 +78,16 @@ def walk_of_a_weight() -> set[str]:
     return entered(lambda: (training.forward(), training.loss.backward()))
 
 
+def walk_of_a_lent_weight() -> set[str]:
+    """The same at O2."""
+    training = Training("O2")
+    return entered(lambda: (training.forward(), training.loss.backward()))
+
+
 WALKS = {
     "The walk of a block": (walk_of_a_block, 8),
     "The walk of a weight": (walk_of_a_weight, 7),
+    "The walk of a lent weight": (walk_of_a_lent_weight, 5),
 }
 
 

@@ -135,6 +135,37 @@ def test_ddp_wrapped_first_works_or_is_refused(ranks, level):
             assert all(map(torch.equal, one[given], two[given]))
 
 
+def other_levels(rank: int, first: str, then: str) -> dict:
+    """A model in DDP gets another level; `deactivate` then says what it has to."""
+    model, optimizer = build()
+    amp.initialize(model, optimizer, opt_level=first, dtype=torch.bfloat16, verbosity=0)
+    parallel = DistributedDataParallel(model)
+    backward(parallel, optimizer, rank)
+    optimizer.step()
+    error = None
+    try:
+        amp.set_opt_level(model, then)
+    except amp.AmpatchError as refusal:
+        error = str(refusal)
+    for number in range(3):
+        optimizer.zero_grad()
+        backward(parallel, optimizer, 10 * rank + number)
+        optimizer.step()
+    return {"error": error, "weights": everything(model, optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("O0", "O2"), ("O2", "O1"), ("O1", "O3"), ("O3", "O2"), ("O3", "O0")]
+)
+def test_another_level_inside_ddp_changes_no_dtype(ranks, first, then):
+    """DDP would not average gradients of parameters that have another dtype than at first."""
+    one, two = ranks(other_levels, first, then)
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+    is_refused = "O3" in (first, then)
+    assert (one["error"] is not None) is is_refused
+    assert not is_refused or "is wrapped in DistributedDataParallel" in one["error"]
+
+
 # DataParallel
 
 
