@@ -38,6 +38,7 @@ from ..models import (
 )
 from ..torch_private import (
     devices,
+    dtensors,
     dynamo,
     foreach,
     nodes,
@@ -64,6 +65,7 @@ _BEHIND_HOOKS = (
     module_overrides,
     policy,
     devices,
+    dtensors,
     foreach,
     nodes,
     probes,

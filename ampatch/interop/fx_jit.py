@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch import nn
 
 from ..casting.cast_state import CastState
 from ..casting.patches import Replacement
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
-from ..models.conversion import cast_tensors
+from ..models.conversion import cast_tensors, caster
 from ..models.lent_weights import lent_as
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import any_float, scripted_parts
@@ -40,6 +41,7 @@ def replacements(
             lambda original: _arguments(original, managed_of, state),
         ),
         (torch.fx.Tracer, "getattr", _attribute),
+        (torch.fx.Tracer, "call_module", _step),
         (torch.jit, "script", lambda original: _script(original, state)),
     ]
 
@@ -136,6 +138,24 @@ def _attribute(original: Callable) -> Callable:
         return found if dtype is None else found.to(dtype)
 
     return getattr
+
+
+def _step(original: Callable) -> Callable:
+    """What fx records where a layer is a step of its graph: the layer gives FP32 to code around it,
+    but the graph goes on in half, as the model does.
+    """
+
+    @functools.wraps(original)
+    def call_module(self: torch.fx.Tracer, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, m, *args, **kwargs)
+        dtype = next(filter(None, map(lent_as, m.parameters())), None)
+        if dtype is None or not isinstance(found, torch.fx.Proxy):
+            return found
+        is_step = self.is_leaf_module(m, self.path_of_module(m))
+        cast: Callable[[Any], Any] = caster(dtype)
+        return cast(found) if is_step else found
+
+    return call_module
 
 
 def _note_lost_policies(tracer: torch.fx.Tracer, managed: ManagedModel, state: CastState) -> None:

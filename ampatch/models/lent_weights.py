@@ -32,6 +32,7 @@ from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
 from ..log import logger
 from ..torch_private.devices import has_values
+from ..torch_private.dtensors import local_of
 from ..torch_private.modules import is_replica, list_weights
 from ..torch_private.probes import computes_with_fakes, is_recording
 from .hooks import add_load_hook, add_state_dict_hook
@@ -100,7 +101,7 @@ class Lending:
                 if copy._version != version:
                     self._owner.carry(copy, parameter)
         for index, before in self.begun_as.items():
-            if not torch.equal(before, copies[index].detach()):
+            if not torch.equal(before, local_of(copies[index]).detach()):
                 self._owner.carry(copies[index], parameters[index])
                 self._owner.compared.add(id(parameters[index]))
 
@@ -110,7 +111,7 @@ class Lending:
             zip(self.tree.parameters, self.copies, strict=True)
         ):
             if (only is None or id(parameter) in only) and has_values(copy.device):
-                self.begun_as[index] = copy.detach().clone()
+                self.begun_as[index] = local_of(copy).detach().clone()
 
     def end_if_interrupted(self) -> None:
         """Take back what a call left that never ended: Ctrl-C skips hooks."""
@@ -146,8 +147,12 @@ def lent_as(weight: Any) -> torch.dtype | None:
 
 def lent_in(model: nn.Module) -> set[int]:
     """Ids of the parameters of a model that other models lend."""
-    lent = {id(one) for lender in list(lenders.values()) for one in lender.whole().parameters}
-    return lent & set(map(id, model.parameters())) if lent else lent
+    own, found = set(map(id, model.parameters())), set()
+    for lender in list(lenders.values()):
+        if lender.has_changed:
+            lender.whole()
+        found |= own & lender.lent
+    return found
 
 
 def parameter_behind(tensor: Tensor) -> Tensor | None:
@@ -212,7 +217,8 @@ class LentWeights:
         self._at_change = at_change
         self._kept = kept  # while it is open, they serve all forwards that record no graph
         self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
-        self._forwards = 0  # with a graph, so far
+        self._forwards, self._next_look = 0, 1  # with a graph
+        self.lent: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.has_changed = False  # the model has got parameters or parts since
         self._has_warned = False
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
@@ -235,6 +241,8 @@ class LentWeights:
             self._watch_state_dicts(root)
             if not self._state.thread.lent:  # else copies of another model may be in the places
                 self._trees[id(root)] = tree
+                if root is self._model:
+                    self.lent = set(map(id, tree.parameters))
         return tree
 
     def _watch_state_dicts(self, root: nn.Module) -> None:
@@ -309,8 +317,7 @@ class LentWeights:
             tree = self.tree_of(root)
             lending = Lending(tree, self._casts.of(tree), self)
             tree.share_attributes(lending.copies)
-            number = self._forwards = self._forwards + torch.is_grad_enabled()
-            is_due = torch.is_grad_enabled() and not number & (number - 1)
+            is_due = self._is_due()
             if is_due or self.compared:
                 self._compare(lending, is_due)
             self.running, self._roots = lending, [root]
@@ -320,10 +327,20 @@ class LentWeights:
             self._end()
             raise
 
+    def _is_due(self) -> bool:
+        """Whether this is training forward number 1, 10, 100, ..."""
+        if not torch.is_grad_enabled():
+            return False
+        self._forwards += 1
+        if self._forwards < self._next_look:
+            return False
+        self._next_look *= 10
+        return True
+
     def _compare(self, lending: Lending, is_due: bool) -> None:
         """See writes through `.data`, of modules that are known to make them.
 
-        All are looked at in training forwards number 1, 2, 4, 8, ...: some begin after a warm-up.
+        All are looked at now and then (`is_due`): some begin after a warm-up.
         """
         if not (is_recording() or computes_with_fakes()):
             lending.compare(None if is_due else self.compared)

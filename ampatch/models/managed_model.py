@@ -128,7 +128,7 @@ class ManagedModel:
         self.sharded = ShardedWeights(model, properties)
         self._lent: LentWeights | None = None
         self.kept = KeptCopies(model)
-        self._converted: list[Converted] = []
+        self.conversions: list[Converted] = []
         self._stays_float: Callable[[nn.Module], bool] = lambda module: False
         self._dtypes: dict[int, torch.dtype] = {}
         self.mixes = False  # FP32 buffers meet half tensors in its forward
@@ -171,10 +171,10 @@ class ManagedModel:
         shared = lent_in(self.model)
         if not self.properties.lends_weights:
             leave = shared | sharded_parameters(self.model)
-            self._converted = convert_weights(self.model, dtype, skip, leave=leave)
+            self.conversions = convert_weights(self.model, dtype, skip, leave=leave)
         if self.properties.lends_weights or (shared and dtype in HALF_TYPES):
             self._lend(dtype)
-        self._dtypes = {id(entry.tensor): entry.dtype for entry in self._converted}
+        self._dtypes = {id(entry.tensor): entry.dtype for entry in self.conversions}
         if dtype not in HALF_TYPES:
             return
         buffers = float_buffers(self.model, skip)
@@ -212,10 +212,10 @@ class ManagedModel:
 
         Returns the ids of those that were converted.
         """
-        mine = [entry for entry in self._converted if id(entry.tensor) in shared]
+        mine = [entry for entry in self.conversions if id(entry.tensor) in shared]
         if not mine or self.in_dtype is None:
             return set()
-        self._converted = [entry for entry in self._converted if id(entry.tensor) not in shared]
+        self.conversions = [entry for entry in self.conversions if id(entry.tensor) not in shared]
         for entry in mine:
             self._restore(entry)
             self._dtypes.pop(id(entry.tensor))
@@ -257,8 +257,8 @@ class ManagedModel:
 
     def forget_originals(self) -> None:
         """Let go of the unconverted values."""
-        self._converted = [
-            entry._replace(original=entry.tensor, grad=None) for entry in self._converted
+        self.conversions = [
+            entry._replace(original=entry.tensor, grad=None) for entry in self.conversions
         ]
 
     def install(self) -> None:
@@ -305,11 +305,11 @@ class ManagedModel:
             self._lent = None
         undo = UndoAll("ampatch: a model's weights get their dtypes back")
         undo.do(self.sharded.release)
-        for entry in self._converted:
+        for entry in self.conversions:
             undo.do(self._restore, entry)
-        if self._converted:
+        if self.conversions:
             flatten_rnns(self.model)
-        self._converted = []
+        self.conversions = []
         undo.end()
 
     def _restore(self, entry: Converted) -> None:
@@ -341,12 +341,12 @@ class ManagedModel:
         if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
             self._keep_float(modules)
         places = places_in(modules, ignored | sharded_parameters(self.model))
-        kept = self._converted, self._dtypes
+        kept = self.conversions, self._dtypes
         before = self._fit_shards(places)
         try:
             yield self.sharded.policy(given, is_whole)
         except BaseException:
-            self._converted, self._dtypes = kept
+            self.conversions, self._dtypes = kept
             for parameter, data in before:
                 set_data(parameter, data)
             raise
@@ -372,7 +372,7 @@ class ManagedModel:
                 before.append((parameter, parameter.detach()))
                 set_data(parameter, parameter.detach().to(wanted))
         gone = {id(place.parameter) for place in places}
-        self._converted = [entry for entry in self._converted if id(entry.tensor) not in gone]
+        self.conversions = [entry for entry in self.conversions if id(entry.tensor) not in gone]
         self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key not in gone}
         return before
 

@@ -67,6 +67,7 @@ class SubmoduleCalls:
         self._push = push
         self._pop = pop
         self._traced = traced
+        self._threads = {threading.get_ident()}  # that have called the model, or made this
         self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
         self._tables: list[Any] = []
@@ -111,10 +112,12 @@ class SubmoduleCalls:
     def step_aside(self) -> None:
         """The model's own forward begins: out with the hooks.
 
-        Not where weights are lent and other threads may call parts: these are to wait.
+        Not where weights are lent and several threads call the model or its parts: these are to
+        wait for each other.
         """
         self._here.outermost, self._here.again = None, 0
-        if threading.active_count() > 1 and self._traced() is not None:
+        self._threads.add(threading.get_ident())
+        if len(self._threads) > 1 and self._traced() is not None:
             return
         deque(map(OrderedDict.pop, self._tables, self._ids, repeat(None)), maxlen=0)
 
@@ -135,6 +138,7 @@ class SubmoduleCalls:
             return None  # a recomputation of converted weights: its inputs are the forward's
         if is_traced_by_fx(args, kwargs):
             return None
+        self._threads.add(threading.get_ident())
         taken = self._inputs[id(module)].take(args, kwargs)
         here.outermost = module
         self._push(self, module)

@@ -57,8 +57,11 @@ class TorchEvents:
     def give_back_shared(self, model: nn.Module) -> None:
         """A model is to lend its weights: those that others have made half are FP32 again."""
         own = set(map(id, model.parameters()))
-        given = {key for managed in self._models() for key in managed.give_back(own)}
-        for optimizer in self._optimizers():
+        given: set[int] = set()
+        for managed in self._models():
+            if managed.conversions:
+                given |= managed.give_back(own)
+        for optimizer in self._optimizers() if given else ():
             fit_state(optimizer.optimizer, given)
 
     @contextlib.contextmanager

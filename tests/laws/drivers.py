@@ -126,6 +126,10 @@ class Ampatch(Driver):
         """Around parts of a model that are called by themselves."""
         return contextlib.nullcontext()
 
+    def parts(self, model: nn.Module) -> AbstractContextManager:
+        """Around code that calls parts of a model."""
+        return contextlib.nullcontext()
+
     def no_casts(self) -> AbstractContextManager:
         """Around calls that are not to be cast."""
         return ampatch.disable_casts()
@@ -233,6 +237,22 @@ class ByHand(Driver):
                     self._put(module, name, param)
             for key, param in weights.items():
                 self._take(param, copies.get(key, param), before.get(key, param))
+
+    @contextmanager
+    def parts(self, model: nn.Module) -> Iterator[None]:
+        """At O2 each part casts its inputs to half and its result to FP32."""
+        handles = []
+        for part in model.children() if self.level == "O2" else ():
+            if isinstance(part, _BatchNorm) or not list(part.parameters()):
+                continue
+            handles += [
+                part.register_forward_pre_hook(lambda _, args: to(self.half, args)),
+                part.register_forward_hook(lambda _, args, out: to(torch.float32, out)),
+            ]
+        with self.half_weights(model), self.casts():
+            yield
+        for handle in handles:
+            handle.remove()
 
     def _rounded(self, weights: dict[int, Tensor]) -> dict[int, Tensor]:
         with torch.inference_mode(False):

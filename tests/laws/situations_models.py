@@ -169,11 +169,9 @@ def a_dict_that_the_forward_writes_to(amp):
 def a_method_called_from_outside(amp):
     model, optimizer = amp.start(Block())
     for x, y in batches(3):
-        if amp.by_hand:
-            with amp.half_weights(model), amp.casts():
-                hidden = model.encode(x.to(amp.half) if amp.is_half_model else x)
-        else:
-            hidden = model.encode(x)
+        is_half = amp.by_hand and amp.level == "O3"
+        with amp.parts(model):
+            hidden = model.encode(x.to(amp.half) if is_half else x)
         amp.record(hidden)
         amp.step(hidden.float().square().mean() + mse(model(x), y), optimizer)
 
@@ -182,9 +180,8 @@ def a_method_called_from_outside(amp):
 def submodules_called_from_outside(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
-        if amp.by_hand:
-            x = x.to(amp.half) if amp.is_half_model else x
-        with amp.half_weights(model), amp.casts():
+        x = x.to(amp.half) if amp.by_hand and amp.level == "O3" else x
+        with amp.parts(model):
             for layer in model:
                 x = layer(x)
         amp.step(mse(x, y), optimizer)

@@ -43,7 +43,7 @@ def test_an_overflow_skips_exactly_that_step(level, through, bad, fused):
 
 @pytest.mark.parametrize("half_done", [False, True])
 def test_an_exception_in_the_block_puts_the_gradients_back(opt_level, half_done):
-    model, optimizer = start(opt_level)
+    model, optimizer = start(opt_level, loss_scale=64.0)
     backward(model, optimizer, data())
     before = [grad.clone() for grad in grads(optimizer)]
     state = ampatch.state_dict()
@@ -60,7 +60,8 @@ def test_an_exception_in_the_block_puts_the_gradients_back(opt_level, half_done)
 
 
 def test_an_exception_in_the_first_block_leaves_no_gradients(opt_level):
-    model, optimizer = start(opt_level)
+    """Under a loss scale; without one a block does nothing."""
+    model, optimizer = start(opt_level, loss_scale=64.0)
     with pytest.raises(KeyError), ampatch.scale_loss(model(data()[0]).sum(), optimizer) as scaled:
         scaled.backward()
         raise KeyError
