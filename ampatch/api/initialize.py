@@ -381,7 +381,7 @@ def deactivate() -> None:
     converted = [managed.model for managed in models if managed.converted()]
     try:
         if argument_checks.wrappers_around(converted):
-            logger.warning(
+            logger.info(
                 "ampatch.deactivate(): parameters change their dtype in DistributedDataParallel, "
                 "which will not average their gradients any more. Wrap the model again."
             )
