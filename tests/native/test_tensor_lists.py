@@ -97,12 +97,12 @@ def test_a_subclass_is_asked_for_its_gradient() -> None:
         assert Asked.seen == before + 1
 
 
-@pytest.mark.parametrize("function", ["any_half", "with_grads", "drop_grads"])
-def test_what_is_no_tensor_is_refused(function: str) -> None:
+def test_what_is_no_tensor_is_refused() -> None:
     with pytest.raises(TypeError):
-        getattr(native.part, function)([1])
-    with pytest.raises(TypeError):
-        getattr(native.part, function)(1)
+        native.part.any_half([1])
+    for function in ("any_half", "with_grads", "drop_grads"):
+        with pytest.raises(TypeError):
+            getattr(native.part, function)(1)
 
 
 # Gradients
