@@ -31,7 +31,7 @@ from ..casting.calling_frames import calling_frame, is_running
 from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
 from ..log import logger
-from ..torch_private.devices import has_values
+from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
 from ..torch_private.modules import is_replica, list_weights
 from ..torch_private.probes import computes_with_fakes, is_recording
@@ -110,7 +110,8 @@ class Lending:
         for index, (parameter, copy) in enumerate(
             zip(self.tree.parameters, self.copies, strict=True)
         ):
-            if (only is None or id(parameter) in only) and has_values(copy.device):
+            is_wanted = only is None or id(parameter) in only
+            if is_wanted and has_values(copy.device) and not is_captured(copy):
                 self.begun_as[index] = local_of(copy).detach().clone()
 
     def end_if_interrupted(self) -> None:
