@@ -72,10 +72,10 @@ def level_of(model):
 def test_they_join_the_session_of_what_they_are_added_to():
     first, optimizer = build()
     ampatch.initialize(first, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
-    ampatch.initialize(build()[0], opt_level="O1", verbosity=0)
+    other = ampatch.initialize(build()[0], opt_level="O1", verbosity=0)
     for to in (first, optimizer):
         assert level_of(ampatch.add_models(build()[0], to=to)) == "O2"
-    assert level_of(ampatch.add_models(build()[0])) == "O1"
+    assert level_of(ampatch.add_models(build()[0])) == level_of(other) == "O1"
     hooks = len(first._forward_hooks)
     ampatch.add_models(first, to=first)
     assert len(first._forward_hooks) == hooks  # nothing happens twice
