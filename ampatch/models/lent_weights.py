@@ -100,10 +100,20 @@ class Lending:
             for parameter, copy, version in zip(parameters, copies, self._versions, strict=True):
                 if copy._version != version:
                     self._owner.carry(copy, parameter)
-        for index, before in self.begun_as.items():
-            if not torch.equal(before, local_of(copies[index]).detach()):
-                self._owner.carry(copies[index], parameters[index])
-                self._owner.compared.add(id(parameters[index]))
+        for index in self._written_unseen():
+            self._owner.carry(copies[index], parameters[index])
+            self._owner.compared.add(id(parameters[index]))
+
+    def _written_unseen(self) -> list[int]:
+        """The copies that are compared, and differ.  Waits once for the device."""
+        if not self.begun_as:
+            return []
+        home = next(iter(self.begun_as.values())).device
+        flags = [
+            (before != local_of(self.copies[index]).detach()).any().to(home)
+            for index, before in self.begun_as.items()
+        ]
+        return [index for index, flag in zip(self.begun_as, torch.stack(flags).tolist()) if flag]
 
     def compare(self, only: Collection[int] | None) -> None:
         """See writes through `.data` too, into the copies of these parameters (ids), or of all."""
