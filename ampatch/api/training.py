@@ -1,4 +1,4 @@
-"""What a training loop calls: `scale_loss`, and questions about scale, skips and masters."""
+"""What a training loop calls: `scale_loss`, and questions about scale, skips and weights."""
 
 from __future__ import annotations
 

@@ -100,17 +100,15 @@ class Lending:
             for parameter, copy, version in zip(parameters, copies, self._versions, strict=True):
                 if copy._version != version:
                     self._owner.carry(copy, parameter)
-        for index in self._written_unseen():
+        for index in self._written_unseen() if self.begun_as else ():
             self._owner.carry(copies[index], parameters[index])
             self._owner.compared.add(id(parameters[index]))
 
     def _written_unseen(self) -> list[int]:
         """The copies that are compared, and differ.  Waits once for the device."""
-        if not self.begun_as:
-            return []
         home = next(iter(self.begun_as.values())).device
         flags = [
-            (before != local_of(self.copies[index]).detach()).any().to(home)
+            _differ(before, local_of(self.copies[index]).detach()).any().to(home)
             for index, before in self.begun_as.items()
         ]
         return [index for index, flag in zip(self.begun_as, torch.stack(flags).tolist()) if flag]
@@ -146,6 +144,11 @@ class Lending:
                 self.is_in_place = False
                 self.tree.put_found(found)
                 self._take_back_late()
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Elementwise; a NaN equals any NaN."""
+    return (one != other) & ~(one.isnan() & other.isnan())
 
 
 def lent_as(weight: Any) -> torch.dtype | None:
@@ -343,7 +346,7 @@ class LentWeights:
         if not torch.is_grad_enabled():
             return False
         self._forwards += 1
-        if self._forwards < self._next_look:
+        if self._forwards < self._next_look or is_recording() or computes_with_fakes():
             return False
         self._next_look *= 10
         return True

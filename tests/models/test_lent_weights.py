@@ -749,3 +749,14 @@ def test_modules_that_are_made_elsewhere_cost_nothing():
     model.third = nn.Linear(2, 2)
     model(inputs())
     assert ampatch.session.session.registry.models.managed(model)._lent._trees != trees
+
+
+def test_nan_weights_are_not_taken_for_written_ones(caplog):
+    """A training that has diverged: the forward has written nothing, and nothing is said."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=HALF)
+    with torch.no_grad():
+        model.first.weight.fill_(float("nan"))
+    model(inputs())
+    assert "writes into its weights" not in caplog.text

@@ -144,7 +144,7 @@ class SessionHandle:
         return session.is_open and session.properties.enabled and session.may_cast
 
     def _deactivate(self) -> None:
-        """As in apex: torch's functions are restored; models, masters and scales stay."""
+        """As in apex: torch's functions are restored; models and loss scales stay."""
         self._session.stop_casting()
 
     def _clear_cache(self) -> None:

@@ -23,7 +23,7 @@ class FusedAdam(Fused, torch.optim.Adam):
 
     The default weight decay is apex's 0.  With `bias_correction=False` (an option
     of parameter groups too) the moments are not corrected.  `capturable` and
-    `master_weights` are accepted and have no effect; `initialize` makes masters at O2.
+    `master_weights` are accepted and have no effect; at O2 the weights are FP32.
 
     `step(grads=..., scale=..., output_params=...)` and `max_grad_norm` are those of apex's
     first version: explicit gradients, their divisor, and half parameters that get the new
