@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..torch_private import attention
-from ..torch_private.devices import FUSED_ATTENTION, is_read_by_host
+from ..torch_private.devices import FUSED_ATTENTION
 from ..torch_private.modules import GLOBAL_FORWARD_TABLES, parts_of
 from ..torch_private.probes import is_recording
 from .cast_observers import observed, observers
@@ -158,7 +158,7 @@ def _only_hide_places(masks: list[Any]) -> bool:
     if not masks:
         return True
     mask = masks[0]
-    if len(masks) > 1 or type(mask) is not Tensor or not is_read_by_host(mask):
+    if len(masks) > 1 or type(mask) is not Tensor or not mask.is_cpu:
         return False
     hidden = mask.isneginf()
     return bool(((mask == 0) | hidden).all()) and not bool(hidden.all(-1).any())

@@ -24,6 +24,7 @@ from ..casting import (
 )
 from ..models import (
     conversion,
+    entries,
     hooks,
     io_casting,
     lent_casts,
@@ -54,6 +55,7 @@ _BEHIND_HOOKS = (
     cast_state,
     contexts,
     conversion,
+    entries,
     handlers,
     hooks,
     io_casting,

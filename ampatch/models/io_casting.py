@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .. import native
 from ..config.opt_levels import HALF_TYPES
 from ..log import logger
-from ..torch_private.devices import has_values, is_captured, is_read_by_host
+from ..torch_private.devices import has_values, is_captured
 from ..torch_private.probes import is_recording
 from .conversion import CASTABLE, caster, half_cannot_hold, map_tensors
+
+_fitting_copy = getattr(native.part, "fitting_copy", None)
+"""`(tensor, dtype, limit)`: the copy of a small tensor whose values lie within the limit; or None."""
 
 _Given = tuple[list[tuple[Tensor, Tensor]], list[tuple[Any, Any, Any]]]
 """What one forward was given.
@@ -102,24 +106,26 @@ class ModelInputs:
         found = tensor.dtype
         if found is self._dtype or found not in CASTABLE:
             return tensor
-        on_host = is_read_by_host(tensor)
-        if found is torch.float32 and self._is_half and self._stays_float(tensor, place, on_host):
-            return tensor
-        is_later = place in self._seen_places
-        if is_later and self._saturates and not on_host:
-            cast = self._saturated(tensor)
-        else:
-            cast = tensor.to(self._dtype)
+        cast = None
+        if found is torch.float32 and self._is_half:
+            if place in self._float_places:
+                return tensor
+            if _fitting_copy is not None:
+                cast = _fitting_copy(tensor, self._dtype, self._limit)
+            if cast is None and self._stays_float(tensor, place):
+                return tensor
+        if cast is None:
+            is_later = place in self._seen_places
+            saturates = is_later and self._saturates and not tensor.is_cpu
+            cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
         self._seen_places.add(place)
         given[0].append((tensor, cast))
         return cast
 
-    def _stays_float(self, tensor: Tensor, place: int, on_host: bool) -> bool:
-        if place in self._float_places:
-            return True
+    def _stays_float(self, tensor: Tensor, place: int) -> bool:
         if not tensor.numel() or tensor.layout is not torch.strided:
             return False
-        if not on_host and (
+        if not tensor.is_cpu and (
             place in self._seen_places or not has_values(tensor.device) or is_captured(tensor)
         ):
             return False

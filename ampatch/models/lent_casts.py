@@ -40,7 +40,7 @@ class LentCasts:
             return self._in_graph(tree)
         if self._kept.is_open:
             return self._kept.of_all(tree.groups, self._dtype)
-        made = self._of_blocks(tree)
+        made = self._of_blocks(tree) if tree.blocks else []
         for bucket in tree.buckets:
             made += cast_together(bucket, self._dtype, in_graph=False)
         return made
@@ -61,7 +61,7 @@ class LentCasts:
     def _in_graph(self, tree: Tree) -> list[Tensor]:
         alone = tree.below_hooks()
         are_together = self._model.training and may_use_all(self._model)
-        made = self._of_blocks(tree)
+        made = self._of_blocks(tree) if tree.blocks else []
         for bucket in tree.buckets:
             if are_together and not alone and alike(bucket[0], bucket) is bucket:
                 made += self._cast(bucket)

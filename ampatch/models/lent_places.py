@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -17,6 +15,7 @@ from ..torch_private.modules import (
     flat_weights,
     list_weights,
 )
+from . import entries
 
 StaysFloat = Callable[[nn.Module], bool]
 
@@ -85,7 +84,7 @@ class Tree:
         self._sources = [order[id(place.parameter)] for place in self.places]
         self._tables = [place.table for place in self.places]
         self._names = [place.name for place in self.places]
-        self._attributes = list(map(vars, self.parameters))
+        self.attributes: list[dict] = list(map(vars, self.parameters))
         self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
         for module in root.modules():
             self._hook_tables += backward_tables(module)
@@ -109,33 +108,22 @@ class Tree:
     def is_valid(self) -> bool:
         """Whether the tables hold what was found there."""
         tables, names, found = self._seen
-        return not self.is_old and all(map(operator.is_, map(dict.get, tables, names), found))
+        return not self.is_old and entries.are(tables, names, found)
 
-    def share_attributes(self, copies: list[Tensor]) -> None:
-        """What is noted on a parameter (`p.lr_mult`) is read and written on its copy too."""
-        for copy, attributes in zip(copies, self._attributes, strict=True):
-            if type(copy) is Tensor:  # those of other types have attributes of their own
-                copy.__dict__ = attributes
-
-    def put(self, tensors: Sequence[Tensor], instead_of: Sequence[Tensor] | None = None) -> None:
+    def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the places.
 
         With `instead_of` only where one of those is: what the user's code has put there stays.
         """
-        tables, names = self._tables, self._names
-        new = list(map(tensors.__getitem__, self._sources))
-        if instead_of is not None:
-            known = list(map(instead_of.__getitem__, self._sources))
-            found = list(map(dict.get, tables, names))
-            if not all(map(operator.is_, found, known)):
-                self.put_found(
-                    [
-                        theirs if theirs is not ours else mine
-                        for mine, theirs, ours in zip(new, found, known, strict=True)
-                    ]
-                )
-                return
-        deque(map(dict.__setitem__, tables, names, new), maxlen=0)
+        place = self._tables, self._names, self._sources
+        if not entries.exchange(*place, tensors, instead_of):
+            assert instead_of is not None
+            mixed = zip(self.found(), self._sources, strict=True)
+            self.put_found([tensors[i] if one is instead_of[i] else one for one, i in mixed])
+        elif self.rnns:
+            self._list_rnns()
+
+    def _list_rnns(self) -> None:
         for rnn in self.rnns:
             list_weights(rnn)
 
@@ -144,8 +132,7 @@ class Tree:
         for table, name, tensor in zip(self._tables, self._names, tensors, strict=True):
             if name in table:
                 table[name] = tensor
-        for rnn in self.rnns:
-            list_weights(rnn)
+        self._list_rnns()
 
     def found(self) -> list[Any]:
         """What is in the places now."""

@@ -35,6 +35,7 @@ from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
 from ..torch_private.modules import is_replica, list_weights
 from ..torch_private.probes import computes_with_fakes, is_recording
+from . import entries
 from .hooks import add_load_hook, add_state_dict_hook
 from .lent_casts import LentCasts
 from .lent_places import Place, StaysFloat, Tree, is_lent, places_in
@@ -50,10 +51,12 @@ _version_of = operator.attrgetter("_version")
 class Lending:
     """The half copies of one call, one for each parameter of `tree`."""
 
-    def __init__(self, tree: Tree, copies: list[Tensor], owner: LentWeights) -> None:
+    def __init__(
+        self, tree: Tree, copies: list[Tensor], owner: LentWeights, thread: threading.Thread
+    ) -> None:
         self.tree = tree
         self.copies = copies
-        self.thread = threading.current_thread()
+        self.thread = thread
         self.caller = calling_frame()  # if this frame runs no longer, the call was interrupted
         self.is_in_place = False
         self.late: list[tuple[Place, Tensor]] = []  # copies for parts that the forward has made
@@ -93,7 +96,8 @@ class Lending:
     def take_back(self) -> None:
         """Put the parameters back; what the forward wrote into copies goes to them."""
         self.is_in_place = False
-        self._take_back_late()
+        if self.late:
+            self._take_back_late()
         parameters, copies = self.tree.parameters, self.copies
         self.tree.put(parameters, instead_of=copies)
         if list(map(_version_of, copies)) != self._versions:
@@ -318,8 +322,8 @@ class LentWeights:
         if is_replica(root):
             self._lend_to_replica(root)
             return
-        running = self.running
-        if running is not None and running.thread is threading.current_thread():
+        running, thread = self.running, self._state.thread
+        if running is not None and running.thread is thread.itself:
             if is_running(running.caller):
                 self._roots.append(root)
                 return
@@ -329,34 +333,31 @@ class LentWeights:
             if self._kept.is_open:
                 self._kept.check()
             tree = self.tree_of(root)
-            lending = Lending(tree, self._casts.of(tree), self)
-            tree.share_attributes(lending.copies)
-            is_due = self._is_due()
-            if is_due or self.compared:
-                self._compare(lending, is_due)
+            lending = Lending(tree, self._casts.of(tree), self, thread.itself)
+            # What is noted on a parameter (`p.lr_mult`) is read and written on its copy too.
+            entries.share_attributes(lending.copies, tree.attributes)
+            if torch.is_grad_enabled():
+                self._forwards += 1
+            if self._forwards >= self._next_look or self.compared:
+                self._compare(lending)
             self.running, self._roots = lending, [root]
-            self._state.thread.lent.append(lending)
+            thread.lent.append(lending)
             lending.put()
         except BaseException:
             self._end()
             raise
 
-    def _is_due(self) -> bool:
-        """Whether this is training forward number 1, 10, 100, ..."""
-        if not torch.is_grad_enabled():
-            return False
-        self._forwards += 1
-        if self._forwards < self._next_look or is_recording() or computes_with_fakes():
-            return False
-        self._next_look *= 10
-        return True
-
-    def _compare(self, lending: Lending, is_due: bool) -> None:
+    def _compare(self, lending: Lending) -> None:
         """See writes through `.data`, of modules that are known to make them.
 
-        All are looked at now and then (`is_due`): some begin after a warm-up.
+        All are looked at in training forwards 1, 10, 100, ...: some begin after a warm-up.
         """
-        if not (is_recording() or computes_with_fakes()):
+        if is_recording() or computes_with_fakes():
+            return
+        is_due = torch.is_grad_enabled() and self._forwards >= self._next_look
+        if is_due:
+            self._next_look *= 10
+        if is_due or self.compared:
             lending.compare(None if is_due else self.compared)
 
     def end(self, root: nn.Module) -> None:
@@ -365,7 +366,7 @@ class LentWeights:
             self._take_back_traced()
             return
         running = self.running
-        if running is None or running.thread is not threading.current_thread() or is_replica(root):
+        if running is None or running.thread is not self._state.thread.itself or is_replica(root):
             return
         while self._roots and self._roots.pop() is not root:
             pass
@@ -391,10 +392,10 @@ class LentWeights:
 
         That one casts what goes in and out.
         """
-        lent = self._state.thread.lent
-        if not lent:
+        lent, running = self._state.thread.lent, self.running
+        if not lent or (len(lent) == 1 and lent[0] is running):
             return False
-        running, key = self.running, id(module)
+        key = id(module)
         return any(key in lending.tree.modules for lending in lent if lending is not running)
 
     def _end(self) -> None:

@@ -382,33 +382,34 @@ class ManagedModel:
     # Around a forward
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+        is_compiled, lent, state = is_dynamo_compiling(), self._lent, self._state
+        if state.modes and not is_compiled and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
-        if self._lent is not None and self._lent.is_joined(model):
+        if lent is not None and state.thread.lent and lent.is_joined(model):
             return None
-        if self._step is not None and not is_dynamo_compiling() and self._step.enters():
+        if self._step is not None and not is_compiled and self._step.enters():
             return None
         if self._overrides and self._running.overrides:
             self._running.overrides.clear()  # Ctrl-C skips hooks
         taken = None
         if self._inputs is not None:
             taken = self._inputs.take(args, kwargs)
-            if self._submodule_calls is not None and not is_dynamo_compiling():
+            if self._submodule_calls is not None and not is_compiled:
                 self._submodule_calls.step_aside()
-        if self._lent is not None and self._lent.has_changed and not is_dynamo_compiling():
-            self._lent.look()
-        state, policy = self._state, self.policy
+        if lent is not None and lent.has_changed and not is_compiled:
+            lent.look()
+        policy = self.policy
         # No push where it would change nothing and cover nothing: `pop` finds no frame then.
         if state.thread.frames or policy is not state.process:
             state.enter_forward(policy, self)
-        if policy is not None and not is_dynamo_compiling():
-            is_kept = self.kept.is_open and self._lent is None
+        if policy is not None and not is_compiled:
+            is_kept = self.kept.is_open and lent is None
             policy.cache.open(self, self._plan, self.kept if is_kept else None)
             if policy.devices is not None:
                 self._note_device(policy.devices)
-        if self._lent is not None and not is_traced_by_fx(args, kwargs):
-            self._lent.begin(model)
+        if lent is not None and not is_traced_by_fx(args, kwargs):
+            lent.begin(model)
         return taken
 
     @contextlib.contextmanager
@@ -435,22 +436,23 @@ class ManagedModel:
             self._lent.begin(part)
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+        is_compiled, lent, state = is_dynamo_compiling(), self._lent, self._state
+        if state.modes and not is_compiled and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
-        if self._lent is not None and self._lent.is_joined(model):
+        if lent is not None and lent.is_joined(model):
             return None
-        if self._step is not None and not is_dynamo_compiling() and self._step.leaves():
+        if self._step is not None and not is_compiled and self._step.leaves():
             return None
-        if output is None and not is_dynamo_compiling():  # perhaps because the forward raised
+        if output is None and not is_compiled:  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
-        if self._lent is not None:
-            self._lent.end(model)
-        if self._state.thread.frames:
-            self._state.leave_forward(self)
-        if self.policy is not None and not is_dynamo_compiling():
+        if lent is not None:
+            lent.end(model)
+        if state.thread.frames:
+            state.leave_forward(self)
+        if self.policy is not None and not is_compiled:
             self.policy.cache.close(self, is_whole=output is not None)
-        if self._inputs is not None and not is_dynamo_compiling():
+        if self._inputs is not None and not is_compiled:
             self._inputs.write_back()
             if self._submodule_calls is not None:
                 self._submodule_calls.come_back()

@@ -10,9 +10,7 @@ are taken out, so that they cost it nothing.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from ..config.opt_levels import HALF_TYPES
 from ..torch_private.modules import forward_tables
 from ..torch_private.probes import current_backward_pass
+from . import entries
 from .conversion import cast_tensors
 from .hooks import Hook
 from .io_casting import ModelInputs
@@ -38,7 +37,10 @@ class _Here(threading.local):
 
 def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
     """Whether torch.fx calls a module on proxies, to see what it does."""
-    return any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.fx.Proxy):
+            return True
+    return False
 
 
 class SubmoduleCalls:
@@ -119,11 +121,11 @@ class SubmoduleCalls:
         self._threads.add(threading.get_ident())
         if len(self._threads) > 1 and self._traced() is not None:
             return
-        deque(map(OrderedDict.pop, self._tables, self._ids, repeat(None)), maxlen=0)
+        entries.take_out(self._tables, self._ids)
 
     def come_back(self) -> None:
         """The model's own forward has ended."""
-        deque(map(OrderedDict.__setitem__, self._tables, self._ids, self._hooks), maxlen=0)
+        entries.put_in(self._tables, self._ids, self._hooks)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if is_dynamo_compiling():

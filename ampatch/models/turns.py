@@ -38,12 +38,13 @@ class Turns:
 
     def begin(self) -> None:
         """Wait for one's turn.  Raises `AmpatchError` if that cannot come."""
-        if self._reserved_by is threading.current_thread():
+        if not self._lock.acquire(False):
+            self._wait(threading.current_thread())
+
+    def _wait(self, me: threading.Thread) -> None:
+        if self._reserved_by is me:
             self._nested += 1
             return
-        if self._lock.acquire(blocking=False):
-            return
-        me = threading.current_thread()
         _waiting[me] = self
         try:
             begun = time.monotonic()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..torch_private import foreach
-from ..torch_private.devices import LateCopy, is_captured, is_read_by_host
+from ..torch_private.devices import LateCopy, is_captured
 
 
 class StepCounts(NamedTuple):
@@ -130,7 +130,7 @@ class StepCounter:
 
     def _numbers_on_device(self, numbers: Tensor, every: int) -> list[float] | None:
         """All steps, the skipped and those in a row, or None if that is not known now."""
-        if is_read_by_host(numbers):
+        if numbers.is_cpu:
             return numbers.tolist()  # memory of the host: nothing to wait for
         self._unseen += 1
         if is_captured(numbers):

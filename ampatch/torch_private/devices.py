@@ -118,11 +118,6 @@ def is_owned_by_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def is_read_by_host(tensor: Tensor) -> bool:
-    """Whether its values can be looked at without waiting for a device."""
-    return tensor.device.type == "cpu"
-
-
 def has_values(device: torch.device) -> bool:
     """Whether tensors there have values at all."""
     return device.type != "meta"

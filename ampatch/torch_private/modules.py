@@ -84,7 +84,7 @@ def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
 
 def is_replica(module: nn.Module) -> bool:
     """Whether `nn.DataParallel` made it for one forward; its weights are plain attributes."""
-    return getattr(module, "_is_replica", False)
+    return vars(module).get("_is_replica", False)
 
 
 HOOK_TABLES = (

@@ -34,7 +34,7 @@ class Readings:
         """Take a number or a tensor; of more than one element, the mean."""
         if isinstance(value, torch.Tensor):
             value = value.detach().double().mean() if value.numel() != 1 else value.detach()
-            if not devices.is_read_by_host(value):
+            if not value.is_cpu:
                 # A clone, because the script may change the tensor in place.
                 self._waiting.append(value.clone())
                 if len(self._waiting) >= BATCH:
