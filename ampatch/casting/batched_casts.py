@@ -267,7 +267,7 @@ class Plan:
         self.bucket_of = bucket_of
 
 
-def _are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
+def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
     """Whether the weights of `bucket` may be cast in one node with `weight`, which is in it."""
     wanting = map(_wants_grad, bucket)
     return (
@@ -280,7 +280,7 @@ def _are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
 
 if native.part is not None:
     _in_graph, _outside_graph = native.part.cast_together, native.part.copies
-    _are_alike = native.part.are_alike
+    are_alike = native.part.are_alike
     native.part.on_missing(note_unreached)
 
 
@@ -289,7 +289,7 @@ def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
 
     A weight that has another dtype or device by now is not left out: its copy is not used.
     """
-    if _are_alike(weight, bucket):
+    if are_alike(weight, bucket):
         return bucket
     if not may_be_planned(weight):
         return []

@@ -23,7 +23,7 @@ from ..torch_private.probes import is_recording
 from .conversion import CASTABLE, caster, half_cannot_hold, map_tensors
 
 _fitting_copy = getattr(native.part, "fitting_copy", None)
-"""`(tensor, dtype, limit)`: the copy of a small tensor whose values lie within the limit; or None."""
+"""`(tensor, dtype, limit)`: the copy of a small tensor with values within the limit; or None."""
 
 _Given = tuple[list[tuple[Tensor, Tensor]], list[tuple[Any, Any, Any]]]
 """What one forward was given.

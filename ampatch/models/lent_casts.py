@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting.batched_casts import (
-    alike,
+    are_alike,
     cast_in_graph,
     cast_in_one_block,
     cast_together,
@@ -59,11 +59,11 @@ class LentCasts:
         return cast_together(weights, self._dtype, in_graph=False)
 
     def _in_graph(self, tree: Tree) -> list[Tensor]:
-        alone = tree.below_hooks()
+        alone = tree.below_hooks() if any(tree.hook_tables) else ()
         are_together = self._model.training and may_use_all(self._model)
         made = self._of_blocks(tree) if tree.blocks else []
         for bucket in tree.buckets:
-            if are_together and not alone and alike(bucket[0], bucket) is bucket:
+            if are_together and not alone and are_alike(bucket[0], bucket):
                 made += self._cast(bucket)
             else:
                 made += self._apart(bucket, alone if are_together else None)

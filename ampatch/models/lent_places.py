@@ -85,9 +85,9 @@ class Tree:
         self._tables = [place.table for place in self.places]
         self._names = [place.name for place in self.places]
         self.attributes: list[dict] = list(map(vars, self.parameters))
-        self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
+        self.hook_tables = [*GLOBAL_BACKWARD_TABLES]
         for module in root.modules():
-            self._hook_tables += backward_tables(module)
+            self.hook_tables += backward_tables(module)
 
     def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
         """Takes out of `found` the weights of RNNs that share one block of memory.
@@ -103,7 +103,7 @@ class Tree:
 
     def below_hooks(self) -> set[int]:
         """Ids of the parameters of modules with backward hooks, and of their parts."""
-        return below_hooks(list(self.root.modules())) if any(self._hook_tables) else set()
+        return below_hooks(list(self.root.modules()))
 
     def is_valid(self) -> bool:
         """Whether the tables hold what was found there."""

@@ -33,7 +33,7 @@ from ..casting.kept_copies import KeptCopies
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
-from ..torch_private.modules import is_replica, list_weights
+from ..torch_private.modules import REPLICA, list_weights
 from ..torch_private.probes import computes_with_fakes, is_recording
 from . import entries
 from .hooks import add_load_hook, add_state_dict_hook
@@ -69,8 +69,7 @@ class Lending:
         """The parameters by the ids of their copies."""
         return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
 
-    def put(self) -> None:
-        """Put the copies in place."""
+    def _put_again(self) -> None:
         self.tree.put(self.copies)
         self.is_in_place = True
         for place, copy in self.late:
@@ -139,7 +138,7 @@ class Lending:
             return
         with self._owner.reserved() as lent:
             found = self.tree.found()
-            self.put()
+            self._put_again()
             lent.append(self)  # what is called and noted here is as within the forward
             try:
                 yield
@@ -315,11 +314,11 @@ class LentWeights:
             self._at_change()
 
     def begin(self, root: nn.Module) -> None:
-        """A call of the model or of a part of it begins; the outermost one lends."""
-        if is_dynamo_compiling():
-            self._put_traced(root)
-            return
-        if is_replica(root):
+        """A call of the model or of a part of it begins; the outermost one lends.
+
+        Where Dynamo traces, `begin_traced` does.
+        """
+        if REPLICA in vars(root):
             self._lend_to_replica(root)
             return
         running, thread = self.running, self._state.thread
@@ -342,7 +341,8 @@ class LentWeights:
                 self._compare(lending)
             self.running, self._roots = lending, [root]
             thread.lent.append(lending)
-            lending.put()
+            tree.put(lending.copies)
+            lending.is_in_place = True
         except BaseException:
             self._end()
             raise
@@ -362,11 +362,10 @@ class LentWeights:
 
     def end(self, root: nn.Module) -> None:
         """A call has ended."""
-        if is_dynamo_compiling():
-            self._take_back_traced()
-            return
         running = self.running
-        if running is None or running.thread is not self._state.thread.itself or is_replica(root):
+        if running is None or running.thread is not self._state.thread.itself:
+            return
+        if REPLICA in vars(root):
             return
         while self._roots and self._roots.pop() is not root:
             pass
@@ -455,7 +454,7 @@ class LentWeights:
 
     # Where Dynamo traces
 
-    def _put_traced(self, root: nn.Module) -> None:
+    def begin_traced(self, root: nn.Module) -> None:
         """As `begin`, found anew: Dynamo guards on what it has read, and a tree may be old."""
         places = self.places_in(root)
         copies: dict[int, Tensor] = {}
@@ -465,7 +464,8 @@ class LentWeights:
             table[name] = copies[id(weight)]
         self.traced.append((root, places))
 
-    def _take_back_traced(self) -> None:
+    def end_traced(self) -> None:
+        """As `end`."""
         _, places = self.traced.pop()
         for table, name, parameter in places:
             table[name] = parameter

@@ -147,7 +147,7 @@ class ManagedModel:
 
         def leave(owner: Any, part: nn.Module) -> None:
             if self._lent is not None:
-                self._lent.end(part)
+                self._lent.end_traced() if is_dynamo_compiling() else self._lent.end(part)
             self._state.pop(owner)
 
         return SubmoduleCalls(
@@ -409,7 +409,7 @@ class ManagedModel:
             if policy.devices is not None:
                 self._note_device(policy.devices)
         if lent is not None and not is_traced_by_fx(args, kwargs):
-            lent.begin(model)
+            lent.begin_traced(model) if is_compiled else lent.begin(model)
         return taken
 
     @contextlib.contextmanager
@@ -433,7 +433,7 @@ class ManagedModel:
         """A part is called from outside."""
         self._state.push(self.policy, owner)
         if self._lent is not None:
-            self._lent.begin(part)
+            self._lent.begin_traced(part) if is_dynamo_compiling() else self._lent.begin(part)
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
         is_compiled, lent, state = is_dynamo_compiling(), self._lent, self._state
@@ -447,7 +447,7 @@ class ManagedModel:
         if output is None and not is_compiled:  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
         if lent is not None:
-            lent.end(model)
+            lent.end_traced() if is_compiled else lent.end(model)
         if state.thread.frames:
             state.leave_forward(self)
         if self.policy is not None and not is_compiled:

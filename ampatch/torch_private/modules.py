@@ -82,9 +82,10 @@ def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
     return list(weights) if len(storages) == len(alike) == 1 and 0 not in storages else []
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Whether `nn.DataParallel` made it for one forward; its weights are plain attributes."""
-    return vars(module).get("_is_replica", False)
+REPLICA = "_is_replica"
+"""In `vars` of a module that `nn.DataParallel` made for one forward: its weights are plain
+attributes.
+"""
 
 
 HOOK_TABLES = (

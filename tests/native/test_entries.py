@@ -1,0 +1,88 @@
+"""Entries of tables are exchanged all together or not at all, natively and in Python."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampatch import native
+from ampatch.models import entries
+
+A, B, C = object(), object(), object()
+
+
+def test_entries_are_compared_by_identity():
+    one, equal = torch.ones(2), torch.ones(2)
+    tables = [{"a": one}, {"a": None}, OrderedDict(b=one)]
+    names = ["a", "a", "b"]
+    assert entries.are(tables, names, [one, None, one])
+    assert not entries.are(tables, names, [one, None, equal])
+    assert not entries.are(tables, ["a", "a", "gone"], [one, None, one])
+    assert entries.are([], [], [])
+
+
+def test_one_tensor_goes_to_several_places():
+    tables = [{"a": A, "b": B}, {"a": A}]
+    every = [tables[0], tables[0], tables[1]], ["a", "b", "a"], [1, 0, 1]
+    assert entries.exchange(*every, [B, C], None)
+    assert tables == [{"a": C, "b": B}, {"a": C}]
+    assert list(tables[0]) == ["a", "b"]
+
+
+def test_with_others_in_the_places_nothing_is_exchanged():
+    tables = [{"a": A}, {"a": B}]
+    assert not entries.exchange(tables, ["a", "a"], [0, 1], [C, C], [A, C])
+    assert tables == [{"a": A}, {"a": B}]
+    del tables[1]["a"]
+    assert not entries.exchange(tables, ["a", "a"], [0, 1], [C, C], [A, B])
+    assert tables == [{"a": A}, {}]
+    tables[1]["a"] = B
+    assert entries.exchange(tables, ["a", "a"], [0, 1], [B, C], [A, B])
+    assert tables == [{"a": B}, {"a": C}]
+
+
+def test_hooks_go_out_and_come_back_behind_the_others():
+    tables = [OrderedDict({1: A, 2: B}), OrderedDict({5: C})]
+    entries.take_out(tables, [1, 7])
+    assert tables == [OrderedDict({2: B}), OrderedDict({5: C})]
+    entries.put_in(tables, [1, 7], [A, B])
+    assert [list(table.items()) for table in tables] == [[(2, B), (1, A)], [(5, C), (7, B)]]
+    tables[0].move_to_end(1, last=False)  # it knows its entries
+    assert list(tables[0]) == [1, 2]
+
+
+def test_attributes_are_shared_with_plain_tensors_only():
+    parameter, copy = nn.Parameter(torch.ones(2)), torch.ones(2)
+    other = torch.Tensor._make_subclass(type("Other", (Tensor,), {}), torch.ones(2))
+    parameter.lr_mult = 3
+    entries.share_attributes([copy, other], [vars(parameter), vars(parameter)])
+    assert copy.lr_mult == 3 and not hasattr(other, "lr_mult")
+    copy.seen = True
+    assert parameter.seen
+
+
+@pytest.mark.skipif(native.part is None, reason="the native part is not in force")
+def test_small_inputs_within_the_limit_are_cast_in_one_call():
+    def copy_of(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor | None:
+        return native.part.fitting_copy(tensor, dtype, 256.0)
+
+    for shape in [(), (0,), (3, 5), (64, 64)]:
+        tensor = torch.randn(shape)
+        made = copy_of(tensor)
+        assert made.dtype is torch.bfloat16 and torch.equal(made, tensor.to(torch.bfloat16))
+        assert made.stride() == tensor.to(torch.bfloat16).stride()
+    for value in (256.0, -256.0, math.inf, -math.inf, math.nan):
+        assert copy_of(torch.tensor([1.0, value])) is None
+    assert copy_of(torch.tensor([255.9])) is not None
+    wanted = torch.ones(2, requires_grad=True)
+    assert copy_of(wanted) is None  # autograd records it
+    for unusual in (torch.ones(65, 64), torch.ones(4)[::2], torch.ones(2, device="meta")):
+        assert copy_of(unusual) is None
+    assert copy_of(torch.ones(2), torch.float16) is None
+    assert copy_of(torch.ones(2, dtype=torch.float64)) is None
+    with torch.no_grad():
+        assert not copy_of(wanted).requires_grad
