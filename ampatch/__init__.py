@@ -45,7 +45,6 @@ from .api.training import (
     step_was_skipped,
 )
 from .errors import AmpatchError, BannedFunctionError
-from .moved import keep_old_paths
 
 if TYPE_CHECKING:
     from .diagnose import debug, report
@@ -91,8 +90,6 @@ __all__ = [
     "unwrap",
 ]
 
-keep_old_paths()
-
 _DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
 """Loaded at their first use: a script that trains does not need them."""
 
@@ -105,4 +102,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_DIAGNOSTICS})
+    return list(__all__)

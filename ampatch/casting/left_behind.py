@@ -5,14 +5,13 @@ top level can fill: globals, tables keyed by functions, class attributes, defaul
 own modules are among them (`torch.ao` has tables of functions), so all of these modules
 are searched.  Modules imported before are not: they hold what they held.
 
-Tools that replace a replacement keep it, to restore it later (`mock.patch`, pytest's
-`monkeypatch`).  They are found by the garbage collector's lists of referrers.
+What else holds a replacement keeps it (a local variable; a mock that restores it later): no policy
+is in force any more, and it calls the original.
 """
 
 from __future__ import annotations
 
 import collections
-import gc
 import sys
 import types
 from collections.abc import Iterable, Mapping
@@ -159,33 +158,3 @@ def _like(found: Any, items: list[Any]) -> Any:
     """A tuple, named tuple or frozen set of `items` in the place of `found`."""
     make = getattr(type(found), "_make", type(found))
     return make(items)
-
-
-def give_to_keepers(pairs: list[tuple[Any, Any]]) -> None:
-    """Give the originals to objects that keep replacements, `(replacement, original)` pairs.
-
-    It looks at attributes of objects, dicts, lists, and tuples in these.  To be called when
-    ampatch itself has no reference to the replacements any more.
-    """
-    while pairs:
-        replacement, original = pairs.pop()
-        for holder in gc.get_referrers(replacement):
-            if type(holder) is tuple:
-                put = tuple(original if item is replacement else item for item in holder)
-                for outer in gc.get_referrers(holder):
-                    _exchange(outer, holder, put)
-            else:
-                _exchange(holder, replacement, original)
-
-
-def _exchange(holder: Any, old: Any, new: Any) -> None:
-    if type(holder) is list:
-        for index, item in enumerate(holder):
-            if item is old:
-                holder[index] = new
-        return
-    items = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
-    if type(items) is dict:
-        for key, item in list(items.items()):
-            if item is old:
-                items[key] = new

@@ -12,9 +12,8 @@ Three rules keep the restore exact:
   `torch.Tensor` only 64 are its own, and a written-back copy would hide any
   later change to the base;
 * what other code put over a replacement afterwards is left alone.  The replacement
-  beneath it does nothing by then, since no policy is in force.  Objects that keep it to
-  put it back are given the original; if it comes back all the same, the next `replace`
-  there restores the original first.
+  beneath it does nothing by then but call the original, since no policy is in force; if it
+  is put back, as by a mock that ends later, the next `replace` there restores the original first.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple
 import wrapt
 
 from ..log import logger
-from .left_behind import give_to_keepers
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
 """`(owner, name, make)`: what `PatchSet.replace` takes."""
@@ -40,7 +38,6 @@ class _Covered(NamedTuple):
     owner: Any
     name: str
     found: Any
-    original: Any
     put: Any
 
 
@@ -49,7 +46,6 @@ class PatchSet:
 
     def __init__(self) -> None:
         self._covered: list[_Covered | Callable[[], None]] = []
-        self._left_alone: list[tuple[Any, Any]] = []
 
     def __len__(self) -> int:
         return len(self._covered)
@@ -67,7 +63,7 @@ class PatchSet:
         found = vars(owner).get(name, _INHERITED)
         replacement = make(original)
         setattr(owner, name, replacement)
-        self._covered.append(_Covered(owner, name, found, original, replacement))
+        self._covered.append(_Covered(owner, name, found, replacement))
         return original
 
     def rebind(self, namespace: dict, name: str, put: Any) -> None:
@@ -99,14 +95,6 @@ class PatchSet:
                 _put_back(entry.owner, entry.name, entry.found)
             else:
                 _tell_left_alone(getattr(entry.owner, "__name__", entry.owner), entry.name)
-                self._left_alone.append((entry.put, entry.original))
-
-    def give_to_keepers(self) -> None:
-        """Give the originals to objects that keep replacements which `undo` left alone.
-
-        To be called when ampatch itself has no reference to the replacements any more.
-        """
-        give_to_keepers(self._left_alone)
 
 
 def _put_back(owner: Any, name: str, found: Any) -> None:

@@ -81,7 +81,6 @@ class Replacements:
             )
         self._pairs.clear()
         self._by_original.clear()
-        self._patches.give_to_keepers()
 
 
 def _name_after_place(made: Any, original: Any, owner: Any, name: str) -> None:

@@ -11,11 +11,3 @@ Where to look first:
 * the block around forwards whose weights do not change: `cached_weights`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.
 """
-
-from typing import Any
-
-from ..moved import moved_name
-
-
-def __getattr__(name: str) -> Any:
-    return moved_name(__name__, name)

@@ -217,10 +217,7 @@ class TorchTools:
 
     def take_out_unneeded(self, needs: Needs) -> None:
         """Give back what is needed no longer."""
-        unneeded = [kept for kept in self._kept if not kept.tool.is_needed(needs)]
-        self._give_back(unneeded)
-        for kept in unneeded:
-            kept.patches.give_to_keepers()  # also of what an earlier `undo` has left alone
+        self._give_back(kept for kept in self._kept if not kept.tool.is_needed(needs))
 
     def take_out_over_tables(self) -> None:
         """Give back what must not lie over patches of the tables that are about to change."""

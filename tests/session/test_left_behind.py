@@ -162,24 +162,31 @@ def is_plain():
     return {name: getattr(F, name) for name in FUNCTIONS} == ORIGINALS
 
 
-def test_a_mock_stopped_after_deactivate_leaves_the_original():
-    start()
-    patcher = mock.patch.object(F, "linear", lambda *args: "mocked")
+def put_back_by_a_mock(owner, name):
+    """The replacement that a mock found, and restores after the session."""
+    start(opt_level="O2" if owner is nn.Module else "O1")
+    ours = getattr(owner, name)
+    patcher = mock.patch.object(owner, name, lambda *args: "mocked")
     patcher.start()
     ampatch.deactivate()
-    assert F.linear() == "mocked"
+    assert getattr(owner, name)() == "mocked"
     patcher.stop()
-    assert is_plain()
+    assert getattr(owner, name) is ours
+    return ours
 
 
-def test_with_statements_and_monkeypatch_too(monkeypatch):
-    start()
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "conv1d", "mocked")
-        with mock.patch("torch.nn.functional.linear") as mocked:
-            ampatch.deactivate()
-            assert F.linear is mocked
-    assert is_plain()
+def test_what_a_mock_puts_back_only_calls_the_original():
+    original = F.linear
+    ours = put_back_by_a_mock(F, "linear")
+    try:
+        x = torch.ones(1, 2)
+        assert F.linear(x, x).dtype is torch.float32
+        start()
+        assert F.linear is not ours and F.linear(x, x).dtype is H
+        ampatch.deactivate()
+        assert F.linear is original and is_plain()
+    finally:
+        F.linear = original
 
 
 def test_a_mock_from_before_the_session():
@@ -192,34 +199,13 @@ def test_a_mock_from_before_the_session():
     assert is_plain()
 
 
-def test_a_replacement_put_back_by_hand_goes_at_the_next_session():
-    """It cannot be known where a function's local variable will go."""
-    start()
-    kept = F.linear
-    ampatch.deactivate()
-    try:
-        F.linear = kept
-        x = torch.ones(1, 2)
-        assert F.linear(x, x).dtype is torch.float32
-        start()
-        assert F.linear(x, x).dtype is H
-        ampatch.deactivate()
-        assert is_plain()
-    finally:
-        F.linear = ORIGINALS["linear"]
-
-
 def test_an_inherited_method_put_back_by_a_mock():
-    start()
-    patcher = mock.patch.object(torch.Tensor, "mm", lambda *args: "mocked")
-    patcher.start()
-    ampatch.deactivate()
-    patcher.stop()
+    put_back_by_a_mock(torch.Tensor, "mm")
     try:
         assert torch.ones(1, 1).mm(torch.ones(1, 1)).item() == 1.0
         start()
         ampatch.deactivate()
-        assert torch.Tensor.mm.__class__ is torch.Tensor.matmul.__class__
+        assert "mm" not in vars(torch.Tensor)
     finally:
         if "mm" in vars(torch.Tensor):
             del torch.Tensor.mm
@@ -228,12 +214,17 @@ def test_an_inherited_method_put_back_by_a_mock():
 def test_module_methods_of_ours_under_a_mock():
     """`nn.Module.zero_grad` and torch's clipping are replaced beside the tables."""
     original = nn.Module.zero_grad
-    start(opt_level="O2")
-    patcher = mock.patch.object(nn.Module, "zero_grad")
-    patcher.start()
-    ampatch.deactivate()
-    patcher.stop()
-    assert nn.Module.zero_grad is original
+    put_back_by_a_mock(nn.Module, "zero_grad")
+    try:
+        model = nn.Linear(2, 2)
+        model.weight.grad = torch.ones(2, 2)
+        model.zero_grad()
+        assert model.weight.grad is None
+        start(opt_level="O2")
+        ampatch.deactivate()
+        assert nn.Module.zero_grad is original
+    finally:
+        nn.Module.zero_grad = original
 
 
 # Functions for modules that are not imported yet
