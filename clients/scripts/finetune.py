@@ -3,8 +3,8 @@
     ampatch run finetune.py FOLDER OPT_LEVEL
     torchrun --nproc-per-node 2 -m ampatch run finetune.py FOLDER OPT_LEVEL
 
-Ends with FOLDER/RANK.json: the losses, the process's number among how many, and a sum of the
-weights, which has to be every process's.
+Ends with FOLDER/RANK.json: the losses, the process's number among how many, the dtypes of the
+pooler's results and of the weights, and a sum of the weights, which has to be every process's.
 """
 
 import json
@@ -32,6 +32,8 @@ model = BertForSequenceClassification(
         max_position_embeddings=12,
     )
 )
+computed: set[torch.dtype] = set()
+model.bert.pooler.dense.register_forward_hook(lambda part, args, made: computed.add(made.dtype))
 arguments = TrainingArguments(
     output_dir=str(folder),
     use_cpu=True,
@@ -52,6 +54,7 @@ result = {
     "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     "rank": arguments.process_index,
     "world": arguments.world_size,
+    "computed": sorted(map(str, computed)),
     "dtypes": sorted({str(param.dtype) for param in model.parameters()}),
     "weights": sum(value.double().sum().item() for value in model.state_dict().values()),
 }
