@@ -93,7 +93,7 @@ def _compiler() -> str:
 
 def command(source: Path, folder: Path) -> list[str]:
     """Compiles `source` into `folder` and imports the library once."""
-    script = Path(__file__).with_name("in_child.py")
+    script = Path(__file__).resolve().with_name("in_child.py")
     return [sys.executable, str(script), NAME, str(source), str(folder)]
 
 
