@@ -31,9 +31,10 @@ def build() -> bool:
         building.build(again=False, watch=line.look)
     except AmpatchError as error:
         reason = str(error).splitlines()[0].removeprefix("ampatch build: ")
+        native.note_failure(reason)
         line.end(
-            f"ampatch: no native part: {reason} This runs in Python, with the same results "
-            "(AMPATCH_NATIVE=0 does not try)."
+            f"ampatch: no native part: {reason} The run goes on in Python, with the same results; "
+            "AMPATCH_NATIVE=0 does not try."
         )
         return False
     if line.is_begun:
@@ -67,6 +68,7 @@ class _Line:
         self._start = time.monotonic()
         self._is_said = os.environ.get("RANK", "0") == "0"
         self._is_drawn = self._is_said and sys.stderr.isatty()
+        self._drawn = ""
 
     def seconds(self) -> float:
         """Since the start."""
@@ -77,8 +79,9 @@ class _Line:
         if self.seconds() > _SECONDS:
             raise AmpatchError(f"it was not built within {_SECONDS} s: ampatch build has no limit.")
         self.is_begun = True
-        if self._is_drawn:
-            text = f"ampatch: compiling the native part, {self.seconds():.0f} s of about {_USUAL}"
+        text = f"ampatch: compiling the native part, {self.seconds():.0f} s of about {_USUAL}"
+        if self._is_drawn and text != self._drawn:
+            self._drawn = text
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
     def end(self, text: str) -> None:

@@ -22,7 +22,7 @@ from ..log import ONCE, logger
 from . import toolchain
 from .loading import Status, load
 
-__all__ = ["Status", "missing", "part", "say_what_a_build_gives", "status"]
+__all__ = ["Status", "missing", "note_failure", "part", "say_what_a_build_gives", "status"]
 
 part, _status = load()
 
@@ -33,6 +33,12 @@ GIVES = "1.18"
 def status() -> Status:
     """Whether the native part is in force in this process, and why."""
     return _status
+
+
+def note_failure(reason: str) -> None:
+    """A build was tried in this process: `status()` says why there is none."""
+    global _status
+    _status = Status(False, f"not built: {reason}")
 
 
 def missing() -> str | None:
@@ -46,8 +52,8 @@ def say_what_a_build_gives() -> None:
         return
     if toolchain.missing() is None:
         logger.info(
-            "ampatch runs in Python. Its native part makes small steps about %s times as fast, "
-            "with the same results: python -m ampatch build, once, takes half a minute.",
+            "ampatch runs in Python. Its native part makes small steps at O1 about %s times as "
+            "fast, with the same results: python -m ampatch build, once, takes half a minute.",
             GIVES,
             extra=ONCE,
         )

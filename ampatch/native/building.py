@@ -117,9 +117,9 @@ def _compile(folder: Path, verbose: bool, watch: Watch) -> Path:
             last = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
             said = ["The last lines of its output:", *last]
         raise AmpatchError(
-            "ampatch build: the native part does not compile or load here (exit status "
-            f"{status}). ampatch works without it. Expected a C++ compiler that this torch "
-            "supports; CXX names another one.\n" + "\n".join(said)
+            f"ampatch build: the C++ source does not compile or load here (exit status {status}). "
+            "Expected a C++ compiler that this torch supports; CXX names another one.\n"
+            + "\n".join(said)
         )
     [made] = folder.glob(f"{toolchain.NAME}.*")
     return made

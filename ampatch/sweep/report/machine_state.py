@@ -9,7 +9,7 @@ from ampatch.sweep.measure.record import Run
 
 
 def machine_state(runs: Sequence[Run]) -> dict[str, str]:
-    """The native part, threads, load average and frequency scaling, by name; empty before the first run."""
+    """Native part, threads, load and frequency scaling, by name; empty before the first run."""
     states = [run.measured.machine for run in runs if run.measured and run.measured.machine]
     if not states:
         return {}
