@@ -26,23 +26,25 @@ def build() -> bool:
         return False
     from ampatch.native import building
 
-    line = _Line()
+    line, failed = _Line(), ""
     try:
         building.build(again=False, watch=line.look)
     except AmpatchError as error:
-        reason = str(error).splitlines()[0].removeprefix("ampatch build: ")
-        native.note_failure(reason)
-        line.end(
-            f"ampatch: no native part: {reason} The run goes on in Python, with the same results; "
+        failed = str(error).splitlines()[0].removeprefix("ampatch build: ")
+        native.note_failure(failed)
+    finally:
+        line.clear()
+    if failed:
+        line.say(
+            f"ampatch: no native part: {failed} The run goes on in Python, with the same results; "
             "AMPATCH_NATIVE=0 does not try."
         )
-        return False
-    if line.is_begun:
-        line.end(
+    elif line.is_begun:
+        line.say(
             f"ampatch: native part built in {line.seconds():.0f} s, for all runs from now on "
             "(AMPATCH_NATIVE=0 runs without it)."
         )
-    return True
+    return not failed
 
 
 def may_restart(given: Sequence[str]) -> bool:
@@ -67,7 +69,6 @@ class _Line:
         self.is_begun = False
         self._start = time.monotonic()
         self._is_said = os.environ.get("RANK", "0") == "0"
-        self._is_drawn = self._is_said and sys.stderr.isatty()
         self._drawn = ""
 
     def seconds(self) -> float:
@@ -76,15 +77,21 @@ class _Line:
 
     def look(self) -> None:
         """Time goes by; `AmpatchError` if there is none left."""
-        if self.seconds() > _SECONDS:
+        seconds = self.seconds()
+        if seconds > _SECONDS:
             raise AmpatchError(f"it was not built within {_SECONDS} s: ampatch build has no limit.")
         self.is_begun = True
-        text = f"ampatch: compiling the native part, {self.seconds():.0f} s of about {_USUAL}"
-        if self._is_drawn and text != self._drawn:
+        text = f"ampatch: compiling the native part, {seconds:.0f} s of about {_USUAL}"
+        if text != self._drawn and self._is_said and sys.stderr.isatty():
             self._drawn = text
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
-    def end(self, text: str) -> None:
+    def clear(self) -> None:
+        """What was drawn goes."""
+        if self._drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
         """The line."""
         if self._is_said:
-            print(f"\r\x1b[K{text}" if self._is_drawn else text, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
