@@ -179,7 +179,7 @@ import sys
 import ampatch
 import torch
 from ampatch import native
-ampatch.initialize(torch.nn.Linear(1, 1))
+ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O0")
 print(native.status().in_force, sys.argv[1:])
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,22 +11,9 @@ from pathlib import Path
 
 import pytest
 from native_runs import needs_compiler
-from warm_python import environment
 
 from ampatch.errors import AmpatchError
 from ampatch.native import building, loading, toolchain
-
-TINY = b"""
-#include <Python.h>
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ampatch_native", nullptr, -1, nullptr};
-PyMODINIT_FUNC PyInit__ampatch_native() { return PyModule_Create(&definition); }
-"""
-BUILD_TINY = f"""
-from ampatch.native import building, loading
-loading.source = lambda: {TINY!r}
-print(building.build())
-assert loading.find()[1].in_force
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -95,19 +81,6 @@ def test_a_failure_shows_the_last_lines_and_leaves_a_note(cache, monkeypatch, so
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 22
     assert files(cache) == [loading.failure_file()] and loading.failure() == str(caught.value)
-
-
-@needs_compiler
-def test_two_processes_may_build_at_once(cache):
-    command = [sys.executable, "-c", BUILD_TINY]
-    variables = environment(AMPATCH_CACHE=str(cache), AMPATCH_NATIVE="")
-    running = [
-        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = {process.communicate()[0] for process in running}
-    assert [process.returncode for process in running] == [0, 0]
-    assert [f"{path}\n" for path in files(cache)] == list(said)
 
 
 def test_the_build_of_the_session_is_one_file(native_cache, monkeypatch):
