@@ -82,9 +82,8 @@ def test_pip_builds_the_native_part_where_torch_is(native_cache, tmp_path):
     assert found == [Path("ampatch", "native", name)] and compiler.calls == 1
 
 
-@pytest.mark.parametrize("compiler", ["/bin/false", "no-such-compiler"])
-def test_an_install_goes_on_where_it_does_not_compile(tmp_path, compiler):
-    found, said = build_ext(tmp_path, AMPATCH_NATIVE="", CXX=compiler)
+def test_an_install_goes_on_where_it_does_not_compile(tmp_path):
+    found, said = build_ext(tmp_path, AMPATCH_NATIVE="", CXX="/bin/false")
     assert found == [] and f'extension "ampatch.native.{toolchain.NAME}" failed' in said
 
 
