@@ -16,19 +16,23 @@ def machine_state(runs: Sequence[Run]) -> dict[str, str]:
     loads = _every(states, "load_at_start", "load_at_end")
     threads, cores = _every(states, "threads"), _every(states, "cores")
     return {
-        "native part": _native(states),
+        **_native(states),
         "threads": f"{_range(threads)} on {_range(cores)} cores",
         "load average": f"{_range(loads)} over a minute, the sweep's own runs included",
         "frequency scaling": _frequency(states),
     }
 
 
-def _native(states: Sequence[dict[str, Any]]) -> str:
-    """Whether the trials had it; those of other machines of a cluster may differ."""
+def _native(states: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Whether the trials had it; on machines of a cluster this may differ."""
     found = set(_every(states, "native"))
+    if not found:  # a sweep of an older ampatch
+        return {}
     if len(found) > 1:
-        return "in some runs: compare no speed of theirs with one of the others"
-    return {(True,): "in force", (False,): "not in force"}.get(tuple(found), "unknown")
+        said = "in some runs: compare no speed of theirs with one of the others"
+    else:
+        said = "in force" if found.pop() else "not in force"
+    return {"native part": said}
 
 
 def _frequency(states: Sequence[dict[str, Any]]) -> str:
