@@ -10,6 +10,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -34,16 +35,18 @@ class BuildNative(build_ext):
         lacking = toolchain["missing"]()
         if lacking is not None:
             raise CompileError(lacking)
-        folder = Path(self.build_temp).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        command = toolchain["command"]((NATIVE / "native.cpp").resolve(), folder)
-        status = subprocess.run(command, cwd=folder, env=toolchain["environment"]()).returncode
-        if status != 0:
-            raise CompileError(f"exit status {status}. ampatch works without the native part.")
-        [made] = folder.glob(f"{toolchain['NAME']}.*")
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(made, target)
+        for other in target.parent.glob(f"{toolchain['NAME']}-*"):  # of an earlier call
+            other.unlink()
+        with tempfile.TemporaryDirectory() as folder:
+            source = (NATIVE / "native.cpp").resolve()
+            command = toolchain["command"](source, Path(folder))
+            done = subprocess.run(command, cwd=folder, env=toolchain["environment"]())
+            if done.returncode != 0:
+                raise CompileError(f"exit status {done.returncode}. ampatch works without it.")
+            [made] = Path(folder).glob(f"{toolchain['NAME']}.*")
+            shutil.move(made, target)
 
     def _toolchain(self):
         return runpy.run_path(str(NATIVE / "toolchain.py"))
