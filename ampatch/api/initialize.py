@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import native
 from ..config import environment
 from ..config.opt_levels import ARGUMENTS, Properties, properties_for
 from ..config.overrides import Overrides, parse
@@ -163,6 +164,7 @@ def initialize(
     if note is not None and properties.enabled:
         logger.warning(note, extra=ONCE)
     logger.info("Initialized: %s", properties)
+    native.say_what_a_build_gives()
     return models if optimizers is None else (models, optimizers)
 
 

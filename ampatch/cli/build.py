@@ -15,7 +15,8 @@ def add_parser(commands: Any) -> None:
         "build",
         help="compile the native part: fewer calls per step, the same results",
         description="Compiles ampatch's native part, one C++ file, for this torch and this Python: "
-        "about half a minute, with a C++ compiler. `import ampatch` uses it from then on; results "
+        "about half a minute, with a C++ compiler. `ampatch run` and `ampatch sweep` do it before "
+        "their first trial. `import ampatch` uses it from then on; results "
         "stay the same to the bit. The file goes to AMPATCH_CACHE, XDG_CACHE_HOME or ~/.cache. "
         "AMPATCH_NATIVE=0 switches it off.",
     )
@@ -38,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
     if options.clean:
         print(f"Removed from {loading.cache()}: {building.clean()} builds.")
         return 0
-    path = loading.built_file()
-    if path.is_file() and not options.force:
+    path = loading.matching()
+    if path is not None and not options.force:
         print(f"There is a build already: {path} (--force builds again)")
         return _say_status()
     print(f"Compiling for {_versions()}: about half a minute.", flush=True)

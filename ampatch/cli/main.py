@@ -43,7 +43,7 @@ def _run(argv: list[str]) -> int:
     options, unknown = parser.parse_known_args(own)
     if unknown:
         options.parser.error(_unrecognized(own, options, unknown))
-    options.own, options.arguments = own, script_arguments
+    options.own, options.arguments, options.given = own, script_arguments, argv
     code: int = options.command(options)
     return code
 

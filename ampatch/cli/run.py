@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ampatch.cli import native_first
 from ampatch.cli.debugging import run_debugged
 from ampatch.cli.script_options import add_program, program_of
 from ampatch.errors import AmpatchError
@@ -124,6 +125,8 @@ def run(options: argparse.Namespace) -> int:
             check_script(program.name)
     except (AmpatchError, OSError, ValueError) as error:
         options.parser.error(str(error))
+    if native_first.may_restart(options.given) and native_first.build():
+        return native_first.restart()
     from ampatch.cli.run_notes import RunNotes
 
     notes = RunNotes(str(program), given)

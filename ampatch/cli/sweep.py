@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ampatch.cli import native_first
 from ampatch.cli.ending import cause
 from ampatch.cli.option_types import (
     name_and_value,
@@ -217,6 +218,8 @@ def run(options: argparse.Namespace) -> int:
     sweep = _sweep(options)
     stopped, code = "", 0
     try:
+        if not sweep.runs:  # a sweep that goes on keeps what its first trials had
+            native_first.build()
         sweep.run(progress_on(sys.stderr, options.steps))
     except KeyboardInterrupt:
         stopped, code = "Interrupted; --resume goes on.", 130

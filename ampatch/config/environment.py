@@ -14,7 +14,7 @@ These hold for the process:
 
 | variable | says |
 |---|---|
-| `AMPATCH_NATIVE` | `0`: the native part stays off; `1`: a line in the log says why it is off |
+| `AMPATCH_NATIVE` | `0`: the native part stays off, unbuilt; `1`: a line says why it is off |
 | `AMPATCH_CACHE` | the folder for what ampatch builds; else `XDG_CACHE_HOME`, or `~/.cache` |
 
 An empty variable counts as not set.

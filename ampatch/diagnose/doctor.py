@@ -53,7 +53,7 @@ def as_dict() -> dict[str, Any]:
         | {name: _version(name) for name in ("torch", "wrapt")},
         "extras": {name: _version(name) for name in EXTRAS},
         "platform": platform.platform(),
-        "native_part": native.status().reason,
+        "native_part": native_part(),
         "missing_in_torch": content.missing(),
         "cpu_threads": torch.get_num_threads(),
         "torch_built_for": devices.built_for(),
@@ -80,7 +80,7 @@ def facts() -> Iterator[tuple[str, str]]:
         yield package, _version(package) or "not installed"
     for package in EXTRAS:
         yield package, _version(package) or "not installed (optional)"
-    yield "native part", native.status().reason
+    yield "native part", native_part()
     yield "not in this torch", ", ".join(content.missing()) or "nothing that ampatch patches"
     yield "cpu threads", str(torch.get_num_threads())
     toolkits = (f"{name} {version}" for name, version in devices.built_for().items())
@@ -89,6 +89,11 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "apex", _apex()
     for name, value in environment().items():
         yield name, "not set" if value is None else value
+
+
+def native_part() -> str:
+    """Whether it is in force, and what keeps it from being built."""
+    return "; ".join(filter(None, [native.status().reason, native.missing()]))
 
 
 def environment() -> dict[str, str | None]:

@@ -1,39 +1,50 @@
-"""Compiles the native part into the cache.  Never called at training time."""
+"""Compiles the native part into the cache.  Never called while a script trains."""
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
-import shlex
 import shutil
+import signal
 import subprocess
-import sys
-import sysconfig
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import AmpatchError
-from . import loading
+from . import loading, toolchain
+
+try:
+    import fcntl
+except ImportError:  # Windows: several processes may build at once, each of them a whole file
+    fcntl = None  # type: ignore[assignment]
 
 _LINES = 20  # of the compiler's output in an error
+_PAUSE = 0.1  # seconds between two looks
+
+Watch = Callable[[], None]
+"""Called while something goes on; it may raise to end it."""
 
 
-def build(verbose: bool = False) -> Path:
+def build(again: bool = True, verbose: bool = False, watch: Watch = lambda: None) -> Path:
     """Compile the native part for this torch and Python; about half a minute.
 
-    Returns the file in the cache, which appears there whole or not at all; several processes may
-    build at once.  `verbose`: show what the compiler says.
+    Returns the file in the cache, which appears there whole or not at all.  Processes that build at
+    once take turns.  Without `again` a file that is there then is the answer, and so is the
+    error of a build that failed.  `verbose`: show what the compiler says.
 
     Raises `AmpatchError` if something that it needs is missing, or if it does not compile.
     """
-    _check_needs()
+    lacking = toolchain.missing()
+    if lacking is not None:
+        raise AmpatchError(f"ampatch build: {lacking}")
     target = loading.built_file()
     try:
         loading.cache().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=loading.cache()) as folder:
-            made = _compile(Path(folder), verbose)
-            target.parent.mkdir(exist_ok=True)
-            os.replace(made, target)
+        with _alone(watch):
+            if again or not target.is_file():
+                _make(target, again, verbose, watch)
     except OSError as error:
         raise AmpatchError(
             f"ampatch build: the cache {loading.cache()} cannot be written: {error}. Set "
@@ -44,75 +55,102 @@ def build(verbose: bool = False) -> Path:
 
 def clean() -> int:
     """Remove every build from the cache; returns how many there were."""
-    folders = [path for path in loading.cache().glob("*") if path.is_dir()]
-    for folder in folders:
-        shutil.rmtree(folder)
-    return sum(not folder.name.startswith(".") for folder in folders)
+    found = [path for path in loading.cache().glob("*") if path.name != _LOCK]
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return sum(toolchain.versions_of(path.name) is not None for path in found)
 
 
-def _compile(folder: Path, verbose: bool) -> Path:
+_LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def _alone(watch: Watch) -> Iterator[None]:
+    """No other process of this cache builds meanwhile."""
+    with open(loading.cache() / _LOCK, "ab") as lock:
+        while not _is_ours(lock.fileno()):
+            watch()
+            time.sleep(_PAUSE)
+        yield
+
+
+def _is_ours(lock: int) -> bool:
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: as on Windows
+        return True
+    return True
+
+
+def _make(target: Path, again: bool, verbose: bool, watch: Watch) -> None:
+    """Compile into `target`; a failure is noted for the next who asks."""
+    failed = None if again else loading.failure()
+    if failed is not None:
+        raise AmpatchError(failed)
+    note = loading.failure_file()
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=loading.cache()) as folder:
+        try:
+            made = _compile(Path(folder), verbose, watch)
+        except AmpatchError as error:
+            note.write_text(f"{toolchain.compiler()}\n{error}", encoding="utf-8")
+            raise
+        os.replace(made, target)
+    note.unlink(missing_ok=True)
+
+
+def _compile(folder: Path, verbose: bool, watch: Watch) -> Path:
     """The library, made in `folder` and imported once."""
-    source = folder / loading.SOURCE
+    source = folder / toolchain.SOURCE
     source.write_bytes(loading.source())
-    script = Path(__file__).with_name("in_child.py")
-    command = [sys.executable, str(script), loading.NAME, str(source), str(folder)]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=_environment(),
-        stdout=None if verbose else subprocess.PIPE,
-        stderr=None if verbose else subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    )
-    if done.returncode != 0:
-        last = [] if verbose else done.stdout.splitlines()[-_LINES:]
-        said = "\n".join(["The last lines of its output:", *last] if last else ["It is above."])
+    output = folder / "output.txt"
+    status = _run(toolchain.command(source, folder), None if verbose else output, watch)
+    if status != 0:
+        said = ["It is above."]
+        if not verbose:
+            last = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
+            said = ["The last lines of its output:", *last]
         raise AmpatchError(
-            "ampatch build: the native part does not compile or load here (exit status "
-            f"{done.returncode}). ampatch works without it. Expected a C++ compiler that this "
-            f"torch supports; CXX names another one. {said}"
+            f"ampatch build: the C++ source does not compile or load here (exit status {status}). "
+            "Expected a C++ compiler that this torch supports; CXX names another one.\n"
+            + "\n".join(said)
         )
-    [made] = folder.glob(f"{loading.NAME}.*")
+    [made] = folder.glob(f"{toolchain.NAME}.*")
     return made
 
 
-def _environment() -> dict[str, str]:
-    """Modules are found as in this process; C++ goes to the C++ compiler."""
-    places = os.pathsep.join(os.path.abspath(place) for place in sys.path if place)
-    found = {**os.environ, "PYTHONPATH": places}
+def _run(command: list[str], output: Path | None, watch: Watch) -> int:
+    """The exit status of a command that ends, with what it has started, if this is interrupted."""
+    with contextlib.ExitStack() as stack:
+        to = stack.enter_context(output.open("wb")) if output is not None else None
+        process = subprocess.Popen(
+            command,
+            cwd=Path(command[-1]),
+            env=toolchain.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=to,
+            stderr=to and subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                watch()
+                time.sleep(_PAUSE)
+        finally:
+            if process.poll() is None:
+                _end(process)
+    return process.returncode
+
+
+def _end(process: subprocess.Popen) -> None:
     if os.name == "posix":
-        found["CXX"] = found["CC"] = _compiler()
-    return found
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX", "") or "c++"
-
-
-def _check_needs() -> None:
-    """Say what is missing before anything runs."""
-    if loading.is_free_threaded():
-        raise AmpatchError(
-            "ampatch build: the native part needs a Python with the GIL, and this one has none. "
-            "ampatch works without it."
-        )
-    if importlib.util.find_spec("setuptools") is None:
-        raise AmpatchError(
-            "ampatch build: torch builds extensions with setuptools, which is missing. "
-            "Run: pip install setuptools"
-        )
-    if os.name != "posix":
-        return
-    compiler = shlex.split(_compiler())[0]
-    if shutil.which(compiler) is None:
-        raise AmpatchError(
-            f"ampatch build: there is no C++ compiler {compiler!r}. Install one (Debian and "
-            "Ubuntu: apt-get install g++), or set CXX to the one to use."
-        )
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").is_file():
-        raise AmpatchError(
-            f"ampatch build: Python's header Python.h is not in {headers}. Install it (Debian "
-            "and Ubuntu: apt-get install python3-dev)."
-        )
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()

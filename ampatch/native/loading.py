@@ -1,30 +1,24 @@
 """Finds the build of the native part that matches this ampatch, torch and Python, and loads it.
 
-A build lies in `CACHE/ampatch/native/TORCH-PYTHON-PLATFORM-HASH/`.  The hash is of the source and
-of what tells two builds of one torch version apart.
+A build is one file whose name says what it fits (`toolchain.file_name`).  It lies in
+`CACHE/ampatch/native/`, where `ampatch build` puts it, or beside this file, where pip does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.machinery
 import importlib.util
 import pkgutil
-import re
 import sys
-import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from ..config import environment
 from ..log import logger
+from . import toolchain
 
-NAME = "_ampatch_native"
-SOURCE = "native.cpp"
-FILE = NAME + importlib.machinery.EXTENSION_SUFFIXES[0]
+INSTALLED = Path(__file__).parent
 _BUILD = "run 'ampatch build'"
 
 
@@ -37,6 +31,8 @@ class Status:
     path: Path | None = None
     is_fault: bool = False
     """There is a build, and it cannot be used."""
+    is_to_build: bool = False
+    """There is no build that matches, and none was tried in vain."""
 
 
 def load() -> tuple[ModuleType | None, Status]:
@@ -56,15 +52,14 @@ def find() -> tuple[ModuleType | None, Status]:
             return None, Status(False, "off (AMPATCH_NATIVE=0)")
     except ValueError as error:  # `initialize` raises it
         return None, Status(False, f"off ({error})")
-    if is_free_threaded():
+    if toolchain.is_free_threaded():
         return None, Status(False, "off (this Python has no GIL, on which it relies)")
     try:
-        path = built_file()
+        path = matching()
     except OSError as error:  # an archive of a program may hold its Python files alone
         return None, Status(False, f"off (its source is not installed: {error})")
-    if not path.is_file():
-        others = _other_builds()
-        return None, Status(False, others or f"not built: {_BUILD}", is_fault=bool(others))
+    if path is None:
+        return None, _without_build()
     try:
         part = import_file(str(path))
     except Exception as error:
@@ -80,57 +75,71 @@ def _is_asked_for() -> bool:
         return False
 
 
-def is_free_threaded() -> bool:
-    """Whether this is a build of Python without the GIL: its tag is `cp313t`, or `cpython-313t`."""
-    return re.match(r"\.cp(ython-)?\d+d?t", importlib.machinery.EXTENSION_SUFFIXES[0]) is not None
+def _without_build() -> Status:
+    stale = _other_builds()
+    reason = stale or "not built"
+    if failure() is not None:
+        reason += f"; it did not compile here ({failure_file()} says more)"
+        return Status(False, f"{reason}: {_BUILD}", is_fault=bool(stale))
+    return Status(False, f"{reason}: {_BUILD}", is_fault=bool(stale), is_to_build=True)
+
+
+def _other_builds() -> str:
+    """What to say of builds that do not match, or `""` where there is none."""
+    names = [path.name for folder in (cache(), INSTALLED) for path in folder.glob("*")]
+    found = sorted(filter(None, map(toolchain.versions_of, names)))
+    if not found:
+        return ""
+    ours = toolchain.versions()
+    if ours in found:
+        return "stale: built from other source or for another build of torch"
+    return f"stale: built for {found[-1]}, this is {ours}"
 
 
 def source() -> bytes:
     """The C++ source."""
-    found = pkgutil.get_data(__package__, SOURCE)
+    found = pkgutil.get_data(__package__, toolchain.SOURCE)
     assert found is not None
     return found
 
 
 def cache() -> Path:
-    """The folder of all builds."""
+    """The folder of the builds of `ampatch build`."""
     return Path(environment.cache_folder(), "native")
 
 
 def built_file() -> Path:
-    """Where the build that matches lies, or would lie."""
-    return cache() / f"{_versions()}-{_hash()}" / FILE
+    """Where in the cache the build that matches lies, or would lie."""
+    return cache() / toolchain.file_name(source())
 
 
-def _versions() -> str:
-    python = sys.implementation.cache_tag
-    return f"{torch.__version__}-{python}-{sysconfig.get_platform()}"
+def matching() -> Path | None:
+    """The build that matches, from the cache or from pip."""
+    built = built_file()
+    return next((path for path in (built, INSTALLED / built.name) if path.is_file()), None)
 
 
-def _hash() -> str:
-    version = torch.version
-    build = [getattr(version, name, None) for name in ("git_version", "debug", "cuda", "hip")]
-    abi = torch.compiled_with_cxx11_abi()
-    return hashlib.sha256(source() + repr((build, abi)).encode()).hexdigest()[:16]
+def failure_file() -> Path:
+    """Where `building` notes that this build failed: the compiler, and what it said."""
+    return built_file().with_name(f"{built_file().name}.failed")
 
 
-def _other_builds() -> str:
-    """What to say of builds that do not match, or `""` where there is none."""
-    found = sorted(path.parent.name for path in cache().glob(f"[!.]*/{NAME}.*"))
-    if not found:
-        return ""
-    ours = _versions()
-    if any(name.startswith(f"{ours}-") for name in found):
-        return f"stale: built from other source or for another build of torch: {_BUILD}"
-    return f"stale: built for {found[-1].rpartition('-')[0]}, this is {ours}: {_BUILD}"
+def failure() -> str | None:
+    """What a build with the compiler of today said when it failed; None if there was none."""
+    try:
+        compiler, _, said = failure_file().read_text(encoding="utf-8").partition("\n")
+    except OSError:
+        return None
+    return said if compiler == toolchain.compiler() else None
 
 
 def import_file(path: str) -> ModuleType:
     """The module in the file `path`, in `sys.modules` too, where pickle and Dynamo look."""
-    loader = importlib.machinery.ExtensionFileLoader(NAME, path)
-    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    name = toolchain.NAME
+    loader = importlib.machinery.ExtensionFileLoader(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    sys.modules[NAME] = module
+    sys.modules[name] = module
     return module

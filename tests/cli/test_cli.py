@@ -87,7 +87,8 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
     assert second.split()[6].endswith("x") and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
     assert parts.split()[2:6] == ["data", "forward", "backward", "optimizer"]
-    of_o0, of_o1, threads, load, scaling, recommended, written = verdicts.splitlines()
+    of_o0, of_o1, native_part, threads, load, scaling, recommended, written = verdicts.splitlines()
+    assert native_part == "Native part: not in force."
     assert threads.startswith("Threads: ") and "over a minute" in load and scaling.endswith(".")
     assert of_o0 == "O0 float32: the baseline"
     assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (one seed)")

@@ -15,6 +15,8 @@ import figures
 import result_tables
 from figures import FIGURES, IMAGES, PLACE, completed
 
+from ampatch import native
+
 AGAIN = "python benchmarks/figures.py draws it again"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 NAME = re.compile(r"\b[a-z][0-9a-f]{10}\b")  # of a shape, from the last bits of its numbers
@@ -85,6 +87,31 @@ def test_the_means_that_the_page_repeats_are_those_of_the_files():
     for row in repeated:
         means = {name: cell for name, cell in row.items() if name and cell}
         assert any(means.items() <= found.items() for found in last), row
+
+
+def small_steps() -> dict[str, float]:
+    """The speed-ups of training steps of small models, by column."""
+    found = result_tables.Results.newest("native").tables()
+    means = found["Training, ordinary optimizer, dispatch-bound"][-1]
+    return {name: 1 / float(cell) for name, cell in means.items() if name}
+
+
+def test_initialize_says_what_the_newest_results_say():
+    """`native.GIVES` is what the native part gave at O1."""
+    means = small_steps()
+    assert native.GIVES == f"{means['O1 native'] / means['O1']:.2f}"
+
+
+def test_the_readme_has_the_native_speeds_and_those_in_python():
+    rows = result_tables.Results(ROOT / "README.md").tables()["Opt levels"]
+    shown = {next(iter(row.values())): row for row in rows}
+    large = result_tables.Results.newest("compute-bound").tables()["Training, compute-bound"][-1]
+    large = {name: float(cell) for name, cell in large.items() if name}
+    for kind, means in (("small", small_steps()), ("large", large)):
+        row = shown[f"speed-up over autocast, {kind} steps: native (in Python)"]
+        assert row["O1"] == f"{means['O1 native']:.2f} ({means['O1']:.2f})"
+        assert row["O2"] == f"{means['O2 native']:.2f} ({means['O2']:.2f})"
+        assert row["O0"] == f"{means['FP32']:.2f}" and row["O3"] == f"({means['O3']:.2f})"
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ ALLOWED = {
     "casting/autocast_switch.py": "as autocast_answers.py",
     "cli/sweep.py": "an example in the help of --devices",
     "casting/torch_autocast.py": "the files of torch's that have its autocast",
-    "native/loading.py": "which build of torch a native part was built for",
+    "native/toolchain.py": "which build of torch a native part was built for",
 }
 """Other files that name a kind, each with the reason."""
 

@@ -35,7 +35,7 @@ ALLOWED = {
     "models": LEAVES | {"config", "native", "casting"},
     "interop": LEAVES | {"config", "casting", "models"},
     "session": LEAVES | {"config", "native", "casting", "scaling", "models", "interop"},
-    "api": LEAVES | {"config", "casting", "scaling", "models", "interop", "session"},
+    "api": LEAVES | {"config", "native", "casting", "scaling", "models", "interop", "session"},
     "__init__": LEAVES | {"api", "native"},
     # above the public API: they use `ampatch`, its settings, and the facade
     "auto": ABOVE,

@@ -15,7 +15,7 @@ from ampatch import native
 from ampatch.cli import main
 from ampatch.diagnose import doctor
 from ampatch.errors import AmpatchError
-from ampatch.native import building, loading
+from ampatch.native import building, loading, toolchain
 
 MAIN = "import sys; from ampatch.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -90,6 +90,15 @@ def test_a_build_that_matches_is_in_force(native_cache):
     assert status.startswith(f"Native part: in force ({native_cache}")
 
 
+def test_a_build_of_pip_is_one(cache, monkeypatch, capsys):
+    monkeypatch.setenv("AMPATCH_NATIVE", "0")
+    monkeypatch.setattr(loading, "INSTALLED", cache)
+    path = cache / loading.built_file().name
+    path.write_text("")
+    assert main.main(["build"]) == 0
+    assert capsys.readouterr().out.startswith(f"There is a build already: {path} (--force")
+
+
 def test_it_is_listed(capsys):
     with pytest.raises(SystemExit):
         main.main(["--help"])
@@ -127,9 +136,19 @@ STATES = [
 ]
 
 
+def test_doctor_says_what_keeps_it_from_being_built(monkeypatch):
+    status = native.Status(False, "not built: run 'ampatch build'", is_to_build=True)
+    monkeypatch.setattr(native, "_status", status)
+    monkeypatch.setattr(toolchain, "missing", lambda: "there is no C++ compiler 'c++'.")
+    assert doctor.native_part() == f"{status.reason}; there is no C++ compiler 'c++'."
+    monkeypatch.setattr(toolchain, "missing", lambda: None)
+    assert doctor.native_part() == status.reason
+
+
 @pytest.mark.parametrize("status", STATES, ids=lambda status: status.reason.split()[0])
 def test_doctor_and_report_say_which_is_in_force(status, monkeypatch, capsys):
     monkeypatch.setattr(native, "_status", status)
+    monkeypatch.setattr(toolchain, "missing", lambda: "there is no C++ compiler 'c++'.")
     measure_quickly(monkeypatch)
     assert dict(doctor.facts())["native part"] == status.reason
     assert main.main(["doctor", "--json"]) == 0

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.machinery
 import logging
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from native_runs import run_native
+from native_runs import needs_compiler, run_native
 
 import ampatch
-from ampatch import native
-from ampatch.native import loading
+from ampatch import log, native
+from ampatch.native import loading, toolchain
 
 SHOW = """
     import ampatch
@@ -31,15 +32,15 @@ def cache(tmp_path, monkeypatch):
 
 
 def put(path: Path, content: bytes = b"not a library") -> Path:
-    """A file in a folder of its own."""
-    path.parent.mkdir(parents=True)
+    """A file with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
 
 
 def put_for(versions: str) -> Path:
     """A build for these versions, with the source that ampatch has now."""
-    return put(loading.cache() / f"{versions}-{'0' * 16}" / loading.FILE)
+    return put(loading.cache() / f"{toolchain.NAME}-{versions}-{'0' * 16}{toolchain.SUFFIX}")
 
 
 def load(caplog) -> tuple[loading.Status, list[str]]:
@@ -53,7 +54,7 @@ def load(caplog) -> tuple[loading.Status, list[str]]:
 
 def test_where_nothing_was_built_nothing_is_said(cache, caplog):
     status, said = load(caplog)
-    assert status == native.Status(False, "not built: run 'ampatch build'")
+    assert status == native.Status(False, "not built: run 'ampatch build'", is_to_build=True)
     assert said == []
 
 
@@ -109,8 +110,43 @@ def test_another_build_of_the_same_version_of_torch_is_stale(cache, caplog, monk
     assert status.reason.startswith("stale: ")
 
 
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A folder in the place of the one in which pip lays the package down."""
+    folder = tmp_path / "site-packages"
+    monkeypatch.setattr(loading, "INSTALLED", folder)
+    return folder
+
+
+def test_a_build_of_pip_is_found(cache, installed, caplog):
+    path = put(installed / loading.built_file().name)
+    assert loading.matching() == path
+    own = put(loading.built_file())  # as ampatch build --force makes it
+    assert loading.matching() == own
+
+
+def test_a_build_of_pip_for_another_torch_is_stale(cache, installed, caplog, monkeypatch):
+    put(installed / loading.built_file().name)
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    status, said = load(caplog)
+    assert ", this is 9.9.9-" in status.reason and status.is_fault and status.is_to_build
+    assert len(said) == 1
+
+
+def test_a_build_that_failed_is_not_to_be_tried_again(cache, caplog, monkeypatch):
+    """Until the compiler is another one."""
+    note = put(loading.failure_file(), f"{toolchain.compiler()}\nno such header".encode())
+    status, said = load(caplog)
+    assert status.reason == (
+        f"not built; it did not compile here ({note} says more): run 'ampatch build'"
+    )
+    assert not status.is_to_build and said == [] and loading.failure() == "no such header"
+    monkeypatch.setenv("CXX", "another")
+    assert load(caplog)[0].is_to_build
+
+
 def test_a_build_in_progress_is_not_stale(cache, caplog):
-    put(loading.cache() / ".building-1234" / loading.FILE)
+    put(loading.cache() / ".building-1234" / loading.built_file().name)
     status, said = load(caplog)
     assert status.reason == "not built: run 'ampatch build'" and said == []
 
@@ -172,6 +208,48 @@ def test_where_the_cache_is(monkeypatch, variables, expected):
     assert str(loading.cache()) == os.path.join(expected, "native")
 
 
+# What `initialize` says
+
+
+@pytest.fixture
+def advice(monkeypatch, caplog):
+    """What `initialize` says of a build in a process with this status, which starts no process."""
+
+    def said(status: native.Status) -> list[str]:
+        monkeypatch.setattr(native, "_status", status)
+        monkeypatch.setattr(subprocess, "Popen", None)
+        with caplog.at_level(logging.INFO, logger="ampatch"):
+            for _ in range(2):
+                ampatch.initialize(torch.nn.Linear(1, 1))
+        return [line for line in caplog.messages if "native part" in line]
+
+    monkeypatch.setattr(log._noise, "_said_for_good", set())
+    return said
+
+
+@needs_compiler
+def test_initialize_says_once_what_a_build_would_give(advice):
+    [line] = advice(native.Status(False, "not built", is_to_build=True))
+    assert line == (
+        "ampatch runs in Python. Its native part makes small steps at O1 about 1.18 times as fast, "
+        "with the same results: python -m ampatch build, once, takes half a minute."
+    )
+
+
+def test_it_does_not_where_nothing_could_build(advice, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert advice(native.Status(False, "not built", is_to_build=True)) == []
+
+
+@pytest.mark.parametrize(
+    "status",
+    [native.Status(True, "in force"), native.Status(False, "off (AMPATCH_NATIVE=0)")],
+    ids=lambda status: status.reason,
+)
+def test_it_does_not_where_a_build_is_or_is_not_wanted(advice, status):
+    assert advice(status) == []
+
+
 # In processes of their own: what `import ampatch` does.
 
 
@@ -183,7 +261,9 @@ def test_import_loads_a_build_that_matches(native_cache, asked):
         assert (in_force, has_part, reason) == ("False", "False", "off (AMPATCH_NATIVE=0)")
     else:
         assert (in_force, has_part) == ("True", "True")
-        assert reason.startswith(f"in force ({native_cache}{os.sep}ampatch{os.sep}native{os.sep}")
+        assert reason.startswith(
+            f"in force ({native_cache}{os.sep}ampatch{os.sep}native{os.sep}_amp"
+        )
     assert done.stderr == "" and done.returncode == 0
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch import native
 from ampatch.sweep import Sweep, read_results
 from ampatch.sweep.execution import default_dtypes, runner
 from ampatch.sweep.execution.run_files import RunFiles
@@ -419,6 +420,24 @@ def test_the_state_of_the_machine_is_recorded_and_told(monkeypatch, tmp_path):
     assert told["threads"] == "2 on 64 cores" and told["frequency scaling"] == "powersave"
     assert told["load average"].startswith("0.5 to 2.5 over")
     assert machine_state([]) == {}
+
+
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        ([True, True], "in force"),
+        ([False], "not in force"),
+        ([True, False], "in some runs: compare no speed of theirs with one of the others"),
+        ([None], None),  # of an older ampatch
+    ],
+)
+def test_a_report_says_whether_the_native_part_was_in_force(monkeypatch, found, said):
+    """As the trials found it: a cluster's machines may have no build."""
+    runs = []
+    for in_force in found:
+        monkeypatch.setattr(native, "_status", native.Status(in_force, ""))
+        runs.append(run_of(Trial(BASE), machine=machine.state_of_the_machine()))
+    assert machine_state(runs).get("native part") == said
 
 
 def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ampatch import native
 from ampatch._version import __version__
 from ampatch.torch_private import devices
 
@@ -41,6 +42,7 @@ def state_of_the_machine() -> dict[str, Any]:
     What the system does not tell is left out.
     """
     return {
+        "native": native.status().in_force,
         **load("load_at_start"),
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),

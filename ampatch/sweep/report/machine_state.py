@@ -9,17 +9,30 @@ from ampatch.sweep.measure.record import Run
 
 
 def machine_state(runs: Sequence[Run]) -> dict[str, str]:
-    """Threads, load average and frequency scaling, by name; empty before the first run."""
+    """Native part, threads, load and frequency scaling, by name; empty before the first run."""
     states = [run.measured.machine for run in runs if run.measured and run.measured.machine]
     if not states:
         return {}
     loads = _every(states, "load_at_start", "load_at_end")
     threads, cores = _every(states, "threads"), _every(states, "cores")
     return {
+        **_native(states),
         "threads": f"{_range(threads)} on {_range(cores)} cores",
         "load average": f"{_range(loads)} over a minute, the sweep's own runs included",
         "frequency scaling": _frequency(states),
     }
+
+
+def _native(states: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Whether the trials had it; on machines of a cluster this may differ."""
+    found = set(_every(states, "native"))
+    if not found:  # a sweep of an older ampatch
+        return {}
+    if len(found) > 1:
+        said = "in some runs: compare no speed of theirs with one of the others"
+    else:
+        said = "in force" if found.pop() else "not in force"
+    return {"native part": said}
 
 
 def _frequency(states: Sequence[dict[str, Any]]) -> str:
