@@ -1,27 +1,131 @@
 """Is the accuracy the same?  O0 to O3, float16 and bfloat16, beside torch.autocast.
 
-    OMP_NUM_THREADS=1 python benchmarks/accuracy.py --out docs/accuracy.md
+    OMP_NUM_THREADS=1 python benchmarks/run.py accuracy --out docs/accuracy.md
 
 Trains four small tasks (accuracy_tasks.py) with several seeds each, holds every
-row's metric against O0's (seed_noise.py), adds two constructed tasks whose
-results are known beforehand (why_the_parts_exist.py), and writes one page.
+row's metric against O0's (Welch's t-test), adds two constructed tasks whose
+results are known beforehand (constructed.py), and writes one page (accuracy_page.md).
 It takes about six minutes of a core's time, most of it for float16 convolutions.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import contextlib
+import math
 import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from statistics import mean, stdev
 
-import accuracy_page
+import constructed
+import measuring
 import torch
-from accuracy_runs import Result, Row, rows_of, train
 from accuracy_tasks import TASKS, Task
-from seed_noise import Comparison, welch
-from workers import machine
+from scipy.stats import ttest_ind
+from systems import AUTOCAST, OURS, How, make_step
+from tasks import Task as Trained
+
+import ampatch as amp
+
+PAGE = Path(__file__).with_name("accuracy_page.md")
+ADAM_EPS = 1e-8  # torch's default
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: who trains, in which half type, with which eps of Adam."""
+
+    system: str  # "O0" to "O3", or "autocast"
+    dtype: str = "float16"
+    eps: float = ADAM_EPS
+
+    @property
+    def title(self) -> str:
+        """`"O3 float16, eps=0.001"`."""
+        if self.system == "O0":
+            return "O0"
+        peer = "torch.autocast" if self.system == AUTOCAST else self.system
+        scaler = " + GradScaler" if peer != self.system and self.dtype == "float16" else ""
+        return f"{peer} {self.dtype}{scaler}" + (f", eps={self.eps:g}" * (self.eps != ADAM_EPS))
+
+
+def rows_of(task: Task) -> list[Row]:
+    """O0 first, which the others are compared with."""
+    rows = [Row("O0")]
+    for dtype in ("float16", "bfloat16"):
+        rows += [Row(system, dtype) for system in ("O1", "O2", "O3", AUTOCAST)]
+    if task.uses_adam:
+        rows.insert(4, Row("O3", eps=1e-3))
+    return rows
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to; `metric` is NaN where it diverged."""
+
+    metric: float
+    skipped: int
+    diverged_at: int | None = None  # the step, counted from 1, whose loss was not finite
+
+
+def train(task: Task, row: Row, seed: int, steps: int | None = None) -> Result:
+    """Train `task` from scratch; ends at the first loss that is not finite."""
+    run, dtype = task.make(seed, row.eps), getattr(torch, row.dtype)
+    losses: list[float] = []
+    taken: list[object] = []
+    run.optimizer.register_step_post_hook(lambda *given: taken.append(given))
+
+    def loss_of(modules: list) -> torch.Tensor:
+        inputs, targets = next(run.batches)
+        loss = run.loss(modules[0](inputs), targets)
+        losses.append(loss.item())
+        return loss
+
+    how = How(dtype, lambda _: run.optimizer, always_scaled=False)
+    try:
+        step = make_step(Trained([run.model], [loss_of]), row.system, how)
+        for number in range(1, (steps or task.steps) + 1):
+            step()
+            if not math.isfinite(losses[-1]):
+                return Result(math.nan, number - len(taken), diverged_at=number)
+        is_ours = row.system in OURS
+        with contextlib.nullcontext() if is_ours else torch.autocast("cpu", dtype=dtype):
+            return Result(run.metric(), len(losses) - len(taken))
+    finally:
+        amp.deactivate()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Mean of a sample less the reference's, its 95 % interval, and the p-value."""
+
+    difference: float
+    low: float
+    high: float
+    p: float
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether equal means would give such a difference in 5 % of cases or more."""
+        return self.p >= LEVEL
+
+
+def welch(sample: list[float], reference: list[float]) -> Comparison:
+    """Compare two samples, each of two values or more, all finite.
+
+    Samples without any variance differ for certain or not at all.
+    """
+    difference = mean(sample) - mean(reference)
+    if len({*sample}) == len({*reference}) == 1:
+        return Comparison(difference, difference, difference, float(difference == 0))
+    found = ttest_ind(sample, reference, equal_var=False)
+    interval = found.confidence_interval(1 - LEVEL)
+    return Comparison(difference, *map(float, (interval.low, interval.high, found.pvalue)))
 
 
 @dataclass(frozen=True)
@@ -57,7 +161,7 @@ def measure(task: Task, seeds: int, steps: int | None = None) -> list[Line]:
 
 def verdict(task: Task, line: Line) -> str:
     """What the last column says."""
-    if line.row.engine == "O0":
+    if line.row.system == "O0":
         return "reference"
     steps = [result.diverged_at for result in line.results if result.diverged_at]
     said = []
@@ -66,54 +170,43 @@ def verdict(task: Task, line: Line) -> str:
         at = f"step {first}" if first == last else f"steps {first} to {last}"
         said.append(f"diverged in {len(steps)} of {len(line.results)} runs, at {at}")
     if line.against_o0 is None:
-        said.append("" if steps else "one seed: no test")
+        said += [] if steps else ["one seed: no test"]
     elif line.against_o0.within_noise:
         said.append("within seed noise")
     else:
         better = (line.against_o0.difference > 0) == task.higher_is_better
         said.append("better" if better else "worse")
-    return "; ".join(filter(None, said))
+    return "; ".join(said)
 
 
 def table(task: Task, lines: list[Line], steps: int) -> str:
     """One task's table, in Markdown."""
-    found = [
-        f"| {task.metric} | mean | s.d. | n | less O0 (95 % interval) | p | verdict | skipped |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = [task.metric, "mean", "s.d.", "n", "less O0 (95 % interval)", "p", "verdict", "skipped"]
+    rows = []
     for line in lines:
-        skipped = sum(result.skipped for result in line.results)
+        n, places, found = len(line.metrics), task.places, line.against_o0
+        signed = f"+.{places}f"
         cells = [
-            line.row.title,
-            *_mean_and_deviation(line.metrics, task.places),
-            str(len(line.metrics)),
-            *_difference(line.against_o0, task.places),
+            f"{mean(line.metrics):.{places}f}" if n else "",
+            f"{stdev(line.metrics):.{places}f}" if n > 1 else "",
+            n,
+            f"{found.difference:{signed}} ({found.low:{signed}} to {found.high:{signed}})"
+            if found
+            else "",
+            f"{found.p:.3f}" if found else "",
             verdict(task, line),
-            f"{skipped} of {sum(result.diverged_at or steps for result in line.results)}",
+            f"{sum(result.skipped for result in line.results)} of "
+            f"{sum(result.diverged_at or steps for result in line.results)}",
         ]
-        found.append("| " + " | ".join(cells) + " |")
-    return "\n".join(found)
-
-
-def _mean_and_deviation(metrics: list[float], places: int) -> tuple[str, str]:
-    mean = f"{statistics.mean(metrics):.{places}f}" if metrics else ""
-    deviation = f"{statistics.stdev(metrics):.{places}f}" if len(metrics) > 1 else ""
-    return mean, deviation
-
-
-def _difference(found: Comparison | None, places: int) -> tuple[str, str]:
-    if found is None:
-        return "", ""
-    signed = f"+.{places}f"
-    interval = f"({found.low:{signed}} to {found.high:{signed}})"
-    return f"{found.difference:{signed}} {interval}", f"{found.p:.3f}"
+        rows.append([line.row.title, *cells])
+    return measuring.table(head, rows)
 
 
 def summary(lines: list[Line]) -> str:
     """How many comparisons differ, beside how many would by chance."""
     comparisons = [line.against_o0 for line in lines if line.against_o0]
     differing = [one for one in comparisons if not one.within_noise]
-    surviving = [one for one in differing if one.p < 0.05 / len(comparisons)]
+    surviving = [one for one in differing if one.p < LEVEL / len(comparisons)]
     diverged = [line.row.title for line in lines if not line.metrics]
     return (
         f"Comparisons with O0: {len(comparisons)}. Different at the 5 % level: {len(differing)} "
@@ -123,39 +216,27 @@ def summary(lines: list[Line]) -> str:
     )
 
 
-def report(names: list[str], seeds: int, steps: int | None, command: str) -> str:
-    """Measure, and return the page."""
-    tables, every_line = [], []
-    for name in names:
-        task = TASKS[name]
-        lines = measure(task, seeds, steps)
-        every_line += lines
-        count = steps or task.steps
-        tables.append(
-            f"### {task.title}, {count} steps\n\n{task.about}\n\n{table(task, lines, count)}"
-        )
-    return accuracy_page.page(machine(), command, seeds, tables, summary(every_line))
-
-
-def main() -> None:
-    """Measure, print, and write where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=8, help="runs per row (default 8)")
-    parser.add_argument("--steps", type=int, help="per run, instead of each task's own")
-    parser.add_argument("--out", type=Path, help="Markdown file to write")
-    options = parser.parse_args()
-    if options.seeds < 1 or (options.steps is not None and options.steps < 1):
-        parser.error("--seeds and --steps must be 1 or more")
-    if options.out is not None and not options.out.parent.is_dir():
-        parser.error(f"--out {options.out}: there is no directory {options.out.parent}")
+def report(options: Namespace) -> Iterator[str]:
+    """The whole page."""
     torch.set_num_threads(1)
-    command = " ".join(["python benchmarks/accuracy.py", *sys.argv[1:]])
-    text = report(options.tasks, options.seeds, options.steps, command)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
-
-
-if __name__ == "__main__":
-    main()
+    parts, every_line = [], []
+    for task in [TASKS[name] for name in options.tasks or TASKS]:
+        lines, steps = measure(task, options.seeds, options.steps), options.steps or task.steps
+        every_line += lines
+        rows = table(task, lines, steps)
+        parts.append(f"### {task.title}, {steps} steps\n\n{task.about}\n\n{rows}")
+    scaling, masters = constructed.tables()
+    yield PAGE.read_text(encoding="utf-8").format(
+        command=" ".join(["python benchmarks/run.py", *sys.argv[1:]]),
+        machine=measuring.machine(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+        ampatch=amp.__version__,
+        sklearn=version("scikit-learn"),
+        numpy=version("numpy"),
+        seeds=options.seeds,
+        summary=textwrap.fill(summary(every_line), 100),
+        tables="\n".join(parts).rstrip(),
+        adam=constructed.adam_table().rstrip(),
+        scaling=scaling.rstrip(),
+        masters=masters.rstrip(),
+    )

@@ -1,6 +1,4 @@
-"""Exact counts per training step: operators, casts, host syncs, Python calls.  Free of noise.
-
-    python benchmarks/counts.py [--dtype bfloat16] [--out FILE.md]
+"""Exact counts per training step, free of noise: operators, casts, host syncs, calls, bytes.
 
 Operators are the calls that reach a dispatch mode, below autograd.  A cast is a
 `_to_copy` to another dtype; a batched cast (`_foreach_copy_`) is one operator and
@@ -11,22 +9,27 @@ With AMPATCH_NATIVE=0 it counts the Python way where the native part is built.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import gc
 import sys
-from collections.abc import Callable
-from pathlib import Path
+import types
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from models import DISPATCH_BOUND
-from systems import AUTOCAST, FP32, HALF, make_step
+from measuring import alone, table
+from systems import AUTOCAST, FP32, FUSED, HALF, SGD, How, make_step
+from tasks import SMALL, TASKS, TO_REMEMBER, Task
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import machine
+from torch.utils._pytree import tree_leaves
 
 import ampatch as amp
 
 SYSTEMS = [FP32, HALF, AUTOCAST, "O1", "O2", "O3"]
+OPTIMIZERS = {"ordinary": SGD, "fused": FUSED}
 WARM_UP = 3
 
 
@@ -58,11 +61,10 @@ class _Counter(TorchDispatchMode):
 def count(
     name: str, system: str, optimizer: str = "ordinary", dtype: torch.dtype = torch.bfloat16
 ) -> Counts:
-    """What one step of a model under a system does, after some steps to warm up."""
+    """What one step of a task under a system does, after some steps to warm up."""
     torch.manual_seed(0)
     try:
-        step = make_step(DISPATCH_BOUND[name](), system, optimizer, dtype)
-        return count_step(step)
+        return count_step(make_step(TASKS[name](), system, How(dtype, OPTIMIZERS[optimizer])))
     finally:
         amp.deactivate()
 
@@ -73,59 +75,142 @@ def count_step(step: Callable[[], None]) -> Counts:
         step()
     with _Counter() as counter:
         step()
-    return Counts(counter.operators, counter.casts, counter.syncs, _python_calls(step))
+    return Counts(counter.operators, counter.casts, counter.syncs, calls(step)[0])
 
 
-def _python_calls(step: Callable[[], None]) -> int:
-    entered = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal entered
-        entered += event == "call"
-
+def calls(step: Callable[[], Any]) -> tuple[int, int]:
+    """Python functions entered, and C functions called, in one step."""
+    events: list[str] = []
     gc.disable()  # what it calls belongs to no step
-    sys.setprofile(note)
+    sys.setprofile(lambda frame, event, argument: events.append(event))
     try:
         step()
     finally:
         sys.setprofile(None)
         gc.enable()
-    return entered
+    return events.count("call"), events.count("c_call") - 1  # less `sys.setprofile`
 
 
-def report(dtype: torch.dtype) -> str:
-    """The table, in Markdown."""
-    lines = [
-        f"Operators / casts / host syncs / Python calls per training step, {dtype}, SGD.",
-        f"{machine()}.",
-        "",
-        "| | optimizer | " + " | ".join(SYSTEMS) + " |",
-        "|---" * (len(SYSTEMS) + 2) + "|",
+def report(options: Namespace) -> Iterator[str]:
+    """A row per model and optimizer."""
+    dtype, rows = getattr(torch, options.dtype), []
+    for name in options.models or SMALL:
+        for optimizer in OPTIMIZERS:
+            # fused SGD leaves half weights as they are on the CPU
+            skipped = ("O3", HALF) if optimizer == "fused" else ()
+            cells = [
+                "none"
+                if one in skipped
+                else " / ".join(map(str, count(name, one, optimizer, dtype)))
+                for one in SYSTEMS
+            ]
+            rows.append([name, optimizer, *cells])
+    yield table(["", "optimizer", *SYSTEMS], rows)
+
+
+def functions(options: Namespace) -> Iterator[str]:
+    """The calls of a step of the 8-layer MLP, with so many registered functions of the user's."""
+    numbers = (0, 100, 1000)
+    rows = [
+        [level, *(" / ".join(map(str, alone(_calls_with, level, number))) for number in numbers)]
+        for level in ("O1", "O2")
     ]
-    for name in DISPATCH_BOUND:
-        for optimizer in ("ordinary", "fused"):
-            cells = []
-            for system in SYSTEMS:
-                if (system, optimizer) in (("O3", "fused"), (HALF, "fused")):
-                    cells.append("none")  # fused SGD leaves half weights as they are on the CPU
-                    continue
-                found = count(name, system, optimizer, dtype)
-                cells.append(" / ".join(map(str, found)))
-            lines.append(f"| {name} | {optimizer} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    yield table(["", *map(str, numbers)], rows)
 
 
-def main() -> None:
-    """Count, print, and write where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    text = report(getattr(torch, options.dtype))
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
+def _calls_with(level: str, number: int) -> tuple[int, int]:
+    users = types.ModuleType("users_own")
+    for index in range(number):
+        setattr(users, f"function{index}", lambda x: x)
+        amp.register_half_function(users, f"function{index}")
+    step = make_step(TASKS["MLP, 8 layers"](), level)
+    for _ in range(WARM_UP + 2):
+        step()
+    return calls(step)
 
 
-if __name__ == "__main__":
-    main()
+# Memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensor storages made while it is on; a run repeats to the byte.
+
+    A storage counts from its making by an operator to its death, and with the size that it has
+    then: FSDP2 frees what it has gathered by making a storage empty.  `peak` is the most that was
+    alive after an operator since it was last set.  Scratch space inside a kernel is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                local = value.to_local() if hasattr(value, "to_local") else value
+                self._note(local.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return output
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key))
+
+    @property
+    def now(self) -> int:
+        """What is alive."""
+        alive = [one for ref in list(self._alive.values()) if (one := ref()) is not None]
+        return sum({one.data_ptr(): one.nbytes() for one in alive}.values())
+
+
+MEMORY_SYSTEMS = [AUTOCAST, FP32, "O1", "O2", "O3", HALF]
+TO_COUNT = (*TO_REMEMBER, "MLP 1024", "ResNet-like", "small GPT", "LSTM 256")
+BEFORE_THE_PEAK = 2  # steps until all optimizer state is there
+
+
+def adam(parameters: Any, **more: Any) -> torch.optim.Optimizer:
+    """Of which a step makes state of twice the size of the weights."""
+    return torch.optim.Adam(parameters, lr=1e-3, **more)
+
+
+def peak_bytes(
+    build: Callable[[], Task], system: str, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> int:
+    """The most bytes of tensors alive at once during a training step with Adam.
+
+    Weights, optimizer state, gradients, activations and the batch all count; `more` are further
+    arguments of Adam.
+    """
+    how = How(dtype, functools.partial(adam, **more))
+    gc.collect()
+    gc.disable()  # what only the collector frees counts, and at the same place each time
+    try:
+        with LiveBytes() as live:
+            torch.manual_seed(0)
+            step = make_step(build(), system, how)
+            for _ in range(BEFORE_THE_PEAK):
+                step()
+            live.peak = live.now
+            step()
+            return live.peak
+    finally:
+        amp.deactivate()
+        gc.enable()
+
+
+def memory(options: Namespace) -> Iterator[str]:
+    """A row per model: megabytes of the reference, and the ratio of each system's to it."""
+    rows = []
+    for name in options.models or TO_COUNT:
+        peaks = [
+            peak_bytes(TASKS[name], system, getattr(torch, options.dtype))
+            for system in MEMORY_SYSTEMS
+        ]
+        ratios = [f"{peak / peaks[0]:.3f}" for peak in peaks]
+        rows.append([name, f"{peaks[0] / 2**20:.2f}", *ratios])
+    yield table(["", "MB", *MEMORY_SYSTEMS], rows)

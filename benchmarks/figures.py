@@ -1,6 +1,6 @@
 """Draws the figures of docs/ from committed results, and writes their captions into the pages.
 
-    python benchmarks/figures.py
+    python benchmarks/run.py figures
 
 A page has two comments where a figure stands: `<!-- figure NAME -->`, `<!-- end of figure -->`.
 What is between them and the SVG files in docs/images/ are made here; no number is typed in.  A test
@@ -9,10 +9,10 @@ compares both with the results.  To draw again after a new measurement: this com
 
 from __future__ import annotations
 
-import argparse
 import re
 import textwrap
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class Figure:
         file = self.source.relative_to(DOCS.parent)
         is_page = DOCS in self.source.parents
         source = "the tables of this page" if is_page else f"[{file}]({docs}../{file})"
-        caption = f"*{self.caption} Drawn by `benchmarks/figures.py` from {source}.*"
+        caption = f"*{self.caption} Drawn by `benchmarks/run.py figures` from {source}.*"
         return f"\n{_wrapped(picture)}\n\n{_wrapped(caption)}\n\n"
 
     def svg(self) -> str:
@@ -240,15 +240,14 @@ def completed(page: Path) -> str:
     return PLACE.sub(lambda found: f"{found[1]}{FIGURES[found[2]]().block(page)}{found[3]}", text)
 
 
-def main() -> None:
+def report(options: Namespace) -> Iterator[str]:
     """Draw every figure, and complete every page."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for name, make in FIGURES.items():
         (IMAGES / f"{name}.svg").write_text(make().svg(), encoding="utf-8")
     for path in sorted(DOCS.rglob("*.md")):
         if (new := completed(path)) != path.read_text(encoding="utf-8"):
             path.write_text(new, encoding="utf-8")
-            print(f"wrote {path.relative_to(DOCS.parent)}")
+            yield f"wrote {path.relative_to(DOCS.parent)}"
 
 
 def _values(
@@ -269,6 +268,3 @@ def _broken(name: str) -> str:
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
-
-if __name__ == "__main__":
-    main()

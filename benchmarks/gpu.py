@@ -1,21 +1,19 @@
 """Training speed and memory on a GPU beside torch.autocast + GradScaler.
 
-    python benchmarks/gpu.py [--dtypes float16,bfloat16] [--models ...] [--json FILE]
-
 For each model, half type and system, each in a process of its own: milliseconds per step and items
 per second (median of the rounds; one system after the other, the reference twice), peak memory of
 the steps, kernels, operators and casts per step, how often a step makes the host wait, and the
 milliseconds of a whole step that a CUDA graph replays.  O0 is FP32 as torch has it (no TF32).
-Prints a table at the end, also of what was measured until it is terminated, and writes JSON; a
-system that fails is in the table, and the exit status is 1.  `--rounds 0` only counts, in one
-process.  `--small --device cpu` tries it on tiny shapes without a GPU: operators and casts are
-counted, kernels are not, and torch.compile makes no code (aot_eager).
+There is a table at the end, also of what was measured until it is terminated; a system that fails
+is in the table, and the exit status is 1.  `--rounds 0` only counts, in one process.  `--small
+--device cpu` tries it on tiny shapes without a GPU: operators and casts are counted, kernels are
+not, and torch.compile makes no code (aot_eager).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import functools
 import itertools
 import json
 import signal
@@ -23,61 +21,23 @@ import statistics
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from counts import count_step
-from gpu_models import WORKLOADS, Workload
-from systems import AGAIN, AUTOCAST, environment, with_native
+from measuring import alone, machine, table
+from systems import AGAIN, AUTOCAST, COMPILED, How, environment, make_step, with_native
+from tasks import FULL, ON_A_DEVICE, TINY
 from torch.profiler import ProfilerActivity, profile
-from workers import alone, machine
 
 import ampatch as amp
 
-COMPILED = " compiled"
-SYSTEMS = [AUTOCAST, AGAIN, "O0", "O1", "O2", "O3"]
+SYSTEMS = [AUTOCAST, AUTOCAST + AGAIN, "O0", "O1", "O2", "O3"]
 TO_COMPILE = [AUTOCAST, "O1", "O2"]
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # and those with another ending
-
-
-def make_step(work: Workload, system: str, dtype: torch.dtype, options: Any) -> Any:
-    """The function that does one training step."""
-    # Without `capturable` torch's optimizers refuse to be captured, fused ones too.
-    more = {"capturable": True} if options.fused and options.device == "cuda" else {}
-    parameters = work.model.parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=options.fused, **more)
-    level = system.partition(" ")[0]
-    if level != AUTOCAST:
-        amp.initialize(work.model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
-    model = work.model
-    if system.endswith(COMPILED):
-        model = torch.compile(model, backend="aot_eager" if options.small else "inductor")
-    if level == AUTOCAST:
-        return _autocast_step(work, model, optimizer, dtype, options.device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.scale_loss(work.loss_of(model), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def _autocast_step(work: Workload, model: Any, optimizer: Any, dtype: Any, device: str) -> Any:
-    scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast(device, dtype=dtype):
-            loss = work.loss_of(model)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
+Step = Callable[[], None]
 
 
 @contextlib.contextmanager
@@ -98,7 +58,7 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds(step: Callable[[], None], steps: int, device: str) -> float:
+def seconds(step: Step, steps: int, device: str) -> float:
     """Wall time per step."""
     _wait(device)
     begin = time.perf_counter()
@@ -108,21 +68,17 @@ def seconds(step: Callable[[], None], steps: int, device: str) -> float:
     return (time.perf_counter() - begin) / steps
 
 
-def kernels(step: Callable[[], None], device: str) -> int | None:
-    """Kernels launched by one step; None without a GPU, or where its profiler sees none."""
-    if device != "cuda":
-        return None
+def kernels(step: Step) -> int | None:
+    """Kernels launched by one step; None where the profiler sees none."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         step()
-        _wait(device)
+        torch.cuda.synchronize()
     found = (event.count for event in trace.key_averages() if event.key.startswith(LAUNCHES))
     return sum(found) or None
 
 
-def waits(step: Callable[[], None], device: str) -> int | None:
+def waits(step: Step) -> int:
     """How often one step makes the host wait for the GPU, as CUDA's own look for it says."""
-    if device != "cuda":
-        return None
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -133,51 +89,47 @@ def waits(step: Callable[[], None], device: str) -> int | None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def replayed(step: Callable[[], None], steps: int, device: str, stream: Any) -> float | str | None:
-    """Seconds of a step that a CUDA graph replays, or why it cannot; None without a GPU."""
-    if device != "cuda":
-        return None
+def replayed(step: Step, steps: int, stream: Any) -> float | str:
+    """Seconds of a step that a CUDA graph replays, or why it cannot."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
             step()
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    return seconds(graph.replay, max(steps, 1), device)
+    return seconds(graph.replay, max(steps, 1), "cuda")
 
 
-def run(name: str, system: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, system: str, dtype: str, options: Namespace) -> dict[str, Any]:
     """One system on one model.  What is timed wants a process of its own."""
     torch.manual_seed(0)
-    work, device = WORKLOADS[name](options.device, options.small), options.device
-    is_compiled = system.endswith(COMPILED)
+    device, is_compiled = options.device, system.endswith(COMPILED)
+    # Without `capturable` torch's optimizers refuse to be captured, fused ones too.
+    more = {"capturable": True} if options.fused and device == "cuda" else {}
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-5, fused=options.fused, **more)
+    compiler = "aot_eager" if options.small else "inductor"
+    how = How(getattr(torch, dtype), adamw, device=device, always_scaled=False, compiler=compiler)
+    with torch.device(device):
+        task = ON_A_DEVICE[name][TINY if options.small else FULL]()
     with one_stream(device) as stream:
-        step = make_step(work, system, dtype, options)
+        step = make_step(task, system, how)
         seconds(step, options.warm_up, device)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         times = [seconds(step, options.steps, device) for _ in range(options.rounds)]
-        counted = None if is_compiled else count_step(step)
-        return {
-            "model": name,
-            "system": system,
-            "dtype": str(dtype).removeprefix("torch."),
-            "fused": options.fused,
-            "seconds": times,
-            "unit": work.unit,
-            "items": work.items,
-            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-            "operators": counted and counted.operators,
-            "casts": counted and counted.casts,
-            "kernels": kernels(step, device),
-            "waits": waits(step, device),
-            "replayed": replayed(step, options.steps, device, stream)
-            if options.fused and not is_compiled
-            else None,
-        }
+        found = {"fused": options.fused, "seconds": times, "unit": task.unit, "items": task.items}
+        if not is_compiled:
+            counted = count_step(step)
+            found |= {"operators": counted.operators, "casts": counted.casts}
+        if device == "cuda":
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+            found |= {"kernels": kernels(step), "waits": waits(step)}
+            if options.fused and not is_compiled:
+                found["replayed"] = replayed(step, options.steps, stream)
+        return found
 
 
-def counted_here(name: str, system: str, dtype: Any, options: Any) -> dict[str, Any]:
+def counted_here(name: str, system: str, dtype: str, options: Namespace) -> dict[str, Any]:
     """As `run` in this process, which is left as it was."""
     try:
         return run(name, system, dtype, options)
@@ -185,35 +137,35 @@ def counted_here(name: str, system: str, dtype: Any, options: Any) -> dict[str, 
         amp.deactivate()
 
 
-def timed_alone(name: str, system: str, dtype: Any, options: Any) -> dict[str, Any]:
+def timed_alone(name: str, system: str, dtype: str, options: Namespace) -> dict[str, Any]:
     """As `run`, in a process of its own."""
     return alone(run, name, system, dtype, options, environment=environment(system))
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Speed and memory relative to autocast + GradScaler, in Markdown."""
-    lines = [
-        "| | dtype | system | ms per step | per second | speed | peak MiB | memory | kernels "
-        "| operators | casts | waits | ms replayed |",
-        "|---" * 13 + "|",
-    ]
+HEAD = (
+    "", "dtype", "system", "ms per step", "per second", "speed", "peak MiB", "memory",
+    "kernels", "operators", "casts", "waits", "ms replayed",
+)  # fmt: skip
+
+
+def rows_of(results: list[dict[str, Any]]) -> Iterator[list[Any]]:
+    """Speed and memory relative to autocast + GradScaler."""
     bases = {(r["model"], r["dtype"]): r for r in results if r["system"] == AUTOCAST}
     for found in results:
-        head = f"| {found['model']} | {found['dtype']} | {found['system']} "
+        head = [found["model"], found["dtype"], found["system"]]
         if "failed" in found:
-            lines.append(f"{head}| failed: {found['failed']} " + "| " * 9 + "|")
+            yield [*head, f"failed: {found['failed']}", *[""] * (len(HEAD) - 4)]
             continue
         base = bases.get((found["model"], found["dtype"]), {})
-        peak, of_base = found["peak_bytes"], base.get("peak_bytes")
+        peak, of_base = found.get("peak_bytes"), base.get("peak_bytes")
         cells = [
             *_speeds(found, base),
             peak and f"{peak / 2**20:.0f}",
             peak and of_base and f"{peak / of_base:.3f}",
-            *(found[name] for name in ("kernels", "operators", "casts", "waits")),
-            _milliseconds(found["replayed"]),
+            *(found.get(name) for name in ("kernels", "operators", "casts", "waits")),
+            _milliseconds(found.get("replayed")),
         ]
-        lines.append(head + "".join(f"| {'' if cell is None else cell} " for cell in cells) + "|")
-    return "\n".join(lines)
+        yield head + ["" if cell is None else cell for cell in cells]
 
 
 def _speeds(found: dict[str, Any], base: dict[str, Any]) -> list[str | None]:
@@ -230,60 +182,39 @@ def _milliseconds(value: float | str | None) -> str | None:
     return f"{value * 1e3:.2f}" if isinstance(value, float) else value
 
 
-def planned(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+def planned(options: Namespace) -> Iterator[tuple[str, str, str]]:
     """Model, system and dtype: what is compiled, which takes long, comes last."""
-    models, dtypes = options.models.split(","), options.dtypes.split(",")
-    systems = options.systems.split(",")
-    for name, dtype, system in itertools.product(models, dtypes, systems):
+    models, systems = options.models or ON_A_DEVICE, options.systems or with_native(SYSTEMS)
+    for name, dtype, system in itertools.product(models, options.dtypes, systems):
         yield name, system, dtype
-    compiled = [system + COMPILED for system in options.compile.split(",") if system]
-    for name, system in itertools.product(models, compiled):
-        yield name, system, dtypes[-1]
+    for name, system in itertools.product(models, options.compile):
+        yield name, system + COMPILED, options.dtypes[-1]
 
 
-def measure(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+def measure(options: Namespace, results: list[dict[str, Any]]) -> None:
     """Add what is planned to `results`, one by one; what is said to be done is there."""
     call = timed_alone if options.rounds else counted_here
     for name, system, dtype in planned(options):
         begun = time.perf_counter()
         try:
-            found = call(name, system, getattr(torch, dtype), options)
+            found = call(name, system, dtype, options)
         except Exception as error:  # of torch, the driver or a compiler: the others go on
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            found = {"model": name, "system": system, "dtype": dtype, "failed": reason}
-        results.append(found)
+            found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        results.append({"model": name, "system": system, "dtype": dtype, **found})
         taken = f"{time.perf_counter() - begun:.0f} s"
         print(f"{name}, {dtype}, {system}: {found.get('failed', taken)}", file=sys.stderr)
 
 
-def main() -> None:
-    """Measure, print, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtypes", default="float16,bfloat16")
-    parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--systems", default=",".join(with_native(SYSTEMS)))
-    parser.add_argument("--compile", default=",".join(TO_COMPILE), help="in the last dtype")
-    parser.add_argument("--rounds", type=int, default=5, help="0: count, time nothing")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--no-fused", dest="fused", action="store_false")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def report(options: Namespace) -> Iterator[str]:
+    """A row per model, half type and system."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated before the end"))
     results: list[dict[str, Any]] = []
     try:
         measure(options, results)
     finally:
-        fused = "fused" if options.fused else "not fused"
-        print(f"{machine()}, AdamW, {fused}.\n\n{table(results)}", flush=True)
+        yield table(list(HEAD), rows_of(results))
         if options.json is not None:
             content = {"machine": machine(), "results": results}
             options.json.write_text(json.dumps(content, indent=1))
     if any("failed" in found for found in results):
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -128,8 +128,8 @@ swept() {
 export -f machine marked swept
 export python small device scratch
 
-gpu=("$python" benchmarks/gpu.py --device "$device" $small)
-plain=(--systems autocast,O1,O2,O3 --compile '' --rounds 0 --warm-up 3)
+run=("$python" benchmarks/run.py) gpu=("$python" benchmarks/run.py gpu --device "$device" $small)
+plain=(--systems autocast O1 O2 O3 --compile --rounds 0 --warm-up 3)
 if [[ $small ]]; then
     plain+=(--dtypes bfloat16)
     timed=(--rounds 1 --steps 2 --warm-up 1 --dtypes bfloat16 --compile O1)
@@ -139,13 +139,13 @@ fi
 
 section machine 60 fence bash -c machine
 section tests 270 fence bash -c marked
-section lists 120 '' "$python" benchmarks/autocast_lists.py --device "$device"
+section lists 120 '' "${run[@]}" lists --device "$device"
 section counts 90 '' "${gpu[@]}" --small "${plain[@]}"
 section resnet 240 '' "${gpu[@]}" --models ResNet-50 "${timed[@]}"
 section gpt 210 '' "${gpu[@]}" --models 'GPT-2 small' "${timed[@]}"
 section bert 240 '' "${gpu[@]}" --models 'BERT large' "${timed[@]}"
 section sweep 120 fence bash -c swept
-section pair 100 '' "$python" benchmarks/two_processes.py --device "$device" \
+section pair 100 '' "${run[@]}" pair --device "$device" \
     --limit $((${#small} ? 280 : 85))
 
 printf '%s\n' '' "${summary[@]}" "$page"

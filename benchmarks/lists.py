@@ -1,7 +1,5 @@
 """PyTorch's lists of autocast cases on a device: dtypes under O1 beside those of torch.autocast.
 
-    python benchmarks/autocast_lists.py [--device cuda]
-
 Each case runs as a function and as a method, with arguments in FP32 and in half, under
 `torch.autocast` for the device and under ampatch.  Where the dtypes of the results, or whether it
 raises, differ, there is a line; so is where the same dtypes have other values than rounding
@@ -11,24 +9,23 @@ of its own, differences are expected.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from measuring import table
 from systems import AUTOCAST
 from torch import Tensor
 from torch.testing._internal import autocast_test_lists
 from torch.utils._pytree import tree_leaves, tree_map
-from workers import machine, table
 
 import ampatch as amp
 
-HALF_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 NEAR = {torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
@@ -102,9 +99,8 @@ def brief(result: Any) -> str:
 
 def difference(theirs: Any, ours: Any, half: torch.dtype) -> tuple[str, str] | None:
     """How two outcomes differ, each in words; None: they do not."""
-    if isinstance(theirs, Exception) or isinstance(ours, Exception):
-        same = isinstance(theirs, Exception) and isinstance(ours, Exception)
-        return None if same else (brief(theirs), brief(ours))
+    if isinstance(theirs, Exception) and isinstance(ours, Exception):
+        return None
     if brief(theirs) != brief(ours):
         return brief(theirs), brief(ours)
     for one, other in zip(tree_leaves(theirs), tree_leaves(ours), strict=True):
@@ -117,7 +113,7 @@ def difference(theirs: Any, ours: Any, half: torch.dtype) -> tuple[str, str] | N
 
 def compare(device: str, dtype: str) -> tuple[int, list[list[str]]]:
     """How many calls there were, and a row for each that differs."""
-    half, chosen = HALF_TYPES[dtype], cases(device)
+    half, chosen = getattr(torch, dtype), cases(device)
     with torch.autocast(device, dtype=half):
         theirs = list(outcomes(chosen, half))
     amp.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
@@ -125,32 +121,19 @@ def compare(device: str, dtype: str) -> tuple[int, list[list[str]]]:
         ours = dict(outcomes(chosen, half))
     finally:
         amp.deactivate()
-    rows = [
-        [dtype, name, *told]
-        for name, result in theirs
-        if (told := difference(result, ours[name], half))
-    ]
-    return len(theirs), rows
+    found = [(name, difference(result, ours[name], half)) for name, result in theirs]
+    return len(theirs), [[dtype, name, *told] for name, told in found if told]
 
 
-def main() -> None:
-    """Compare and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtypes", default=",".join(HALF_TYPES))
-    options = parser.parse_args()
+def report(options: Namespace) -> Iterator[str]:
+    """A line per half type, and a row for each call that differs."""
     warnings.simplefilter("ignore")  # some of the functions are deprecated
-    print(f"{machine()}.\n")
     found: list[list[str]] = []
-    for dtype in options.dtypes.split(","):
+    for dtype in options.dtypes:
         calls, rows = compare(options.device, dtype)
-        print(f"{dtype}: {calls} calls, of which {len(rows)} differ.")
+        yield f"{dtype}: {calls} calls, of which {len(rows)} differ."
         found += rows
     if found:
-        print("\n" + table(["half type", "call", f"{AUTOCAST} on {options.device}", "O1"], found))
-    is_oracle = options.device == "cuda"  # elsewhere autocast has other lists
-    sys.exit(1 if found and is_oracle else 0)
-
-
-if __name__ == "__main__":
-    main()
+        yield "\n" + table(["half type", "call", f"{AUTOCAST} on {options.device}", "O1"], found)
+    if found and options.device == "cuda":  # elsewhere autocast has other lists
+        sys.exit(1)

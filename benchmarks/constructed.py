@@ -13,12 +13,12 @@ and the distance to the target shrinks by `1 - 2 * weight * lr` a step.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import table
 from torch import nn
 
 import ampatch as amp
@@ -113,52 +113,49 @@ def first_adam_step(gradient: float, eps: float, dtype: torch.dtype) -> float:
     return -weight.item()
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A line of the tables: what it is called, and what to hand to `train`."""
+Settings = dict[str, Any]
 
-    title: str
-    opt_level: str = ""  # empty: torch.autocast
-    dtype: str = "float16"
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def run(self, problem: Problem) -> float:
-        """`w` at the end."""
-        if self.opt_level:
-            return train(problem, self.opt_level, self.dtype, **self.settings)
-        return train_by_autocast(problem, self.dtype, **self.settings)
-
-
-LOSS_SCALING = [
-    Setting("O0", "O0"),
-    Setting("O1 float16, loss_scale=1", "O1", settings={"loss_scale": 1.0}),
-    Setting("O1 float16, loss_scale=8", "O1", settings={"loss_scale": 8.0}),
-    Setting("O1 float16 (dynamic)", "O1"),
-    Setting("O2 float16, loss_scale=1", "O2", settings={"loss_scale": 1.0}),
-    Setting("O2 float16, loss_scale=8", "O2", settings={"loss_scale": 8.0}),
-    Setting("O2 float16 (dynamic)", "O2"),
-    Setting("autocast float16 alone", settings={"scaling": False}),
-    Setting("autocast float16, GradScaler", settings={"scaling": True}),
-    Setting("O1 bfloat16", "O1", "bfloat16"),
-    Setting("O2 bfloat16", "O2", "bfloat16"),
-]
-
+SCALES: dict[str, Settings] = {
+    ", loss_scale=1": {"loss_scale": 1.0},
+    ", loss_scale=8": {"loss_scale": 8.0},
+}
+LOSS_SCALING: dict[str, Settings] = {
+    "O0": {},
+    **{
+        f"{level} float16{how}": settings
+        for level in ("O1", "O2")
+        for how, settings in {**SCALES, " (dynamic)": {}}.items()
+    },
+    "autocast float16 alone": {"scaling": False},
+    "autocast float16, GradScaler": {"scaling": True},
+    "O1 bfloat16": {},
+    "O2 bfloat16": {},
+}
 # The scale is 1 throughout: these gradients need none, and a step skipped while the dynamic
 # scale finds its place would hide what the table is about.
-_UNSCALED = {"loss_scale": 1.0}
-_NO_MASTERS = {"loss_scale": 1.0, "master_weights": False}
-MASTER_WEIGHTS = [
-    Setting("O0", "O0"),
-    Setting("O1 float16", "O1", settings=_UNSCALED),
-    Setting("O2 float16", "O2", settings=_UNSCALED),
-    Setting("O2 float16, master_weights=False", "O2", settings=_NO_MASTERS),
-    Setting("O3 float16", "O3"),
-    Setting("autocast float16", settings={"scaling": False}),
-    Setting("O1 bfloat16", "O1", "bfloat16"),
-    Setting("O2 bfloat16", "O2", "bfloat16"),
-    Setting("O2 bfloat16, master_weights=False", "O2", "bfloat16", _NO_MASTERS),
-    Setting("O3 bfloat16", "O3", "bfloat16"),
-]
+_FIXED: Settings = {"loss_scale": 1.0}
+_NO_MASTERS: Settings = {"loss_scale": 1.0, "master_weights": False}
+MASTER_WEIGHTS: dict[str, Settings] = {
+    "O0": {},
+    "O1 float16": _FIXED,
+    "O2 float16": _FIXED,
+    "O2 float16, master_weights=False": _NO_MASTERS,
+    "O3 float16": {},
+    "autocast float16": {"scaling": False},
+    "O1 bfloat16": {},
+    "O2 bfloat16": {},
+    "O2 bfloat16, master_weights=False": _NO_MASTERS,
+    "O3 bfloat16": {},
+}
+
+
+def run(problem: Problem, title: str, settings: Settings) -> float:
+    """`w` at the end of what a line of the tables says: the level, and the half type."""
+    level, _, rest = title.partition(" ")
+    dtype = "bfloat16" if rest.startswith("bfloat16") else "float16"
+    if level == "autocast":
+        return train_by_autocast(problem, dtype, **settings)
+    return train(problem, level, dtype, **settings)
 
 
 def tables() -> tuple[str, str]:
@@ -166,24 +163,28 @@ def tables() -> tuple[str, str]:
     return _table(SMALL_GRADIENTS, LOSS_SCALING), _table(SMALL_UPDATES, MASTER_WEIGHTS)
 
 
-def _table(problem: Problem, settings: list[Setting]) -> str:
+def _table(problem: Problem, lines: dict[str, Settings]) -> str:
     ends = {"exact arithmetic": problem.exact(problem.steps)}
-    ends.update((setting.title, setting.run(problem)) for setting in settings)
+    ends.update((title, run(problem, title, settings)) for title, settings in lines.items())
     first = (problem.start - problem.target) ** 2
-    lines = [
-        f"| | w after {problem.steps} steps | squared error / first squared error |",
-        "|---|---|---|",
+    rows = [
+        [title, f"{end:.6f}", f"{(end - problem.target) ** 2 / first:.1e}"]
+        for title, end in ends.items()
     ]
-    for title, end in ends.items():
-        lines.append(f"| {title} | {end:.6f} | {(end - problem.target) ** 2 / first:.1e} |")
-    return "\n".join(lines)
+    head = ["", f"w after {problem.steps} steps", "squared error / first squared error"]
+    return table(head, rows)
 
 
-def main() -> None:
-    """Print both tables."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print("\n\n".join(tables()))
-
-
-if __name__ == "__main__":
-    main()
+def adam_table() -> str:
+    """How far Adam's first step moves a weight, by gradient."""
+    columns = {
+        "FP32, eps=1e-8": (1e-8, torch.float32),
+        "float16, eps=1e-8": (1e-8, torch.float16),
+        "float16, eps=0.001": (1e-3, torch.float16),
+        "bfloat16, eps=1e-8": (1e-8, torch.bfloat16),
+    }
+    rows = []
+    for gradient in (1.0, 1e-2, 1e-3, 1e-4, 0.0):
+        moved = [abs(first_adam_step(gradient, *column)) for column in columns.values()]
+        rows.append([f"{gradient:g}", *[f"{move:.3f}" for move in moved]])
+    return table(["gradient", *columns], rows)

@@ -1,7 +1,5 @@
 """Two processes of DistributedDataParallel on one device: do they stay equal, and equal to one?
 
-    python benchmarks/two_processes.py [--device cuda] [--steps 20]
-
 Over gloo, because NCCL takes one process for each GPU.  Each process trains on half of each batch;
 in one step the second process alone meets an overflow.  The table says whether the weights of both
 processes are the same bits, how far they are from those of one process with whole batches, which
@@ -10,24 +8,24 @@ steps were skipped, and the wall time of a step.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import math
 import multiprocessing
 import sys
 import tempfile
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import table
 from torch import Tensor, nn
-from workers import machine, table
 
 import ampatch as amp
 
-HALF_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 NEAR = {"float16": 0.02, "bfloat16": 0.1}
 BATCH, WIDTH, OVERFLOW_AT = 32, 64, 3
 PATIENCE = datetime.timedelta(seconds=60)
@@ -41,14 +39,14 @@ class Run(NamedTuple):
     seconds: float
 
 
-def train(level: str, dtype: str, rank: int, ranks: int, options: argparse.Namespace) -> Run:
+def train(level: str, dtype: str, rank: int, ranks: int, options: Namespace) -> Run:
     """The weights after the steps; with one rank no process group is asked for."""
     torch.manual_seed(0)
     hidden = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU()]
     model = nn.Sequential(*hidden, nn.Linear(WIDTH, 4)).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     scale = {"loss_scale": "dynamic", "init_scale": 256.0}
-    amp.initialize(model, optimizer, opt_level=level, dtype=HALF_TYPES[dtype], verbosity=0, **scale)
+    amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **scale)
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     data, skipped = torch.Generator().manual_seed(1), []
     begin = time.perf_counter()
@@ -71,7 +69,7 @@ def train(level: str, dtype: str, rank: int, ranks: int, options: argparse.Names
     return Run(weights, skipped, seconds)
 
 
-def work(rank: int, place: str, options: argparse.Namespace) -> None:
+def work(rank: int, place: str, options: Namespace) -> None:
     """All runs of one process, in the order of `planned`, into a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -83,12 +81,12 @@ def work(rank: int, place: str, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def planned(options: argparse.Namespace) -> list[tuple[str, str]]:
+def planned(options: Namespace) -> list[tuple[str, str]]:
     """Opt levels and half types."""
-    return [(level, dtype) for level in ("O1", "O2") for dtype in options.dtypes.split(",")]
+    return [(level, dtype) for level in ("O1", "O2") for dtype in options.dtypes]
 
 
-def both(options: argparse.Namespace) -> list[list[Run]]:
+def both(options: Namespace) -> list[list[Run]]:
     """The runs of each process."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -107,37 +105,24 @@ def both(options: argparse.Namespace) -> list[list[Run]]:
         return [[Run(**one) for one in torch.load(f"{place}-{rank}")] for rank in (0, 1)]
 
 
-def row(level: str, dtype: str, first: Run, second: Run, one: Run) -> tuple[list[Any], bool]:
-    """Of the table, and whether all is as it should be."""
+def row(level: str, dtype: str, first: Run, second: Run, one: Run) -> list[Any]:
+    """Of the table; its last cell says whether all is as it should be."""
     are_equal = all(map(torch.equal, first.weights, second.weights))
     apart = max((a - b).abs().max().item() for a, b in zip(first.weights, one.weights, strict=True))
-    skipped = {tuple(run.skipped) for run in (first, second, one)}
-    is_right = are_equal and apart <= NEAR[dtype] and skipped == {(OVERFLOW_AT,)}
+    skipped = [run.skipped for run in (first, second, one)]
+    is_right = are_equal and apart <= NEAR[dtype] and skipped == [[OVERFLOW_AT]] * 3
     told = "the same" if are_equal else "differ"
-    steps = " / ".join(map(str, (first.skipped, second.skipped, one.skipped)))
+    steps = " / ".join(map(str, skipped))
     cells = [level, dtype, told, f"{apart:.2g}", steps, f"{first.seconds * 1e3:.2f}"]
-    return [*cells, "yes" if is_right else "no"], is_right
+    return [*cells, "yes" if is_right else "no"]
 
 
-def main() -> None:
-    """Train and compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtypes", default=",".join(HALF_TYPES))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=85, help="seconds to wait for both")
-    options = parser.parse_args()
+def report(options: Namespace) -> Iterator[str]:
+    """A row per level and half type."""
     first, second = both(options)
     whole = [train(level, dtype, 0, 1, options) for level, dtype in planned(options)]
-    rows = [
-        row(*names, *runs)
-        for names, *runs in zip(planned(options), first, second, whole, strict=True)
-    ]
+    rows = [row(*names, *runs) for names, *runs in zip(planned(options), first, second, whole)]
     head = ["level", "half type", "weights of both", "from one process", "skipped", "ms", "right"]
-    print(f"{machine()}, two processes on one {options.device} device.\n")
-    print(table(head, [cells for cells, _ in rows]))
-    sys.exit(0 if all(is_right for _, is_right in rows) else 1)
-
-
-if __name__ == "__main__":
-    main()
+    yield table(head, rows)
+    if any(cells[-1] == "no" for cells in rows):
+        sys.exit(1)

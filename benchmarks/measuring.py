@@ -1,4 +1,4 @@
-"""Interleaved measuring: one process per system, a round of each in turn.
+"""How the benchmarks measure: processes in turns, CPU time, and the tables that come of it.
 
 Patches are global to a process, so every system gets its own; the machine is
 noisy, so the systems take turns and only ratios within a round count.  glibc is told to keep
@@ -14,7 +14,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -28,10 +28,8 @@ KEEP_MEMORY = {
 }
 
 
-def _serve(
-    connection: Connection, make: Callable, system: str, threads: int, clock: Callable[[], float]
-) -> None:
-    torch.set_num_threads(threads)
+def _serve(connection: Connection, make: Callable, system: str, clock: Callable[[], float]) -> None:
+    torch.set_num_threads(1)
     step = make(system)  # should it fail, the connection closes and whoever asks gets EOFError
     while (steps := connection.recv()) is not None:
         begin = clock()
@@ -40,22 +38,16 @@ def _serve(
         connection.send((clock() - begin) / steps)
 
 
-def _as_here(system: str) -> list[dict[str, str]]:
-    return [{}]
-
-
 def measure(
     make: Callable[[str], Callable],
     systems: list[str],
     *,
     rounds: int,
     steps: int,
-    warm_up: int,
-    threads: int,
-    clock: Callable[[], float] = time.perf_counter,
-    environments: Callable[[str], list[dict[str, str]]] = _as_here,
+    clock: Callable[[], float] = time.process_time,
+    environments: Callable[[str], list[dict[str, str]]] = lambda system: [{}],
 ) -> dict[str, list[float]]:
-    """Seconds per step of each system, one figure per round.
+    """Seconds per step of each system, one figure per round, of one thread.
 
     `make(system)` builds, in the system's own process, the function that does one step.
     `environments(system)` has the variables set in that process before it imports torch.  With
@@ -68,22 +60,20 @@ def measure(
     for system in systems:
         for environment in environments(system):
             ours, theirs = context.Pipe()
-            arguments = (theirs, make, system, threads, clock)
+            arguments = (theirs, make, system, clock)
             processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             with mock.patch.dict(os.environ, KEEP_MEMORY | environment):
                 processes[-1].start()
             theirs.close()
             pipes[system].append(ours)
-    times: dict[str, list[float]] = {system: [] for system in systems}
     for system in systems:
-        _ask(pipes[system], warm_up)
+        _ask(pipes[system], max(3, steps))
+    times: dict[str, list[float]] = {system: [] for system in systems}
     for number in range(rounds):
-        turn = number % len(systems)
-        for system in systems[turn:] + systems[:turn]:
+        for system in _turned(systems, number):
             times[system].append(_ask(pipes[system], steps))
-    for ranks in pipes.values():
-        for pipe in ranks:
-            pipe.send(None)
+    for pipe in [pipe for ranks in pipes.values() for pipe in ranks]:
+        pipe.send(None)
     for process in processes:
         process.join()
     return times
@@ -96,19 +86,42 @@ def _ask(ranks: list[Connection], steps: int) -> float:
     return first
 
 
-def speed_ups(
-    times: dict[str, list[float]], reference: str
-) -> dict[str, tuple[float, float, float]]:
-    """`(lower quartile, median, upper quartile)` of the reference's time over each system's.
+def _turned(entries: list, number: int) -> list:
+    turn = number % len(entries)
+    return entries[turn:] + entries[:turn]
 
-    As everywhere in ampatch, above 1 is faster than the reference.
-    """
-    found = {}
-    for system, values in times.items():
-        each = [base / value for value, base in zip(values, times[reference], strict=True)]
-        low, middle, high = statistics.quantiles(each, n=4)
-        found[system] = (low, middle, high)
+
+def in_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The figures of each way, one per round: A B C, B C A, C A B."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in _turned(list(ways), number):
+            found[name].append(ways[name]())
     return found
+
+
+Quartiles = tuple[float, float, float]
+
+
+def quartiles(values: Iterable[float]) -> Quartiles:
+    """The lower quartile, the median and the upper quartile; of one value, that value."""
+    values = list(values)
+    low, middle, high = statistics.quantiles(values if len(values) > 1 else values * 2, n=4)
+    return low, middle, high
+
+
+def told(found: Quartiles, places: int = 2) -> str:
+    """`1.09 (1.08 to 1.10)`."""
+    low, middle, high = (f"{value:.{places}f}" for value in found)
+    return f"{middle} ({low} to {high})"
+
+
+def speed_ups(times: dict[str, list[float]], reference: str) -> dict[str, Quartiles]:
+    """Quartiles of the reference's time over each system's; above 1 is faster than it."""
+    return {
+        system: quartiles(base / value for value, base in zip(values, times[reference]))
+        for system, values in times.items()
+    }
 
 
 def machine() -> str:
@@ -139,7 +152,7 @@ def best(function: Callable[[], Any], calls: int = 20, rounds: int = 5) -> float
     return min(seconds(function, calls) for _ in range(rounds))
 
 
-def table(head: list[str], rows: list[list[Any]]) -> str:
+def table(head: list[str], rows: Iterable[list[Any]]) -> str:
     """In Markdown."""
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]) + "\n"
