@@ -54,7 +54,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "optimizers": {"nargs": "+", "choices": ("fused", "ordinary")},
     "ranks": {"nargs": "*", "type": int},
     "counts": {"nargs": "+", "type": positive, "help": "of models"},
-    "tasks": {"nargs": "+", "metavar": "TASK"},
+    "tasks": {"nargs": "+", "choices": ("digits", "breast_cancer", "diabetes", "characters")},
     "limit": {"type": float, "help": "seconds to wait for both processes"},
     "json": {"type": place, "metavar": "FILE"},
 }
@@ -152,7 +152,7 @@ MODES: dict[str, Mode] = {
         "torch.bfloat16, CPU, one thread, dynamic loss scale.",
     ),
     "sharded": Mode(
-        "Memory of one rank under FSDP2", "sharded:report", {"ranks": (2, 4)}, "Counted"
+        "Memory of one rank under FSDP2", "sharded:report", {"ranks": (2, 4)}, "Counted, torch.bfloat16, AdamW, gloo on the CPU."
     ),
     "gpu": Mode(
         "Training on a device beside autocast + GradScaler",

@@ -24,7 +24,6 @@ ALONE = {"FP32, no shards": "", "O2, no shards": "O2"}
 SHARDED = {"FSDP2, FP32": "", OWN: "", "O1": "O1", "O2": "O2", "O3": "O3"}
 STEPS, WIDTH, LAYERS, BATCH, LENGTH = 4, 256, 6, 4, 32
 TOLD = f"""\
-Bytes, {DTYPE}, AdamW, gloo on the CPU.
 {LAYERS} transformer layers of width {WIDTH}, {BATCH} x {LENGTH} positions a rank.
 At rest: weights and optimizer state between steps. Peak: the most in a step.
 Distance: the largest difference of a weight from {OWN}, after {STEPS} steps.

@@ -1,4 +1,4 @@
-"""benchmarks/accuracy.py counts, compares and writes what happened."""
+"""The benchmark of accuracy counts, compares and writes what happened."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ pytest.importorskip("sklearn")
 sys.path.append(str(BENCHMARKS))
 
 import accuracy
-import accuracy_page
-from accuracy_runs import Result, Row, rows_of, train
+import run as runner
+from accuracy import Result, Row, rows_of, train, welch
 from accuracy_tasks import TASKS
 from scipy.stats import ttest_ind
-from seed_noise import welch
 
 DIABETES = TASKS["diabetes"]
 
@@ -110,9 +109,9 @@ def test_the_verdict(metrics, higher, said):
 def test_a_run_from_the_command_line(tmp_path, monkeypatch, capsys):
     out = tmp_path / "accuracy.md"
     arguments = ["--tasks", "diabetes", "--seeds", "1", "--steps", "2", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["accuracy.py", *arguments])
-    monkeypatch.setattr(accuracy_page.why_the_parts_exist, "tables", lambda: ("one", "two"))
-    accuracy.main()
+    monkeypatch.setattr(sys, "argv", ["run.py", "accuracy", *arguments])
+    monkeypatch.setattr(accuracy.constructed, "tables", lambda: ("one", "two"))
+    runner.main()
     page = out.read_text()
     assert page.strip() == capsys.readouterr().out.strip()
     for title in [row.title for row in rows_of(DIABETES)]:
@@ -132,16 +131,16 @@ def test_a_run_from_the_command_line(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_wrong_arguments_end_before_the_first_run(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accuracy.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["run.py", "accuracy", *arguments])
     with pytest.raises(SystemExit):
-        accuracy.main()
+        runner.main()
     assert said in capsys.readouterr().err
 
 
 def test_the_page_in_docs_is_what_the_benchmark_writes():
     """The words are; the figures are those of the day."""
     written = (DOCS / "accuracy.md").read_text()
-    for paragraph in accuracy_page.PAGE.split("\n\n"):
+    for paragraph in accuracy.PAGE.read_text().split("\n\n"):
         if "{" not in paragraph:
             assert paragraph.strip() in written
     for task in TASKS.values():

@@ -70,9 +70,9 @@ def test_everything_in_small(tmp_path):
 
 @pytest.mark.slow
 def test_what_was_measured_until_the_end_is_shown(tmp_path):
-    command = [sys.executable, "gpu.py", "--small", "--device", "cpu", "--rounds", "0"]
+    command = [sys.executable, "run.py", "gpu", "--small", "--device", "cpu", "--rounds", "0"]
     running = subprocess.Popen(
-        [*command, "--dtypes", "bfloat16", "--compile", ""],
+        [*command, "--dtypes", "bfloat16", "--compile"],
         cwd=BENCHMARKS,
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The figures of docs/ are what benchmarks/figures.py draws from the committed results."""
+"""The figures of docs/ are what `benchmarks/run.py figures` draws from the committed results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from figures import FIGURES, IMAGES, PLACE, completed
 
 from ampatch import native
 
-AGAIN = "python benchmarks/figures.py draws it again"
+AGAIN = "python benchmarks/run.py figures draws it again"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 NAME = re.compile(r"\b[a-z][0-9a-f]{10}\b")  # of a shape, from the last bits of its numbers
 

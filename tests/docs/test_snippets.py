@@ -44,7 +44,7 @@ NOT_RUN = {
     "pip install": "it needs the package index; .ci/run installs",
     "python -c": "it reduces the picture that chromium takes",
     "python -m pytest": "it is what runs these tests",
-    "python benchmarks/accuracy.py": "hours; tests/benchmarks/ starts the script",
+    "python benchmarks/run.py": "minutes to hours; tests/benchmarks/ runs it",
     "python clients/run.py": "it needs the package index; tests/docs/test_clients.py",
     "python3 -m venv": ".ci/run makes an environment",
     "python3.11 -m venv": ".ci/run makes an environment",

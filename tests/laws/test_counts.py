@@ -1,6 +1,6 @@
 """What a training step consists of, counted exactly: operators, casts, waits for the device.
 
-Counted by `benchmarks/counts.py` on its own models.  These counts hold what was gained;
+Counted by `benchmarks/run.py counts` on its own models.  These counts hold what was gained;
 where less is done, lower the numbers in `MORE`.
 """
 
@@ -62,11 +62,11 @@ def step_of(layers, level):
     """A training step of a chain of Linear(8, 8)."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(4, 8), torch.randint(0, 8, (4,))
-    task = counts.DISPATCH_BOUND[MLP]()._replace(
+    task = counts.TASKS[MLP]()._replace(
         modules=[nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])],
         losses=[lambda modules: F.cross_entropy(modules[0](inputs), targets)],
     )
-    return systems.make_step(task, level, "fused", torch.bfloat16)
+    return systems.make_step(task, level, systems.How(optimizer=systems.FUSED))
 
 
 def calls(step):

@@ -1,6 +1,6 @@
 """Peak tensor memory of a step: O1 needs what autocast needs, O2 hardly more.
 
-Counted to the byte by `benchmarks/memory.py`, on its own models.
+Counted to the byte by `benchmarks/run.py memory`, on its models of middle size.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from bench_modules import load
 
 import ampatch
 
-memory = load("memory")
+counts, systems = load("counts"), load("systems")
 
 
 @pytest.mark.parametrize("adam", [{}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("name", memory.MODELS)
+@pytest.mark.parametrize("name", counts.TO_REMEMBER)
 def test_peak_memory_is_that_of_autocast(name, adam):
-    build = memory.MODELS[name]
-    base = memory.peak_bytes(build, memory.REFERENCE, **adam)
-    assert memory.peak_bytes(build, "O1", **adam) <= 1.001 * base
+    build = counts.TO_REMEMBER[name]
+    base = counts.peak_bytes(build, systems.AUTOCAST, **adam)
+    assert counts.peak_bytes(build, "O1", **adam) <= 1.001 * base
     # foreach Adam makes copies of all gradients: where that is the peak, half weights come on top
-    extra = 2 * sum(p.numel() for p in build()[0].parameters()) if "foreach" in adam else 0
-    assert memory.peak_bytes(build, "O2", **adam) <= 1.02 * base + extra
+    extra = 2 * sum(p.numel() for p in build().modules[0].parameters()) if "foreach" in adam else 0
+    assert counts.peak_bytes(build, "O2", **adam) <= 1.02 * base + extra
 
 
 def test_counting_sees_what_is_alive_at_once():
     """Two tensors of 4000 bytes at a time, three made; views and in-place work add none."""
-    with memory.LiveBytes() as live:
+    with counts.LiveBytes() as live:
         first = torch.ones(1000)
         second = first + 1
         del first
@@ -44,13 +44,12 @@ def test_memory_is_flat_over_steps(level):
 
     But for the scales of the last blocks, a number each, until as many as are kept are there.
     """
-    with memory.LiveBytes() as live:
-        model, batch = memory.mlp(batch=8, width=16)
-        step = memory.make_step(model, batch, level, torch.bfloat16, {})
+    with counts.LiveBytes() as live:
+        step = systems.make_step(counts.TASKS["MLP, 8 layers"](), level)
         after = []
         for _ in range(140):
             step()
             after.append(live.now)
     ampatch.deactivate()
     assert len(set(after[-5:])) == 1
-    assert after[-1] - after[memory.WARM_UP] < 140 * 4
+    assert after[-1] - after[counts.BEFORE_THE_PEAK] < 140 * 4

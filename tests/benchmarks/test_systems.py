@@ -11,27 +11,26 @@ from bench_modules import load
 
 import ampatch
 
-systems, ways_to_train, models = load("systems"), load("ways_to_train"), load("models")
-levers = load("levers")
+systems, tasks, speed = load("systems"), load("tasks"), load("speed")
 
 MODELS = ("MLP, 8 layers", "transformer, d=16", "GAN")
-EAGER = [name for name in ways_to_train.SITUATIONS if name != "compile"]
+EAGER = [name for name in systems.SITUATIONS if name != "compile"]
 
 
 @pytest.fixture(autouse=True)
 def a_group_of_one(monkeypatch):
-    for name, value in {**ways_to_train.ranks()[0], "WORLD_SIZE": "1"}.items():
+    for name, value in {**systems.ranks()[0], "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
 
 
 def moved(name, system, situation):
     """How far a step moves every weight."""
     torch.manual_seed(0)
-    task = models.DISPATCH_BOUND[name]()
+    task = tasks.TASKS[name]()
     parameters = [p for module in task.modules for p in module.parameters()]
     before = [p.detach().double().clone() for p in parameters]
     try:
-        systems.make_step(task, system, "ordinary", torch.bfloat16, situation)()
+        systems.make_step(task, system, systems.How(situation=situation))()
         return torch.cat([(p.detach() - old).flatten() for p, old in zip(parameters, before)])
     finally:
         ampatch.deactivate()
@@ -51,7 +50,7 @@ def test_o1_does_the_work_of_autocast_and_that_of_fp32(name, situation):
 
 def test_micro_batches_add_up():
     once, added = (moved(MODELS[0], systems.FP32, which) for which in ("plain", "accumulation"))
-    assert (added - ways_to_train.MICRO_BATCHES * once).norm() < 0.01 * added.norm()
+    assert (added - systems.MICRO_BATCHES * once).norm() < 0.01 * added.norm()
 
 
 def test_a_checkpointed_layer_runs_twice():
@@ -59,7 +58,7 @@ def test_a_checkpointed_layer_runs_twice():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     forward = model[0].forward
     model[0].forward = lambda x: calls.append(x) or forward(x)
-    ways_to_train.checkpointed([model])
+    systems.checkpointed([model])
     model(torch.randn(2, 4)).sum().backward()
     assert len(calls) == 2
 
@@ -76,7 +75,7 @@ def test_native_columns_are_there_if_the_part_is(part, monkeypatch):
     assert found == ["autocast", "O1"] + (["O1 native"] if part else [])
 
 
-@pytest.mark.parametrize("lever", levers.LEVERS)
+@pytest.mark.parametrize("lever", speed.LEVERS)
 def test_what_a_lever_takes_away_is_there(lever):
-    assert all(hasattr(owner, name) for owner, name, _ in levers.LEVERS[lever])
-    assert any(system.endswith(f" without {lever}") for system in levers.SYSTEMS)
+    assert all(hasattr(owner, name) for owner, name, _ in speed.LEVERS[lever])
+    assert any(system.endswith(f" without {lever}") for system in speed.TABLES["levers"].systems)
