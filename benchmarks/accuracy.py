@@ -227,7 +227,7 @@ def report(options: Namespace) -> Iterator[str]:
         parts.append(f"### {task.title}, {steps} steps\n\n{task.about}\n\n{rows}")
     scaling, masters = constructed.tables()
     yield PAGE.read_text(encoding="utf-8").format(
-        command=" ".join(["python benchmarks/run.py", *sys.argv[1:]]),
+        command=measuring.command(),
         machine=measuring.machine(),
         capability=torch.backends.cpu.get_cpu_capability(),
         ampatch=amp.__version__,

@@ -9,19 +9,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.model_selection import train_test_split
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import char_lm
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
     metric: Callable[[], float]
 
 
@@ -49,65 +51,55 @@ class Task:
     make: Callable[[int, float], Run]  # (seed, Adam's eps)
 
 
-class DigitsNet(nn.Module):
+def _digits_net() -> nn.Module:
     """Two convolutions and two linear layers, for 8 x 8 grey images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 12, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(12)
-        self.conv2 = nn.Conv2d(12, 24, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(24)
-        self.fc1 = nn.Linear(24 * 2 * 2, 64)
-        self.fc2 = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
-        x = F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
-        x = F.relu(self.fc1(x.flatten(1)))
-        return self.fc2(x)
+    layers: list[nn.Module] = []
+    for inside, outside in ((1, 12), (12, 24)):
+        convolution = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(outside), nn.ReLU(), nn.MaxPool2d(2)]
+    head = [nn.Flatten(), nn.Linear(24 * 2 * 2, 64), nn.ReLU(), nn.Linear(64, 10)]
+    return nn.Sequential(*layers, *head)
 
 
-def digits_task(seed: int, eps: float) -> Run:
+def digits(seed: int, eps: float) -> Run:
     """A small conv net by SGD; `eps` is without effect."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     train, test = _split(images, torch.tensor(data.target), stratify=True)
     torch.manual_seed(seed)
-    model = DigitsNet()
+    model = _digits_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    return Run(model, optimizer, _epochs(train), F.cross_entropy, lambda: _accuracy(model, test))
+    return Run(model, optimizer, _epochs(train), F.cross_entropy, partial(_accuracy, model, test))
 
 
-def breast_cancer_task(seed: int, eps: float) -> Run:
+def breast_cancer(seed: int, eps: float) -> Run:
     """A perceptron on 30 measurements per tumour, benign or not."""
     data = load_breast_cancer()
     inputs = torch.tensor(data.data, dtype=torch.float32)
     train, test = _split(inputs, torch.tensor(data.target), stratify=True)
-    train, test = _standardised(train, test)
+    of_both = _moments(train[0])
+    train, test = ((_standardised(x, of_both), y) for x, y in (train, test))
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(30, 32), nn.ReLU(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=eps)
-    return Run(model, optimizer, _epochs(train), F.cross_entropy, lambda: _accuracy(model, test))
+    return Run(model, optimizer, _epochs(train), F.cross_entropy, partial(_accuracy, model, test))
 
 
-def diabetes_task(seed: int, eps: float) -> Run:
+def diabetes(seed: int, eps: float) -> Run:
     """A perceptron on 10 measurements per patient; the disease's progress, standardised."""
     data = load_diabetes()
     inputs = torch.tensor(data.data, dtype=torch.float32)
     targets = torch.tensor(data.target, dtype=torch.float32).unsqueeze(1)
     train, test = _split(inputs, targets, stratify=False)
-    mean, deviation = train[1].mean(), train[1].std()
-    train, test = _standardised(train, test)
-    train = (train[0], (train[1] - mean) / deviation)
-    test = (test[0], (test[1] - mean) / deviation)
+    scales = [_moments(part) for part in train]
+    train, test = (tuple(map(_standardised, part, scales)) for part in (train, test))
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, eps=eps)
-    return Run(model, optimizer, _epochs(train), F.mse_loss, lambda: _r_squared(model, test))
+    return Run(model, optimizer, _epochs(train), F.mse_loss, partial(_r_squared, model, test))
 
 
-def characters_task(seed: int, eps: float) -> Run:
+def characters(seed: int, eps: float) -> Run:
     """The transformer of examples/char_lm.py, one layer of 32, on windows of 32 characters."""
     length = 32
     train, test = char_lm.load_text("cpu")
@@ -115,66 +107,58 @@ def characters_task(seed: int, eps: float) -> Run:
     model = char_lm.CharLM(length, dim=32, heads=2, layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=eps)
     starts = torch.linspace(0, len(test) - length - 1, 256).long()
-    held_out = char_lm.batch_at(test, starts, length)
-    return Run(
-        model,
-        optimizer,
-        _windows(train, length),
-        _character_loss,
-        lambda: _character_loss(_predict(model, held_out[0]), held_out[1]).item(),
-    )
+    inputs, targets = char_lm.batch_at(test, starts, length)
+
+    def held_out() -> float:
+        return _character_loss(_predict(model, inputs), targets).item()
+
+    return Run(model, optimizer, _windows(train, length), _character_loss, held_out)
 
 
+ACCURACY: dict[str, Any] = {
+    "metric": "held-out accuracy, %",
+    "places": 2,
+    "higher_is_better": True,
+    "uses_adam": True,
+}
 TASKS = {
     "digits": Task(
-        title="Digits: conv net, SGD",
-        about="1198 images of handwritten digits; held out: 599.",
-        metric="held-out accuracy, %",
-        places=2,
-        higher_is_better=True,
+        "Digits: conv net, SGD",
+        "1198 images of handwritten digits; held out: 599.",
         steps=250,
-        uses_adam=False,
-        make=digits_task,
+        make=digits,
+        **{**ACCURACY, "uses_adam": False},
     ),
     "breast_cancer": Task(
-        title="Breast cancer: perceptron, AdamW",
-        about="379 tumours, benign or malignant, by 30 measurements; held out: 190.",
-        metric="held-out accuracy, %",
-        places=2,
-        higher_is_better=True,
+        "Breast cancer: perceptron, AdamW",
+        "379 tumours, benign or malignant, by 30 measurements; held out: 190.",
         steps=150,
-        uses_adam=True,
-        make=breast_cancer_task,
+        make=breast_cancer,
+        **ACCURACY,
     ),
     "diabetes": Task(
-        title="Diabetes: perceptron, Adam",
-        about="Regression of the disease's progress in 294 patients; held out: 148.",
-        metric="held-out R squared",
-        places=4,
-        higher_is_better=True,
+        "Diabetes: perceptron, Adam",
+        "Regression of the disease's progress in 294 patients; held out: 148.",
         steps=150,
-        uses_adam=True,
-        make=diabetes_task,
+        make=diabetes,
+        **{**ACCURACY, "metric": "held-out R squared", "places": 4},
     ),
     "characters": Task(
-        title="Characters: transformer, AdamW",
-        about=(
-            "Next character in sources of this Python's standard library; lower is better. O2 "
-            "skips\n"
-            "steps in float16 until the scale has come down: there the embedding's gradient is\n"
-            "float16 too, and that of a frequent character overflows."
-        ),
+        "Characters: transformer, AdamW",
+        "Next character in sources of this Python's standard library; lower is better. O2 skips\n"
+        "steps in float16 until the scale has come down: there the embedding's gradient is\n"
+        "float16 too, and that of a frequent character overflows.",
+        steps=300,
+        make=characters,
         metric="held-out loss, nats",
         places=4,
         higher_is_better=False,
-        steps=300,
         uses_adam=True,
-        make=characters_task,
     ),
 }
 
 
-def _split(inputs: torch.Tensor, targets: torch.Tensor, *, stratify: bool) -> tuple[Batch, Batch]:
+def _split(inputs: Tensor, targets: Tensor, *, stratify: bool) -> tuple[Batch, Batch]:
     """Training and held-out examples, two to one."""
     train, test = train_test_split(
         range(len(targets)),
@@ -185,10 +169,13 @@ def _split(inputs: torch.Tensor, targets: torch.Tensor, *, stratify: bool) -> tu
     return (inputs[train], targets[train]), (inputs[test], targets[test])
 
 
-def _standardised(train: Batch, test: Batch) -> tuple[Batch, Batch]:
-    """Inputs at mean 0 and standard deviation 1 per column of the training examples."""
-    mean, deviation = train[0].mean(0), train[0].std(0)
-    return ((train[0] - mean) / deviation, train[1]), ((test[0] - mean) / deviation, test[1])
+def _moments(values: Tensor) -> Batch:
+    """Mean and standard deviation per column."""
+    return values.mean(0), values.std(0)
+
+
+def _standardised(values: Tensor, moments: Batch) -> Tensor:
+    return (values - moments[0]) / moments[1]
 
 
 def _epochs(data: Batch, size: int = 64) -> Iterator[Batch]:
@@ -199,16 +186,16 @@ def _epochs(data: Batch, size: int = 64) -> Iterator[Batch]:
             yield inputs[chosen], targets[chosen]
 
 
-def _windows(text: torch.Tensor, length: int, size: int = 16) -> Iterator[Batch]:
+def _windows(text: Tensor, length: int, size: int = 16) -> Iterator[Batch]:
     while True:
         yield char_lm.batch_at(text, torch.randint(len(text) - length, (size,)), length)
 
 
-def _character_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _character_loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
-def _predict(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def _predict(model: nn.Module, inputs: Tensor) -> Tensor:
     model.eval()
     with torch.no_grad():
         return model(inputs).float()

@@ -267,4 +267,3 @@ def _broken(name: str) -> str:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
-

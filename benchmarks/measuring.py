@@ -12,7 +12,9 @@ import datetime
 import multiprocessing
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
@@ -129,6 +131,11 @@ def machine() -> str:
     today = datetime.date.today().isoformat()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return f"{today}, {device}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def command() -> str:
+    """What was asked of the runner."""
+    return shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]])
 
 
 def alone(function: Callable, *args: Any, environment: dict[str, str] | None = None) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import speed
-from measuring import machine
+from measuring import command, machine
 from tasks import ON_A_DEVICE, TASKS
 
 HALF_TYPES = ("float16", "bfloat16")
@@ -72,7 +72,7 @@ class Mode(NamedTuple):
         """What is printed, bit by bit."""
         if self.told:
             how = self.told.format(**vars(options))
-            yield f"# {self.about}\n\n{how}\n{machine()}.\n"
+            yield f"# {self.about}\n\n{how}\n{machine()}.\n\n    {command()}\n"
         module, _, function = self.report.partition(":")
         report = getattr(importlib.import_module(module), function)
         yield from report(name, options) if module == "speed" else report(options)
@@ -152,7 +152,10 @@ MODES: dict[str, Mode] = {
         "torch.bfloat16, CPU, one thread, dynamic loss scale.",
     ),
     "sharded": Mode(
-        "Memory of one rank under FSDP2", "sharded:report", {"ranks": (2, 4)}, "Counted, torch.bfloat16, AdamW, gloo on the CPU."
+        "Memory of one rank under FSDP2",
+        "sharded:report",
+        {"ranks": (2, 4)},
+        "Counted, torch.bfloat16, AdamW, gloo on the CPU.",
     ),
     "gpu": Mode(
         "Training on a device beside autocast + GradScaler",
