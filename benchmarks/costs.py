@@ -187,12 +187,9 @@ def one_call(options: Namespace) -> Iterator[str]:
         for title, ways in tables.items():
             found = in_turns(ways, options.rounds)
             base = next(iter(found.values()))
+            extra = {name: map(float.__sub__, times, base) for name, times in found.items()}
             rows = [
-                [
-                    name,
-                    told(quartiles(times), 0),
-                    told(quartiles(map(float.__sub__, times, base)), 0),
-                ]
+                [name, told(quartiles(times), 0), told(quartiles(extra[name]), 0)]
                 for name, times in found.items()
             ]
             yield table([title, "ns", "extra ns"], rows)

@@ -73,21 +73,21 @@ class Figure:
 
 
 def small_steps() -> Figure:
-    """Speed of small models, from a table of times."""
-    found = Results.newest("native")
-    rows = found.tables()["Training, ordinary optimizer, dispatch-bound"]
-    speeds = {row[""]: _values(row, Value.inverse) for row in rows}
-    return _speed("speed_small_steps", "Small steps", found, speeds)
+    """Speed of small models."""
+    table = "Training, ordinary optimizer, dispatch-bound"
+    return _speed("speed_small_steps", "Small steps", Results.newest("native"), table)
 
 
 def large_steps() -> Figure:
-    """Speed of compute-bound models, from a table of speed-ups."""
-    found = Results.newest("compute-bound")
-    speeds = {row[""]: _values(row) for row in found.tables()["Training, compute-bound"]}
-    return _speed("speed_large_steps", "Large steps", found, speeds)
+    """Speed of compute-bound models."""
+    table = "Training, compute-bound"
+    return _speed("speed_large_steps", "Large steps", Results.newest("compute-bound"), table)
 
 
-def _speed(name: str, title: str, found: Results, speeds: dict[str, dict[str, Value]]) -> Figure:
+def _speed(name: str, title: str, found: Results, table: str) -> Figure:
+    as_times = found.text.startswith("# Time per step")  # so it was until 2026-11-22
+    of = Value.inverse if as_times else lambda value: value
+    speeds = {row[""]: _values(row, of) for row in found.tables()[table]}
     shown = [series.name for series in LEVELS]
     means = ", ".join(f"{one} {speeds['geometric mean'][one].middle:.2f}" for one in shown)
     panel = Panel(

@@ -1,4 +1,4 @@
-"""What grows with what: the time of `initialize`, and of all else, with many models under management.
+"""What grows with what: the time of `initialize`, and of all else with many models in use.
 
 Every figure comes from a process of its own, in CPU time of one thread.  Growth is
 linear where the figure per tensor, or per session, stays the same down a column.

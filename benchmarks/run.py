@@ -82,8 +82,8 @@ SPEED = Mode(
     "Speed of a step beside that of the first column",
     "speed:report",
     {"models": None, "systems": None, "rounds": 31, "seconds": 0.02, "dtype": "bfloat16"},
-    "{dtype}, CPU, one thread: median and quartiles of {rounds} interleaved rounds, {seconds} s per "
-    "turn. Above 1 is faster than the first column (autocast: with a GradScaler). SGD, dynamic "
+    "{dtype}, CPU, one thread: median and quartiles of {rounds} interleaved rounds, {seconds} s "
+    "per turn. Above 1 is faster than the first column (autocast: with a GradScaler). SGD, dynamic "
     "loss scaling wherever there is one, static 1 at O3; `levels`: momentum, each level's own.",
 )
 MODES: dict[str, Mode] = {

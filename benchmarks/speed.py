@@ -30,6 +30,7 @@ from systems import (
     FUSED,
     HALF,
     MICRO_BATCHES,
+    PLAIN,
     RANKS,
     SYSTEMS,
     How,
@@ -71,7 +72,7 @@ class Table:
 
     title: str
     systems: list[str]
-    how: How = How()
+    how: How = PLAIN
     models: tuple[str, ...] = tuple(SMALL)
     clock: Callable[[], float] = time.process_time
     evaluates: bool = False

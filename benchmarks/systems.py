@@ -68,7 +68,10 @@ def environment(system: str) -> dict[str, str]:
     return {"AMPATCH_NATIVE": "1" if system.endswith(NATIVE) else "0"}
 
 
-def make_step(task: Task, system: str, how: How = How()) -> Callable[[], None]:
+PLAIN = How()
+
+
+def make_step(task: Task, system: str, how: How = PLAIN) -> Callable[[], None]:
     """The function that does one training step: every loss of the task, each with its optimizer."""
     for module in task.modules:
         module.train()

@@ -6,6 +6,7 @@ compute-bound; those of `ON_A_DEVICE` are for a GPU, and come in several sizes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ def conv_net(
     widths: list[int], batch: int, pixels: int, blocks: int = 0, classes: int = 10
 ) -> Task:
     """Convolutions with BatchNorm from each width to the next, then residual blocks."""
-    layers = [one for pair in zip(widths, widths[1:]) for one in _convolution(*pair)]
+    layers = [one for pair in itertools.pairwise(widths) for one in _convolution(*pair)]
     layers += [Residual(widths[-1]) for _ in range(blocks)]
     head = nn.Linear(widths[-1], classes)
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
