@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import signal
 import statistics
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 from counts import count_step
-from measuring import alone, machine, table
+from measuring import alone, table
 from systems import AGAIN, AUTOCAST, COMPILED, How, environment, make_step, with_native
 from tasks import FULL, ON_A_DEVICE, TINY
 from torch.profiler import ProfilerActivity, profile
@@ -213,8 +212,5 @@ def report(options: Namespace) -> Iterator[str]:
         measure(options, results)
     finally:
         yield table(list(HEAD), rows_of(results))
-        if options.json is not None:
-            content = {"machine": machine(), "results": results}
-            options.json.write_text(json.dumps(content, indent=1))
     if any("failed" in found for found in results):
         sys.exit(1)

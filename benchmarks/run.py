@@ -56,7 +56,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "counts": {"nargs": "+", "type": positive, "help": "of models"},
     "tasks": {"nargs": "+", "choices": ("digits", "breast_cancer", "diabetes", "characters")},
     "limit": {"type": float, "help": "seconds to wait for both processes"},
-    "json": {"type": place, "metavar": "FILE"},
 }
 
 
@@ -163,7 +162,7 @@ MODES: dict[str, Mode] = {
         {
             **{"models": None, "systems": None, "dtypes": HALF_TYPES, "rounds": 5, "steps": 10},
             **{"compile": ("autocast", "O1", "O2"), "warm-up": 5, "fused": True, "small": False},
-            **{"device": "cuda", "json": None},
+            **{"device": "cuda"},
         },
         "AdamW, fused: {fused}.",
     ),
