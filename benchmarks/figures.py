@@ -84,10 +84,15 @@ def large_steps() -> Figure:
     return _speed("speed_large_steps", "Large steps", Results.newest("compute-bound"), table)
 
 
-def _speed(name: str, title: str, found: Results, table: str) -> Figure:
+def speed_ups(found: Results, table: str) -> dict[str, dict[str, Value]]:
+    """A table's rows by name, and of each the speed-ups by column."""
     as_times = found.text.startswith("# Time per step")  # so it was until 2026-11-22
     of = Value.inverse if as_times else lambda value: value
-    speeds = {row[""]: _values(row, of) for row in found.tables()[table]}
+    return {row[""]: _values(row, of) for row in found.tables()[table]}
+
+
+def _speed(name: str, title: str, found: Results, table: str) -> Figure:
+    speeds = speed_ups(found, table)
     shown = [series.name for series in LEVELS]
     means = ", ".join(f"{one} {speeds['geometric mean'][one].middle:.2f}" for one in shown)
     panel = Panel(

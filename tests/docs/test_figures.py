@@ -91,25 +91,26 @@ def test_the_means_that_the_page_repeats_are_those_of_the_files():
         assert any(means.items() <= found.items() for found in last), row
 
 
-def small_steps() -> dict[str, float]:
-    """The speed-ups of training steps of small models, by column."""
-    found = result_tables.Results.newest("native").tables()
-    means = found["Training, ordinary optimizer, dispatch-bound"][-1]
-    return {name: 1 / float(cell) for name, cell in means.items() if name}
+SMALL, LARGE = "Training, ordinary optimizer, dispatch-bound", "Training, compute-bound"
+
+
+def means_of(name: str, table: str) -> dict[str, float]:
+    """The speed-ups in the last line of the newest results, by column."""
+    means = figures.speed_ups(result_tables.Results.newest(name), table)["geometric mean"]
+    return {column: value.middle for column, value in means.items()}
 
 
 def test_initialize_says_what_the_newest_results_say():
     """`native.GIVES` is what the native part gave at O1."""
-    means = small_steps()
+    means = means_of("native", SMALL)
     assert native.GIVES == f"{means['O1 native'] / means['O1']:.2f}"
 
 
 def test_the_readme_has_the_native_speeds_and_those_in_python():
     rows = result_tables.Results(ROOT / "README.md").tables()["Opt levels"]
     shown = {next(iter(row.values())): row for row in rows}
-    large = result_tables.Results.newest("compute-bound").tables()["Training, compute-bound"][-1]
-    large = {name: float(cell) for name, cell in large.items() if name}
-    for kind, means in (("small", small_steps()), ("large", large)):
+    small, large = means_of("native", SMALL), means_of("compute-bound", LARGE)
+    for kind, means in (("small", small), ("large", large)):
         row = shown[f"speed-up over autocast, {kind} steps: native (in Python)"]
         assert row["O1"] == f"{means['O1 native']:.2f} ({means['O1']:.2f})"
         assert row["O2"] == f"{means['O2 native']:.2f} ({means['O2']:.2f})"
