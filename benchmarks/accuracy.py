@@ -218,7 +218,6 @@ def summary(lines: list[Line]) -> str:
 
 def report(options: Namespace) -> Iterator[str]:
     """The whole page."""
-    torch.set_num_threads(1)
     parts, every_line = [], []
     for task in [TASKS[name] for name in options.tasks or TASKS]:
         lines, steps = measure(task, options.seeds, options.steps), options.steps or task.steps

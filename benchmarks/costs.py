@@ -169,7 +169,6 @@ def _nanoseconds(around: Around, function: Callable[[], Callable], *args: Any) -
 
 def one_call(options: Namespace) -> Iterator[str]:
     """Tables of nanoseconds per call; the first state is what the others are compared with."""
-    torch.set_num_threads(1)
     plain = contextlib.nullcontext
     by_way = {
         name: partial(_nanoseconds, plain, lambda one=one: one, 1.0)

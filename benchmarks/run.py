@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import speed
+import torch
 from measuring import command, machine
 from tasks import ON_A_DEVICE, TASKS
 
@@ -226,6 +227,7 @@ def main() -> None:
     given = {flag: options[flag.replace("-", "_")] for flag in FLAGS}
     given = {flag: value for flag, value in given.items() if value is not None}
     plans = [(name, chosen(MODES[name], given, parser)) for name in names]
+    torch.set_num_threads(1)
     page: list[str] = []
     try:
         for name, plan in plans:
