@@ -30,7 +30,7 @@ import ampatch as amp
 
 SYSTEMS = [FP32, HALF, AUTOCAST, "O1", "O2", "O3"]
 OPTIMIZERS = {"ordinary": SGD, "fused": FUSED}
-WARM_UP = 3
+WARM_UP = 12  # steps: a model at O2 looks once more at its weights in its tenth forward
 
 
 class Counts(NamedTuple):
