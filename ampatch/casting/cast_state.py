@@ -47,7 +47,7 @@ class _Thread(threading.local):
         self.policy: Any = FOLLOW
         self.frames: list[Frame] = []  # innermost last
         self.lent: list[Any] = []  # half copies that are in the places of weights
-        self.itself = threading.current_thread()
+        self.itself: threading.Thread | None = None  # once half copies were lent in it
         self.torch_half: torch.dtype | None = None  # of a region in which torch's autocast casts
 
 

@@ -322,6 +322,8 @@ class LentWeights:
             self._lend_to_replica(root)
             return
         running, thread = self.running, self._state.thread
+        if thread.itself is None:
+            thread.itself = threading.current_thread()
         if running is not None and running.thread is thread.itself:
             if is_running(running.caller):
                 self._roots.append(root)
