@@ -44,6 +44,7 @@ NOT_RUN = {
     "pip install": "it needs the package index; .ci/run installs",
     "python -c": "it reduces the picture that chromium takes",
     "python -m pytest": "it is what runs these tests",
+    "python benchmarks/run.py --list": "tests/benchmarks/test_one_runner.py runs it",
     "python benchmarks/run.py accuracy": "minutes; tests/benchmarks/ runs it, short",
     "python benchmarks/run.py training": "minutes; tests/benchmarks/ runs what it measures",
     "python clients/run.py": "it needs the package index; tests/docs/test_clients.py",
