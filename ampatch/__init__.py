@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch as _torch  # noqa: F401  # first: it loads device backends, which may import parts of us
+
 from . import native as native  # loads a build of the native part that matches
 from ._version import __version__
 from .api.casting import (
