@@ -760,3 +760,42 @@ def test_nan_weights_are_not_taken_for_written_ones(caplog):
         model.first.weight.fill_(float("nan"))
     model(inputs())
     assert "writes into its weights" not in caplog.text
+
+
+def test_a_backward_of_one_part_may_call_another_part():
+    """The forward's copies are in place then, and the other part lends within."""
+    model = nn.ModuleDict({"one": CallsInBackward(), "other": nn.Linear(4, 4)})
+    model["one"].behind = [model["other"]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    x = torch.randn(2, 4, requires_grad=True)
+    model["one"](x).sum().backward()
+    other = copy.deepcopy(model["other"]).to(torch.bfloat16)
+    with torch.no_grad():
+        expected = other(torch.ones(2, 4, dtype=torch.bfloat16)).float()
+    assert torch.equal(model["one"].seen, expected)
+    assert all(one.dtype is torch.float32 for one in model.parameters())
+    assert model["other"](x).dtype is torch.float32  # nobody waits for a turn
+
+
+class CallsInBackward(nn.Module):
+    """Its gradient passes through a function that calls the module in `behind`."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.behind, self.seen = nn.Parameter(torch.ones(4)), [], None
+
+    def forward(self, x):
+        part = self
+
+        class Calls(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                part.seen = part.behind[0](torch.ones(2, 4))
+                return grad
+
+        return Calls.apply(x * self.weight)
