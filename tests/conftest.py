@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import sysconfig
 
 # Tiny tensors on shared cores: threads that wait for each other cost far more than they save.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -19,19 +20,6 @@ import ampatch
 from ampatch.casting import rebind
 from ampatch.log import set_verbosity
 from ampatch.scaling import scale_value
-
-# These bind no function of torch's.  Looking for one in all their modules, at the start and end
-# of each session, took most of the time of the tests.
-rebind.NOT_SEARCHED.update(
-    ("_pytest", "hypothesis", "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "pygments"),
-    ("rich", "scipy", "setuptools", "sklearn", "sympy"),
-    sys.stdlib_module_names,
-    # The frameworks that the tests in integrations/ import, and what these bring along.
-    ("accelerate", "ignite", "lightning", "pytorch_lightning", "timm", "transformers"),
-    ("PIL", "anyio", "charset_normalizer", "dateutil", "filelock", "fsspec", "h11", "httpcore2"),
-    ("httpx2", "huggingface_hub", "jinja2", "packaging", "psutil", "pyparsing", "regex"),
-    ("tokenizers", "torchmetrics", "torchvision", "tqdm", "yaml"),
-)
 
 # Without the device torch keeps each seed until the device is started, and formats the stack of
 # the call, three times: a tenth of the time of the tests.
@@ -83,8 +71,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Tests and what they test collect often, and torch, its like and thousands of tests are much.
     A test that searches all objects by `gc` first calls `gc.unfreeze()`.
     """
+    _search_no_other_packages()
     gc.collect()
     gc.freeze()
+
+
+def _search_no_other_packages() -> None:
+    """What is installed beside ampatch binds no function of torch's, as far as tests rely on it.
+
+    Looking for one in all their modules, at the start and end of each session, took most of the
+    time of the tests.
+    """
+    installed = sysconfig.get_paths()
+    rebind.NOT_SEARCHED.update(
+        title.partition(".")[0]
+        for title, module in list(sys.modules.items())
+        if (getattr(module, "__file__", None) or "").startswith(installed["purelib"])
+    )
+    rebind.NOT_SEARCHED.update(sys.stdlib_module_names)
+    rebind.NOT_SEARCHED.difference_update(("__main__", "__mp_main__"))  # pytest's
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

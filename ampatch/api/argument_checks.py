@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from ..casting.install import Installation
@@ -181,20 +182,41 @@ def wrapped_model_keeps_dtypes(
 def wrappers_around(models: list[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:
     """The DistributedDataParallel that models, or parts of them, were put into earlier.
 
-    A model holds no reference to it, so all living objects are searched.  There is no
-    DDP without a process group, so without one nothing is searched.
+    A model holds no reference to it, so all living objects are searched, where something holds
+    the nodes that add to the parameters' gradients: it does.
     """
     distributed = torch.distributed
     if not (models and distributed.is_available() and distributed.is_initialized()):
         return []
+    if not _are_accumulators_held(models):
+        return []
     gc.collect()  # garbage is no reason to refuse
     inside = {id(module) for model in models for module in model.modules()}
+    kinds = _with_subclasses(nn.parallel.DistributedDataParallel)
     return [
         outer
         for outer in gc.get_objects()
-        if issubclass(type(outer), nn.parallel.DistributedDataParallel)
-        and any(id(module) in inside for module in outer.modules())
+        if type(outer) in kinds and any(id(module) in inside for module in outer.modules())
     ]
+
+
+def _are_accumulators_held(models: list[nn.Module]) -> bool:
+    """Whether any accumulator of gradients outlives its last use here: a mark on it is found."""
+    mark = object()
+    leaves = [
+        p
+        for model in models
+        for p in model.parameters()
+        if p.requires_grad and p.is_leaf and p.layout is torch.strided and not is_lazy(p)
+    ]
+    for leaf in leaves:
+        get_gradient_edge(leaf).node.metadata[mark] = None
+    found = [get_gradient_edge(leaf).node.metadata.pop(mark, 0) is None for leaf in leaves]
+    return any(found)
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def not_sharded(

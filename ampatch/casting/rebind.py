@@ -108,10 +108,15 @@ def give_back(pairs: Iterable[tuple[Any, Any]], arrivals: Arrivals) -> None:
     _exchange(_Exchange(originals, dict.__setitem__, pairs))
 
 
+_passed_by: set[str] = set()  # titles of modules of `NOT_SEARCHED`, most of what is imported
+
+
 def _namespaces() -> Iterator[dict]:
-    for title, module in list(sys.modules.items()):
+    for title in sorted(sys.modules.keys() - _passed_by):
         if title.partition(".")[0] in NOT_SEARCHED:
-            continue  # without a look at the module: these are most, and a look takes long
+            _passed_by.add(title)
+            continue
+        module = sys.modules.get(title)
         if _is_module(module):
             namespace = object.__getattribute__(module, "__dict__")
             name = namespace.get("__name__")  # the title may be an alias of a module of torch's
