@@ -69,26 +69,21 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
             or ("out" in kwargs and kwargs["out"] is not None)
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
-            for arg in (*args, *kwargs.values()) if kwargs else args:
-                kind = type(arg)
-                if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
-                    return call_handlers(state, patched, original, args, kwargs)
-            return call(*args, **kwargs)
-        if policy.special:
-            if is_asked(args, kwargs):
-                return call_handlers(state, patched, original, args, kwargs)
-            to = policy.special.get(original)
-            return overridden(call, to, choose, patched, args, kwargs, policy, state)
-        if is_half:
+            to = None
+        elif policy.special:
+            return overridden(call, original, choose, patched, args, kwargs, policy, state)
+        elif is_half:
             to = policy.half_to
         elif is_float:
             to = policy.float_to
         else:
             to = choose(args, kwargs, policy)
-            if to is None:
-                if is_asked(args, kwargs):
+        if to is None:
+            for arg in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(arg)
+                if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)
         if _call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):
@@ -127,10 +122,8 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
                 cast_kwargs[name] = arg if type(arg) in SCALARS else cast(arg, to, policy)
         except Handled:
             return call_handlers(state, patched, original, args, kwargs)
-        except Recorded as proxy:
-            return proxy.record(patched, args, kwargs)
-        except NoHalfKernel:
-            cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
+        except (Recorded, NoHalfKernel):
+            return call_in(to, call, patched, args, kwargs, policy)
         return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
 
     return patched
@@ -150,8 +143,8 @@ def call_in(
 
 
 def overridden(
+    call: Callable,
     original: Callable,
-    to: torch.dtype | None,
     choose: Choose,
     patched: Callable,
     args: Any,
@@ -159,28 +152,31 @@ def overridden(
     policy: Policy,
     state: CastState,
 ) -> Any:
-    """A patched call under a policy with overrides of functions; `to` is this one's, if any.
+    """A patched call under a policy with overrides of functions, perhaps of this one.
 
     Casts are off inside an overridden function: the rows of what it calls itself
     (F.softmax calls Tensor.softmax) would have the last word.
     In a model without casts (O2, O3) the code around the call expects the dtype
     it put in, so that the result goes back to the widest of the arguments.
     """
+    if is_asked(args, kwargs):
+        return call_handlers(state, patched, original, args, kwargs)
+    to = policy.special.get(original)
     if to is None:
         to = choose(args, kwargs, policy) if policy.follows_tables else None
         return (
-            original(*args, **kwargs)
+            call(*args, **kwargs)
             if to is None
-            else call_in(to, original, patched, args, kwargs, policy)
+            else call_in(to, call, patched, args, kwargs, policy)
         )
     with state.under(lambda: None):
-        output = call_in(to, original, patched, args, kwargs, policy)
+        output = call_in(to, call, patched, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)
     if found is None:
         return output
     after = cast(output, found, policy)
-    if isinstance(original, ObservedCall):
-        original.note_casts(output, after)
+    if isinstance(call, ObservedCall):
+        call.note_casts(output, after)
     return after
 
 

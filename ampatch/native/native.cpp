@@ -149,7 +149,8 @@ PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
       "fitting_copy(tensor: Tensor, dtype: torch.dtype, limit: float)");
   const Tensor& tensor = THPVariable_Unpack(args[0]);
   const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
-  const bool is_recorded = tensor.requires_grad() && at::GradMode::is_enabled();
+  const bool is_recorded = (tensor.requires_grad() && at::GradMode::is_enabled()) ||
+      tensor._fw_grad(/*level=*/0).defined();
   if (is_recorded || dtype != at::kBFloat16 || tensor.scalar_type() != at::kFloat ||
       c10::impl::TorchDispatchModeTLS::any_modes_set() || !is_small(tensor) ||
       !lies_within(tensor, static_cast<float>(PyFloat_AS_DOUBLE(args[2])))) {

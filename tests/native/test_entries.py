@@ -80,6 +80,9 @@ def test_small_inputs_within_the_limit_are_cast_in_one_call():
     assert copy_of(torch.tensor([255.9])) is not None
     wanted = torch.ones(2, requires_grad=True)
     assert copy_of(wanted) is None  # autograd records it
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        assert copy_of(dual) is None  # so does forward mode
     for unusual in (torch.ones(65, 64), torch.ones(4)[::2], torch.ones(2, device="meta")):
         assert copy_of(unusual) is None
     assert copy_of(torch.ones(2), torch.float16) is None
