@@ -15,9 +15,9 @@ from ..config.overrides import Overrides, parse
 from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
 from ..log import ONCE, logger, set_verbosity
+from ..models.managed_model import ManagedModel
 from ..session.registry import registry
-from ..session.session import Session
-from ..session.transfer import Transfer
+from ..session.session import Session, taken_over
 from . import argument_checks
 from .replacing import replaced
 
@@ -153,7 +153,7 @@ def initialize(
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
-    with Transfer(registry, listed_models, listed_optimizers):
+    with taken_over(listed_models, listed_optimizers):
         session.open(listed_models, listed_optimizers)
     registry.close_empty()
     registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)
@@ -193,7 +193,7 @@ def add_models(models: Any, to: Any = None) -> Any:
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
     session = registry.session_of(to, f"{call}(to=...)")
-    holders = [registry.models.session_of(model) for model in listed]
+    holders = [registry.table.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
         raise AmpatchError(
             f"{call}(models=...): one of them is in the session of another ampatch.initialize. "
@@ -202,9 +202,9 @@ def add_models(models: Any, to: Any = None) -> Any:
     new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
         argument_checks.not_wrapped_before(new, session.properties)
-        argument_checks.not_sharded(new, session.properties, registry.models.managed)
+        argument_checks.not_sharded(new, session.properties, registry.table.managed)
         argument_checks.weights_convert(new, session.properties)
-    session.add_models(new)
+    session.add(new, [])
     registry.ranks.expect(argument_checks.wrappers_around(new), session)
     return models
 
@@ -233,15 +233,17 @@ def add_optimizers(optimizers: Any) -> Any:
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
     session = _session_of(listed)
-    new = [one for one in listed if registry.optimizers.session_of(one) is None]
+    new = [one for one in listed if registry.table.session_of(one) is None]
     if session.properties.enabled:
-        models = [managed.model for managed in session.models.alive()]
+        models = [managed.model for managed in session.models]
+        for managed in session.models:
+            managed.sharded.refuse_unseen(f"{call}(...)")
         argument_checks.optimizers_own_parameters(models, new, call)
         argument_checks.fused_steps_work(models, new, session.properties, call)
         group = session.process_group
         argument_checks.parts_share_overflow(new, session.properties, group, call)
         argument_checks.zero_steps_by_itself(new, session.properties, call)
-    session.add_optimizers(new)
+    session.add([], new)
     return optimizers
 
 
@@ -250,7 +252,7 @@ def _session_of(optimizers: list[Any]) -> Session:
     latest = registry.latest("ampatch.add_optimizers(...)")
     params = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     found = {one for one in registry.sessions if not params.isdisjoint(one.names())}
-    managing = map(registry.optimizers.session_of, optimizers)
+    managing = map(registry.table.session_of, optimizers)
     found |= {session for session in managing if session is not None}
     if len(found) > 1:
         raise AmpatchError(
@@ -308,7 +310,7 @@ def _check(
     """Refuse what `initialize` cannot do with these models and optimizers."""
     argument_checks.optimizers_own_parameters(models, optimizers)
     argument_checks.not_wrapped_before(models, properties)
-    argument_checks.not_sharded(models, properties, registry.models.managed)
+    argument_checks.not_sharded(models, properties, registry.table.managed)
     argument_checks.weights_convert(models, properties)
     argument_checks.parts_are_not_lent(models, properties)
     argument_checks.fused_steps_work(models, optimizers, properties)
@@ -332,17 +334,19 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
             DistributedDataParallel and its parameters would change their dtype.
         ValueError: the level is unknown, or is in another half type than the other models.
     """
-    session = registry.models.session_of(model)
-    if session is None:
-        raise AmpatchError(
-            f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r}): this "
-            "model was not given to ampatch.initialize."
-        )
+    call = f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r})"
+    session, managed = _found(model, call)
     properties = session.at_level(model, opt_level)
-    managed = session.models.find(model)
-    assert managed is not None  # the registry has found the session by it
     argument_checks.wrapped_model_keeps_dtypes(model, bool(managed.converted()), properties)
     session.relevel(model, properties)
+
+
+def _found(model: nn.Module, call: str, hint: str = ".") -> tuple[Session, ManagedModel]:
+    """The session of a model, and its managed counterpart.  Raises `AmpatchError`."""
+    session, managed = registry.table.find(model) or (None, None)
+    if session is None or not isinstance(managed, ManagedModel):
+        raise AmpatchError(f"{call}: this model was not given to ampatch.initialize{hint}")
+    return session, managed
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -350,13 +354,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises `AmpatchError` for a model that no open session manages.
     """
-    session = registry.models.session_of(model)
-    managed = None if session is None else session.models.find(model)
-    if managed is None:
-        raise AmpatchError(
-            f"ampatch.unwrap({type(model).__name__}): this model was not given to "
-            "ampatch.initialize; copy.deepcopy does for a plain model."
-        )
+    call = f"ampatch.unwrap({type(model).__name__})"
+    _, managed = _found(model, call, "; copy.deepcopy does for a plain model.")
     return managed.plain_copy()
 
 
@@ -378,9 +377,7 @@ def deactivate() -> None:
     Several errors are raised as an `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError`
     that names them.
     """
-    sessions = [session for session in registry.sessions if session.properties.enabled]
-    models = [managed for session in sessions for managed in session.models.alive()]
-    converted = [managed.model for managed in models if managed.converted()]
+    converted = [managed.model for managed in registry.models() if managed.converted()]
     try:
         if argument_checks.wrappers_around(converted):
             logger.info(

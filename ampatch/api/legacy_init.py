@@ -169,16 +169,16 @@ class Handle:
         )
 
     def _managed(self, optimizer: Any) -> Any:
-        known = registry.optimizers.session_of(optimizer)
-        if known is not None and known is not self._session:
+        session, managed = registry.table.find(optimizer) or (self._session, None)
+        if session is not self._session:
             raise AmpatchError(
                 f"<{type(optimizer).__name__}> was given to ampatch.initialize; use "
                 "ampatch.scale_loss for it, or leave it to the handle alone."
             )
-        return self._session.optimizers.find(optimizer) or self._session.manage_optimizer(optimizer)
+        return managed or session.manage_optimizer(optimizer)
 
     def _clear_cache(self) -> None:
-        self._session.policies.cache.close()
+        self._session.drop_copies()
 
     def _deactivate(self) -> None:
         """Remove the patches and restore the optimizers' own methods."""

@@ -15,13 +15,14 @@ from torch import Tensor
 from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
 from ..log import logger
+from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
-from ..session import wrapped_optimizers
 from ..session.registry import registry
 from ..session.session import Session
+from ..session.table import alive
 from . import argument_checks
 
 
@@ -71,8 +72,10 @@ def scale_loss(
     if isinstance(optimizers, (list, tuple)):
         session, managed = _managed_optimizers(optimizers)
     else:
-        session, one = registry.optimizers.find(optimizers) or _wrapped(optimizers, "optimizers")
-        managed = [one]
+        found = registry.table.find(optimizers)
+        if found is None or isinstance(found[1], ManagedModel):
+            found = _behind(optimizers, "optimizers")
+        session, managed = found[0], [found[1]]
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
     if not session.properties.enabled:
@@ -85,17 +88,19 @@ def _managed_optimizers(optimizers: list | tuple) -> tuple[Session, list[Managed
     session = registry.latest("ampatch.scale_loss(...)")
     managed = {}
     for index, optimizer in enumerate(optimizers):
-        found = registry.optimizers.find(optimizer) or _wrapped(optimizer, f"optimizers[{index}]")
+        found = registry.table.find(optimizer)
+        if found is None or isinstance(found[1], ManagedModel):
+            found = _behind(optimizer, f"optimizers[{index}]")
         session, managed[id(found[1])] = found
     return session, list(managed.values())
 
 
-def _wrapped(optimizer: Any, where: str) -> tuple[Session, Any]:
+def _behind(optimizer: Any, where: str) -> tuple[Session, Any]:
     """The session of the optimizer that this one stands for, and that optimizer as managed.
 
     Raises `AmpatchError` for an optimizer that no session manages, unless all are disabled.
     """
-    found = wrapped_optimizers.find(registry.optimizers, optimizer)
+    found = registry.table.find_optimizer(optimizer)
     if found is not None:
         return found
     latest = registry.latest("ampatch.scale_loss(...)")
@@ -106,7 +111,10 @@ def _wrapped(optimizer: Any, where: str) -> tuple[Session, Any]:
 
 def _unknown(optimizer: Any) -> str:
     """An optimizer that no session manages, those that are managed, and what to do."""
-    names = Counter(type(known).__name__ for known in registry.known_optimizers())
+    known = [managed.optimizer for managed in registry.optimizers()]
+    for session in registry.sessions:
+        known += alive(session.unmanaged_rows)
+    names = Counter(type(one).__name__ for one in known)
     managed = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     return (
         f"<{type(optimizer).__name__}>): this optimizer was not given to ampatch.initialize. "
@@ -323,7 +331,7 @@ def hold_scheduler(scheduler: Any) -> Any:
 
 def _managed(optimizer: Any, call: str) -> Any:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    found = wrapped_optimizers.find(registry.optimizers, optimizer)
+    found = registry.table.find_optimizer(optimizer)
     if found is None:
         raise AmpatchError(f"ampatch.{call}({_unknown(optimizer)}")
     return found[1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..config.opt_levels import Properties
+from ..errors import AmpatchError
 from ..interop import rank_agreement
 from ..interop.rank_agreement import FirstPass, Scales, Settings
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from ..scaling.loss_scaler import Scaler
+    from .registry import Registry
     from .session import Session
 
 _OF_A_MODEL = (
@@ -31,16 +33,10 @@ _OF_A_MODEL = (
 _EVERYWHERE = "every model"  # what a session without models concerns
 
 
-class Sessions(Protocol):
-    """Has the open sessions, the newest last."""
-
-    sessions: list[Session]
-
-
 class RankSettings:
     """Settings and loss scales of this rank, by parts of a model."""
 
-    def __init__(self, registry: Sessions) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self.expected: list[FirstPass] = []  # of models that had been wrapped
 
@@ -89,6 +85,27 @@ class RankSettings:
                 if news:
                     scaler.load_state_dict({**scaler.state_dict(), **news})
 
+    def broadcast_scales(self, model: nn.Module, send: Callable[[list], None]) -> None:
+        """Have `send` make the states of loss scalers equal, of sessions with parts of `model`."""
+        for session in self._sessions_of(model):
+            states = [scaler.state_dict() for scaler in session.scalers]
+            send(states)
+            for scaler, state in zip(session.scalers, states, strict=True):
+                scaler.load_state_dict(state)
+
+    def refuse_uneven(self, model: nn.Module) -> None:
+        """Raise `AmpatchError` for a model whose ranks share a flag, which `join` cannot shadow."""
+        if any(session.process_group is not None for session in self._sessions_of(model)):
+            raise AmpatchError(
+                f"{type(model).__name__}.join(): "
+                "ampatch.initialize(process_group=...) has the ranks share a flag in each block, "
+                "for which a rank without data would not be there. Leave process_group out: "
+                "DistributedDataParallel shows each rank the overflows of the others."
+            )
+
+    def _sessions_of(self, model: nn.Module) -> list[Session]:
+        return list({id(session): session for _, session, _ in self._parts(model)}.values())
+
     def _parts(self, model: nn.Module) -> Iterator[tuple[str, Session, Properties]]:
         """Names in `model` of what it shares with managed models: their whole, or a part of one."""
         names = {
@@ -99,9 +116,9 @@ class RankSettings:
         for number, session in enumerate(self._registry.sessions):
             if not session.properties.enabled:
                 continue
-            if session.models.is_empty():
+            if not session.model_rows:
                 yield f"{_EVERYWHERE} ({number})", session, session.properties
-            for managed in session.models.alive():
+            for managed in session.models:
                 shared = [names[key] for key in map(id, managed.model.modules()) if key in names]
                 if shared:
                     yield shared[0], session, managed.properties

@@ -66,7 +66,7 @@ def test_their_fp32_values_wait_and_masters_that_are_there_stay():
 
 
 def level_of(model):
-    return ampatch.session.session.registry.models.session_of(model).properties.opt_level
+    return ampatch.session.session.registry.table.session_of(model).properties.opt_level
 
 
 def test_they_join_the_session_of_what_they_are_added_to():
