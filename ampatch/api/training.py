@@ -223,9 +223,14 @@ def loss_scale(loss_id: int = 0) -> float:
     Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` when no session
     is open.
     """
-    session = registry.latest("ampatch.loss_scale()")
-    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.loss_scale")
-    return session.scalers[loss_id].get()
+    return _scaler("ampatch.loss_scale", loss_id).get()
+
+
+def _scaler(call: str, loss_id: int) -> Scaler:
+    """A loss scaler of the session opened last."""
+    session = registry.latest(f"{call}(...)")
+    argument_checks.loss_number(loss_id, len(session.scalers), call)
+    return session.scalers[loss_id]
 
 
 def set_loss_scale(value: float, loss_id: int = 0) -> None:
@@ -234,11 +239,10 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
     `value` is a positive finite number, which may be a string.  Raises `TypeError` or
     `ValueError` for anything else, and changes nothing then.
     """
-    session = registry.latest("ampatch.set_loss_scale(...)")
-    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale")
+    scaler = _scaler("ampatch.set_loss_scale", loss_id)
     what = f"ampatch.set_loss_scale(value={value!r})"
     expected = 'a positive number (loss_scale="dynamic" is for ampatch.initialize)'
-    session.scalers[loss_id].set(positive_number(what, value, expected, or_text=True))
+    scaler.set(positive_number(what, value, expected, or_text=True))
 
 
 def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
@@ -247,9 +251,7 @@ def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
     `min_loss_scale`, `max_loss_scale`.
     """
-    session = registry.latest("ampatch.loss_scale_settings()")
-    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.loss_scale_settings")
-    settings = session.scalers[loss_id].settings
+    settings = _scaler("ampatch.loss_scale_settings", loss_id).settings
     return {} if settings is None else dataclasses.asdict(settings)
 
 
@@ -265,10 +267,8 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
 
     After any of these nothing has been changed.
     """
-    session = registry.latest("ampatch.set_loss_scale_settings(...)")
     what = "ampatch.set_loss_scale_settings(...)"
-    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale_settings")
-    scaler = session.scalers[loss_id]
+    scaler = _scaler("ampatch.set_loss_scale_settings", loss_id)
     if not isinstance(scaler, DynamicScaler):
         raise AmpatchError(
             f"{what}: loss scale {loss_id} is static and has no settings. Use "

@@ -169,7 +169,7 @@ class Registry:
         return found[0]
 
     def managed_optimizer(self, optimizer: Any) -> ManagedOptimizer | None:
-        """The managed optimizer of one, or of what stands for one; None: no enabled session has it."""
+        """The managed counterpart of an optimizer, or of what stands for one, or None."""
         found = self.table.find_optimizer(optimizer)
         return None if found is None else found[1]
 

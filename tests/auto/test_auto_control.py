@@ -83,7 +83,7 @@ def test_optimizers_are_held_weakly():
     assert [ref() for ref in alive] == [None] * 10
     assert session.optimizers == []
     torch.optim.SGD(net().parameters(), lr=0.1)
-    assert len(session.optimizers.references) <= 1
+    assert len(session.optimizer_rows) <= 1
 
 
 def test_threads_take_turns():
