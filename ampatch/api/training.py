@@ -100,26 +100,28 @@ def _behind(optimizer: Any, where: str) -> tuple[Session, Any]:
 
     Raises `AmpatchError` for an optimizer that no session manages, unless all are disabled.
     """
-    found = registry.table.find_optimizer(optimizer)
-    if found is not None:
-        return found
     latest = registry.latest("ampatch.scale_loss(...)")
-    if not any(session.properties.enabled for session in registry.sessions):
+    found = registry.table.find_optimizer(optimizer)
+    if found is None and not any(session.properties.enabled for session in registry.sessions):
         return latest, optimizer
-    raise AmpatchError(f"ampatch.scale_loss({where}={_unknown(optimizer)}")
+    return found or _refuse_unknown(optimizer, f"scale_loss({where}=")
 
 
-def _unknown(optimizer: Any) -> str:
-    """An optimizer that no session manages, those that are managed, and what to do."""
+def _managed(optimizer: Any, call: str) -> Any:
+    """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
+    return (registry.table.find_optimizer(optimizer) or _refuse_unknown(optimizer, f"{call}("))[1]
+
+
+def _refuse_unknown(optimizer: Any, call: str) -> NoReturn:
+    """Name an optimizer that no session manages, those that are managed, and what to do."""
     known = [managed.optimizer for managed in registry.optimizers()]
-    for session in registry.sessions:
-        known += alive(session.unmanaged_rows)
+    known += alive(*[session.unmanaged_rows for session in registry.sessions])
     names = Counter(type(one).__name__ for one in known)
     managed = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
-    return (
-        f"<{type(optimizer).__name__}>): this optimizer was not given to ampatch.initialize. "
-        f"Managed are: {', '.join(managed) or 'none'}. Pass one of these, or give this one to "
-        "ampatch.initialize or ampatch.add_optimizers first."
+    raise AmpatchError(
+        f"ampatch.{call}<{type(optimizer).__name__}>): this optimizer was not given to "
+        f"ampatch.initialize. Managed are: {', '.join(managed) or 'none'}. Pass one of these, or "
+        "give this one to ampatch.initialize or ampatch.add_optimizers first."
     )
 
 
@@ -327,11 +329,3 @@ def hold_scheduler(scheduler: Any) -> Any:
     if _managed(scheduler.optimizer, "hold_scheduler") is not None:
         registry.schedulers.hold(scheduler)
     return scheduler
-
-
-def _managed(optimizer: Any, call: str) -> Any:
-    """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    found = registry.table.find_optimizer(optimizer)
-    if found is None:
-        raise AmpatchError(f"ampatch.{call}({_unknown(optimizer)}")
-    return found[1]

@@ -40,10 +40,6 @@ class RankSettings:
         self._registry = registry
         self.expected: list[FirstPass] = []  # of models that had been wrapped
 
-    def agree(self, model: nn.Module, group: Any) -> None:
-        """The ranks of a process group wrap a model.  Raises `AmpatchError` if they differ."""
-        rank_agreement.agree_at_wrapping(self, model, group)
-
     def expect(self, wrappers: list[DistributedDataParallel], session: Session) -> None:
         """A session was given models that had been wrapped: ranks are to agree later."""
         if not (wrappers and rank_agreement.can_meet()):
@@ -65,8 +61,7 @@ class RankSettings:
     def settings(self, model: nn.Module) -> Settings:
         """What `initialize` was given for the parts of a model; empty: nothing is managed."""
         return {
-            part: _of_model(properties) | _of_overrides(session) | _of_scalers(session)
-            for part, session, properties in self._parts(model)
+            part: _settings(session, properties) for part, session, properties in self._parts(model)
         }
 
     def scales(self, model: nn.Module) -> Scales:
@@ -124,31 +119,23 @@ class RankSettings:
                     yield shared[0], session, managed.properties
 
 
-def _of_model(properties: Properties) -> dict[str, str]:
-    """Level and half type, and what was given beside them."""
-    shown = {name: str(getattr(properties, name)) for name in _OF_A_MODEL}
+def _settings(session: Session, properties: Properties) -> dict[str, str]:
+    """Level, half type, what was given beside them; overrides; how many scalers, and their rules.
+
+    Overrides decide in which types calls compute, and weights are sent.  Scales that move are no
+    settings.
+    """
+    shown = {name: getattr(properties, name) for name in _OF_A_MODEL}
     if properties.opt_level == "O0":
         del shown["dtype"]
-    return shown
-
-
-def _of_overrides(session: Session) -> dict[str, str]:
-    """They decide in which types calls compute, and weights are sent."""
-    modules, functions = session.rules
-    given = [*modules, *functions.items()]
-    shown = [f"{getattr(key, '__name__', key)}: {precision}" for key, precision in given]
-    return {"overrides": f"{{{', '.join(shown)}}}"}
-
-
-def _of_scalers(session: Session) -> dict[str, str]:
-    """How many, and the rules of dynamic ones; values that move are no settings."""
-    properties = session.properties
-    scales = ["dynamic" if one.is_dynamic else properties.loss_scale for one in session.scalers]
-    shown = {"loss_scale": ", ".join(map(str, scales))}
+    given = [*session.rules.modules, *session.rules.functions.items()]
+    named = [f"{getattr(key, '__name__', key)}: {precision}" for key, precision in given]
+    of_session = session.properties
+    scales = ["dynamic" if one.is_dynamic else of_session.loss_scale for one in session.scalers]
+    shown |= {"overrides": f"{{{', '.join(named)}}}", "loss_scale": ", ".join(map(str, scales))}
     if "dynamic" in scales:
-        settings = dataclasses.asdict(properties.scale_settings)
-        shown |= {name: str(value) for name, value in settings.items()}
-    return shown
+        shown |= dataclasses.asdict(of_session.scale_settings)
+    return {name: str(value) for name, value in shown.items()}
 
 
 def _state(scaler: Scaler) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ..torch_private.dynamo import is_compiling
 from .observers import Observers
 from .policies import limited, mixes
 from .rank_settings import RankSettings
-from .table import Table
+from .table import Table, alive
 from .torch_events import TorchEvents
 from .torch_tools import TorchTools, needs_of, tools, watches
 
@@ -175,21 +175,11 @@ class Registry:
 
     def models(self) -> list[ManagedModel]:
         """The managed models of all open sessions."""
-        return [
-            managed
-            for session in self.sessions
-            for held in list(session.model_rows.values())
-            if (managed := held()) is not None
-        ]
+        return alive(*[session.model_rows for session in self.sessions])
 
     def optimizers(self) -> list[ManagedOptimizer]:
         """The managed optimizers of all open sessions."""
-        return [
-            managed
-            for session in self.sessions
-            for held in list(session.optimizer_rows.values())
-            if (managed := held()) is not None
-        ]
+        return alive(*[session.optimizer_rows for session in self.sessions])
 
     # Patches and policies
 
@@ -251,13 +241,8 @@ class Registry:
         session, policy = casting[-1]
         newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
         if session is not newest or session.properties.patch_scope != "process":
-            inside = [
-                managed.places
-                for one, _ in casting
-                for held in list(one.model_rows.values())
-                if (managed := held()) is not None and managed.policy is not None
-            ]
-            policy = limited(policy, inside)
+            models = alive(*[one.model_rows for one, _ in casting])
+            policy = limited(policy, [one.places for one in models if one.policy is not None])
         return policy.outside_passes()
 
     def _apply_special(self, session: Session, policy: Policy) -> None:

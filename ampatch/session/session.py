@@ -140,7 +140,6 @@ class Session:
             self._manage_model(model, self.properties)
         for optimizer in optimizers:
             self.manage_optimizer(optimizer)
-        self._fit_states()
         self._settle()
 
     def close(self) -> None:
@@ -174,17 +173,15 @@ class Session:
         inside = [managed.policy for managed in self.models if managed.policy is not None]
         return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
 
-    def _fit_states(self) -> None:
-        """The state of optimizers has the dtypes that their parameters have got."""
-        converted = {key for managed in self.models for key in managed.converted()}
-        for managed in self.optimizers:
-            _fit(managed, converted)
-
     def _settle(self) -> None:
-        """From here on nothing goes back to what it was before."""
-        for model in self.models:
+        """The states of optimizers fit; from here on nothing goes back to what it was before."""
+        models, optimizers = self.models, self.optimizers
+        converted = {key for managed in models for key in managed.converted()}
+        for optimizer in optimizers:
+            _fit(optimizer, converted)
+        for model in models:
             model.forget_originals()
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             optimizer.found_states.forget()
 
     # Models
@@ -299,43 +296,34 @@ class Session:
             registry.ranks.before_pass(loss)
         registry.state.drop_interrupted()
         self.policies.cache.close()
-        if registry.observers.are_there:
-            registry.observers.notify("on_loss", loss, loss_id)
-            registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
-            registry.observers.notify("on_block", self.scalers[loss_id])
+        scaler, observers = self.scalers[loss_id], registry.observers
+        if observers.are_there:
+            observers.notify("on_loss", loss, loss_id)
+            observers.notify("on_scale", scaler.peek(), loss_id)
+            observers.notify("on_block", scaler)
         block: AbstractContextManager[Tensor]
-        if self.scalers[loss_id].is_one:
+        if scaler.is_one:
             block = nullcontext(loss)
         else:
-            block = self._block(loss, managed, loss_id, delay_unscale, delay_overflow_check)
-        if registry.observers.are_there:
-            return registry.observers.around(block, loss_id)
-        return block
+            managed, others = self._partners(managed)
+            block = ScaledBackward(
+                *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
+                together=self.policies.tables.apex_tables,
+            )
+        return observers.around(block, loss_id) if observers.are_there else block
 
-    def _block(
-        self,
-        loss: Tensor,
-        managed: list[ManagedOptimizer],
-        loss_id: int,
-        delay_unscale: bool,
-        delay_overflow_check: bool,
-    ) -> ScaledBackward:
-        others: list[ManagedOptimizer] = []
+    def _partners(
+        self, managed: list[ManagedOptimizer]
+    ) -> tuple[list[ManagedOptimizer], list[ManagedOptimizer]]:
+        """These optimizers and those that share parameters with them; the session's others."""
         rows = self.optimizer_rows
-        if not (len(managed) == len(rows) == 1 and id(managed[0].optimizer) in rows):
-            everyone = self.optimizers
-            managed = with_sharers(managed, everyone)
-            if not self.scales_by_itself:
-                others = [other for other in everyone if other not in managed]
-        return ScaledBackward(
-            loss,
-            managed,
-            self.scalers[loss_id],
-            delay_unscale,
-            delay_overflow_check,
-            others,
-            together=self.policies.tables.apex_tables,
-        )
+        if len(managed) == len(rows) == 1 and id(managed[0].optimizer) in rows:
+            return managed, []
+        everyone = self.optimizers
+        managed = with_sharers(managed, everyone)
+        if self.scales_by_itself:
+            return managed, []
+        return managed, [other for other in everyone if other not in managed]
 
     def looks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
@@ -404,9 +392,8 @@ class Session:
         with taken_over([model], []):
             self.policies.cast_to(properties.dtype)
             self._manage_model(model, properties)
-            self._fit_states()
+            self._settle()
         self._fit_scalers(properties, others)
-        self._settle()
         registry.refresh()
 
     def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
@@ -439,7 +426,6 @@ class Session:
         for optimizer in optimizers:
             self._join(self.optimizer_rows, optimizer.optimizer, optimizer)
             optimizer.reinstall()
-        self._fit_states()
         self._settle()
         registry.refresh()
 

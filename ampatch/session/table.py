@@ -91,6 +91,8 @@ class Table:
         return None if found is None else found[1]
 
 
-def alive(rows: Rows[Managed]) -> list[Managed]:
+def alive(*rows: Rows[Managed]) -> list[Managed]:
     """Those counterparts that are still in use."""
-    return [managed for held in list(rows.values()) if (managed := held()) is not None]
+    return [
+        managed for some in rows for held in list(some.values()) if (managed := held()) is not None
+    ]

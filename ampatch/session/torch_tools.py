@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..interop import (
     lent_copies,
     module_dtype,
     parameter_data,
+    rank_agreement,
     tensor_hooks,
     uneven_inputs,
 )
@@ -93,7 +95,10 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "DistributedDataParallel: ranks agree on settings",
             lambda needs: needs.active,
-            lambda: ddp.replacements(registry.ranks.agree, events.is_lent),
+            lambda: ddp.replacements(
+                functools.partial(rank_agreement.agree_at_wrapping, registry.ranks),
+                events.is_lent,
+            ),
             is_over_tables=True,
         ),
         Tool(
