@@ -155,7 +155,7 @@ def initialize(
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
-    with taken_over(listed_models, listed_optimizers):
+    with taken_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers)
     registry.close_empty()
     registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)

@@ -85,7 +85,7 @@ def release_model(model: nn.Module) -> None:
     """Take a model out of its session, if it is in one, as `initialize` does for a new one."""
     session = registry.table.session_of(model)
     if session is not None:
-        session.release_model(model)
+        session.release(model)
         registry.close_empty()
 
 

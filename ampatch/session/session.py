@@ -121,10 +121,11 @@ class Session:
             self._put_in(models, optimizers)
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
-            for optimizer in optimizers:
-                undo.do(self._give_back, optimizer)
-            for model in models:
-                undo.do(self.release_model, model)
+            for given in (*optimizers, *models):
+                managed = registry.table.managed(given)
+                undo.do(self.release, given)
+                if isinstance(managed, ManagedOptimizer):
+                    undo.do(managed.found_states.restore)
             undo.end()
             raise
         registry.refresh()
@@ -163,6 +164,21 @@ class Session:
         while self.at_close:
             undo.do(self.at_close.pop())
         undo.end()
+
+    def release(self, given: Any) -> None:
+        """Manage a model or an optimizer no longer."""
+        rows = next((rows for rows in self._rows if id(given) in rows), {})
+        managed = rows[id(given)]() if rows else None
+        if isinstance(managed, ManagedModel):
+            for optimizer in self.optimizers:
+                optimizer.gradients.state.finish_pending()
+            changed = managed.converted()
+            managed.uninstall()
+            for optimizer in self.optimizers:
+                _fit(optimizer, changed)
+        elif isinstance(managed, ManagedOptimizer):
+            managed.uninstall()
+        self._leave(rows, id(given))
 
     def policy(self) -> Policy | None:
         """The rules by which this session casts calls; None: it casts none."""
@@ -229,20 +245,6 @@ class Session:
             if self.is_open:
                 registry.refresh()
 
-    def release_model(self, model: nn.Module) -> None:
-        """Manage a model no longer."""
-        held = self.model_rows.get(id(model))
-        managed = None if held is None else held()
-        if managed is None:
-            return
-        for optimizer in self.optimizers:
-            optimizer.gradients.state.finish_pending()
-        changed = managed.converted()
-        managed.uninstall()
-        for optimizer in self.optimizers:
-            _fit(optimizer, changed)
-        self._leave(self.model_rows, id(model))
-
     def stop_casting(self) -> None:
         """Leave torch's functions alone from now on; models and loss scales stay."""
         self.may_cast = False
@@ -259,22 +261,6 @@ class Session:
         self.skips.follow(managed)
         managed.install()
         return managed
-
-    def release_optimizer(self, optimizer: Any) -> ManagedOptimizer | None:
-        """Manage an optimizer no longer; returns what it was managed by."""
-        held = self.optimizer_rows.get(id(optimizer))
-        managed = None if held is None else held()
-        if managed is not None:
-            managed.uninstall()
-        self._leave(self.optimizer_rows, id(optimizer))
-        self._leave(self.unmanaged_rows, id(optimizer))
-        return managed
-
-    def _give_back(self, optimizer: Any) -> None:
-        """An optimizer that has just come is as it was."""
-        managed = self.release_optimizer(optimizer)
-        if managed is not None:
-            managed.found_states.restore()
 
     def add_scalers(self, count: int) -> range:
         """Make `count` more loss scalers; returns their numbers, for `loss_id`."""
@@ -331,7 +317,7 @@ class Session:
 
     def computes_in_half(self, parameter: Tensor) -> bool:
         """Whether a model computes with half copies of this weight."""
-        return any(managed.lends(parameter) for managed in self.models)
+        return registry.events.is_lent(parameter)
 
     def casts_on(self) -> AbstractContextManager[None]:
         """The policy in force around the step that is running, for the forward in a closure."""
@@ -389,7 +375,7 @@ class Session:
         Other models of the session keep their level, and the loss scalers that serve them.
         """
         others = self._models_but(model)
-        with taken_over([model], []):
+        with taken_over(model):
             self.policies.cast_to(properties.dtype)
             self._manage_model(model, properties)
             self._settle()
@@ -431,24 +417,20 @@ class Session:
 
 
 @contextlib.contextmanager
-def taken_over(models: list[nn.Module], optimizers: list[Any]) -> Iterator[None]:
+def taken_over(*given: Any) -> Iterator[None]:
     """Context manager: releases models and optimizers from the sessions that have them.
 
     On an exception these sessions get them back, so that training goes on as if nothing had been
     tried.
     """
-    find = registry.table.session_of
-    of_models = [(session, one) for one in models if (session := find(one)) is not None]
-    of_optimizers = [(session, one) for one in optimizers if (session := find(one)) is not None]
+    found = [(session, one) for one in given if (session := registry.table.session_of(one))]
     earlier = {
         session: (session.models, session.optimizers, alive(session.unmanaged_rows))
-        for session, _ in (*of_models, *of_optimizers)
+        for session, _ in found
     }
     try:
-        for session, model in of_models:
-            session.release_model(model)
-        for session, optimizer in of_optimizers:
-            session.release_optimizer(optimizer)
+        for session, one in found:
+            session.release(one)
         yield
     except BaseException:
         for session, members in earlier.items():

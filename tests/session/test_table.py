@@ -114,8 +114,8 @@ def test_what_is_released_is_in_no_session():
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, **SETTINGS)
     session = registry.table.session_of(optimizer)
-    session.release_model(model)
-    session.release_optimizer(optimizer)
+    session.release(model)
+    session.release(optimizer)
     assert entries() == 0 and session.is_empty()
 
 
