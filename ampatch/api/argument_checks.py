@@ -129,8 +129,9 @@ def models_can_change(models: list[nn.Module], properties: Properties) -> None:
             )
         for name, why in _unfit_weights(model, properties):
             raise AmpatchError(
-                f"{call}: models[{index}] has {name!r}, {why} Nothing was changed. Expected "
-                'FP32 weights that can be cast, or opt_level="O1", which leaves them as they are.'
+                f"{call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} Nothing "
+                "was changed. Expected FP32 weights that can be cast, or "
+                'opt_level="O1", which leaves them as they are.'
             )
 
 

@@ -97,6 +97,18 @@ def test_after_an_exception_nothing_has_changed():
         ampatch.add_models(good, to=build()[0])
 
 
+def test_a_part_of_a_dtensor_is_refused_in_a_model_that_comes_later_too():
+    first, optimizer = build()
+    ampatch.initialize(first, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+    later = build()[0]
+    later[0].weight._st_info = object()  # as DistributedDataParallel(device_mesh=...) leaves it
+    with pytest.raises(
+        ampatch.AmpatchError, match=r"models\[0\].*'0\.weight', a part of a DTensor"
+    ):
+        ampatch.add_models(later, to=first)
+    assert not later._forward_pre_hooks
+
+
 def test_one_that_fails_while_it_is_converted_takes_the_others_along(monkeypatch):
     first, optimizer = build()
     ampatch.initialize(first, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
