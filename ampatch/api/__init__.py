@@ -3,7 +3,6 @@
 Where to look first:
 
 * `initialize`, `deactivate`, `set_opt_level`, observers: `initialize`;
-* what the environment replaces, for observers: `replacing`;
 * `scale_loss`, `master_params`, state dicts, questions about scale and skips: `training`;
 * decorators, registrations, `disable_casts`, `precision`: `casting`;
 * `init`, apex's oldest API: `legacy_init`;

@@ -10,16 +10,15 @@ from torch import nn
 
 from .. import native
 from ..config import environment
-from ..config.opt_levels import ARGUMENTS, Properties, properties_for
-from ..config.overrides import Overrides, parse
+from ..config.opt_levels import ARGUMENTS, properties_for
+from ..config.overrides import parse
 from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
 from ..log import ONCE, logger, set_verbosity
+from ..models.managed_model import ManagedModel
 from ..session.registry import registry
-from ..session.session import Session
-from ..session.transfer import Transfer
+from ..session.session import Session, taken_over
 from . import argument_checks
-from .replacing import replaced
 
 
 def initialize(
@@ -125,20 +124,23 @@ def initialize(
     `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
     (`{"growth_interval": 500}`).  `ValueError` names a variable that is wrong.
     """
-    given = {name: value for name, value in locals().items() if name in ARGUMENTS}
-    given["overrides"] = overrides
+    given = locals()
+    own = {name: given[name] for name in ("opt_level", "dtype", *ARGUMENTS, "overrides")}
     argument_checks.unknown_keywords(initialize, unknown)
     set_verbosity(verbosity)
     asked = environment.read()
-    own = (opt_level, dtype, {name: given[name] for name in ARGUMENTS})
-    opt_level, dtype, given = _from_environment(asked, opt_level, dtype, given)
-    overrides = given.pop("overrides")
-    properties = properties_for(opt_level, dtype, **given)
-    rules = parse(overrides)
+    in_force = asked.over(own)
+    asked_overrides = in_force.pop("overrides")
+    properties = properties_for(**in_force)
+    rules = parse(asked_overrides)
     listed_models = argument_checks.as_models(models)
     listed_optimizers = argument_checks.as_optimizers(optimizers)
     if properties.enabled:
-        _check(listed_models, listed_optimizers, properties, rules, process_group)
+        argument_checks.models_can_change(listed_models, properties)
+        argument_checks.optimizers_can_train(
+            listed_optimizers, listed_models, properties, process_group
+        )
+        argument_checks.overridden_exist(rules, listed_models)
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)
@@ -153,12 +155,12 @@ def initialize(
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
-    with Transfer(registry, listed_models, listed_optimizers):
+    with taken_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers)
     registry.close_empty()
     registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)
     registry.observers.notify("on_initialize", properties)
-    if registry.observers.are_there and (changes := replaced(asked, *own, properties)):
+    if registry.observers.are_there and (changes := asked.replaced(own, properties)):
         registry.observers.notify("on_replaced", changes)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
@@ -193,7 +195,7 @@ def add_models(models: Any, to: Any = None) -> Any:
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
     session = registry.session_of(to, f"{call}(to=...)")
-    holders = [registry.models.session_of(model) for model in listed]
+    holders = [registry.table.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
         raise AmpatchError(
             f"{call}(models=...): one of them is in the session of another ampatch.initialize. "
@@ -201,10 +203,8 @@ def add_models(models: Any, to: Any = None) -> Any:
         )
     new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
-        argument_checks.not_wrapped_before(new, session.properties)
-        argument_checks.not_sharded(new, session.properties, registry.models.managed)
-        argument_checks.weights_convert(new, session.properties)
-    session.add_models(new)
+        argument_checks.models_can_change(new, session.properties)
+    session.add(new, [])
     registry.ranks.expect(argument_checks.wrappers_around(new), session)
     return models
 
@@ -233,15 +233,15 @@ def add_optimizers(optimizers: Any) -> Any:
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
     session = _session_of(listed)
-    new = [one for one in listed if registry.optimizers.session_of(one) is None]
+    new = [one for one in listed if registry.table.session_of(one) is None]
     if session.properties.enabled:
-        models = [managed.model for managed in session.models.alive()]
-        argument_checks.optimizers_own_parameters(models, new, call)
-        argument_checks.fused_steps_work(models, new, session.properties, call)
-        group = session.process_group
-        argument_checks.parts_share_overflow(new, session.properties, group, call)
-        argument_checks.zero_steps_by_itself(new, session.properties, call)
-    session.add_optimizers(new)
+        models = [managed.model for managed in session.models]
+        for managed in session.models:
+            managed.sharded.refuse_unseen(f"{call}(...)")
+        argument_checks.optimizers_can_train(
+            new, models, session.properties, session.process_group, call
+        )
+    session.add([], new)
     return optimizers
 
 
@@ -250,7 +250,7 @@ def _session_of(optimizers: list[Any]) -> Session:
     latest = registry.latest("ampatch.add_optimizers(...)")
     params = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     found = {one for one in registry.sessions if not params.isdisjoint(one.names())}
-    managing = map(registry.optimizers.session_of, optimizers)
+    managing = map(registry.table.session_of, optimizers)
     found |= {session for session in managing if session is not None}
     if len(found) > 1:
         raise AmpatchError(
@@ -259,65 +259,6 @@ def _session_of(optimizers: list[Any]) -> Session:
             "add it by itself."
         )
     return next(iter(found), latest)
-
-
-def _from_environment(
-    asked: environment.Asked, opt_level: Any, dtype: Any, given: dict[str, Any]
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Let the environment replace level, dtype, loss scale, `enabled` and other settings.
-
-    Settings that a script chose for its own opt level (`keep_batchnorm_fp32=True`
-    for O2) may contradict the one asked for; they are dropped, and a warning says so.
-    """
-    given = {**given, "enabled": given["enabled"] if asked.enabled else False}
-    if asked.loss_scale is not None:
-        given["loss_scale"] = asked.loss_scale
-    if asked.opt_level is not None and asked.opt_level != opt_level:
-        given = _without_tied(given, opt_level, asked.opt_level)
-    unknown = [name for name in asked.settings if name not in given]
-    if unknown:
-        raise ValueError(
-            f"AMPATCH_SETTINGS: {', '.join(unknown)}: no such setting. Expected names among "
-            f"{', '.join(given)}."
-        )
-    return asked.opt_level or opt_level, asked.dtype or dtype, {**given, **asked.settings}
-
-
-def _without_tied(given: dict[str, Any], opt_level: Any, asked: str) -> dict[str, Any]:
-    """`given` without what belongs to the script's own opt level; a warning names it."""
-    tied = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
-    dropped = [name for name in tied if given[name] is not None]
-    if dropped:
-        logger.warning(
-            "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; these settings, given for that level, "
-            "are ignored: %s.",
-            asked,
-            opt_level,
-            ", ".join(dropped),
-        )
-    return {**given, **dict.fromkeys(tied)}
-
-
-def _check(
-    models: list[nn.Module],
-    optimizers: list[Any],
-    properties: Properties,
-    rules: Overrides,
-    process_group: Any,
-) -> None:
-    """Refuse what `initialize` cannot do with these models and optimizers."""
-    argument_checks.optimizers_own_parameters(models, optimizers)
-    argument_checks.not_wrapped_before(models, properties)
-    argument_checks.not_sharded(models, properties, registry.models.managed)
-    argument_checks.weights_convert(models, properties)
-    argument_checks.parts_are_not_lent(models, properties)
-    argument_checks.fused_steps_work(models, optimizers, properties)
-    call = "ampatch.initialize"
-    argument_checks.parts_share_overflow(optimizers, properties, process_group, call)
-    argument_checks.zero_steps_by_itself(optimizers, properties)
-    argument_checks.overridden_modules_exist(rules.modules, models)
-    if rules.functions:
-        argument_checks.overridden_functions_exist(rules.functions, registry.installation)
 
 
 def set_opt_level(model: nn.Module, opt_level: Any) -> None:
@@ -332,17 +273,19 @@ def set_opt_level(model: nn.Module, opt_level: Any) -> None:
             DistributedDataParallel and its parameters would change their dtype.
         ValueError: the level is unknown, or is in another half type than the other models.
     """
-    session = registry.models.session_of(model)
-    if session is None:
-        raise AmpatchError(
-            f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r}): this "
-            "model was not given to ampatch.initialize."
-        )
+    call = f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r})"
+    session, managed = _found(model, call)
     properties = session.at_level(model, opt_level)
-    managed = session.models.find(model)
-    assert managed is not None  # the registry has found the session by it
     argument_checks.wrapped_model_keeps_dtypes(model, bool(managed.converted()), properties)
     session.relevel(model, properties)
+
+
+def _found(model: nn.Module, call: str, hint: str = ".") -> tuple[Session, ManagedModel]:
+    """The session of a model, and its managed counterpart.  Raises `AmpatchError`."""
+    session, managed = registry.table.find(model) or (None, None)
+    if session is None or not isinstance(managed, ManagedModel):
+        raise AmpatchError(f"{call}: this model was not given to ampatch.initialize{hint}")
+    return session, managed
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -350,13 +293,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises `AmpatchError` for a model that no open session manages.
     """
-    session = registry.models.session_of(model)
-    managed = None if session is None else session.models.find(model)
-    if managed is None:
-        raise AmpatchError(
-            f"ampatch.unwrap({type(model).__name__}): this model was not given to "
-            "ampatch.initialize; copy.deepcopy does for a plain model."
-        )
+    call = f"ampatch.unwrap({type(model).__name__})"
+    _, managed = _found(model, call, "; copy.deepcopy does for a plain model.")
     return managed.plain_copy()
 
 
@@ -378,9 +316,7 @@ def deactivate() -> None:
     Several errors are raised as an `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError`
     that names them.
     """
-    sessions = [session for session in registry.sessions if session.properties.enabled]
-    models = [managed for session in sessions for managed in session.models.alive()]
-    converted = [managed.model for managed in models if managed.converted()]
+    converted = [managed.model for managed in registry.models() if managed.converted()]
     try:
         if argument_checks.wrappers_around(converted):
             logger.info(
@@ -388,14 +324,10 @@ def deactivate() -> None:
                 "which will not average their gradients any more. Wrap the model again."
             )
     finally:
-        _close_all()
-
-
-def _close_all() -> None:
-    try:
-        registry.close_all()
-    finally:
-        registry.observers.notify("on_deactivate")
+        try:
+            registry.close_all()
+        finally:
+            registry.observers.notify("on_deactivate")
 
 
 def observe(observer: Any) -> Callable[[], None]:

@@ -111,7 +111,7 @@ class Handle:
 
     def __init__(self, session: Session, has_cache: bool = True) -> None:
         self._session = session
-        self._has_cache = has_cache
+        self.has_cache = has_cache  # the argument `enable_caching` of `init`
 
     def is_active(self) -> bool:
         """Whether functions are cast and losses scaled."""
@@ -120,11 +120,6 @@ class Handle:
     @property
     def _is_active(self) -> bool:
         return self.is_active()
-
-    @property
-    def has_cache(self) -> bool:
-        """The argument `enable_caching` of `init`."""
-        return self._has_cache
 
     def remove_cache(self, param: Tensor) -> None:
         """Drop half copies of a weight, after a write to it that ampatch cannot see."""
@@ -160,25 +155,19 @@ class Handle:
     def _scaled(self, loss: Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[Tensor]:
         argument_checks.floating_loss(loss, "scale_loss")
         argument_checks.one_optimizer(optimizer, "scale_loss")
-        return self._session.scaled_backward(
-            loss,
-            [self._managed(optimizer)],
-            loss_id,
-            delay_unscale=False,
-            delay_overflow_check=False,
-        )
+        return self._session.scaled_backward(loss, [self._managed(optimizer)], loss_id)
 
     def _managed(self, optimizer: Any) -> Any:
-        known = registry.optimizers.session_of(optimizer)
-        if known is not None and known is not self._session:
+        session, managed = registry.table.find(optimizer) or (self._session, None)
+        if session is not self._session:
             raise AmpatchError(
                 f"<{type(optimizer).__name__}> was given to ampatch.initialize; use "
                 "ampatch.scale_loss for it, or leave it to the handle alone."
             )
-        return self._session.optimizers.find(optimizer) or self._session.manage_optimizer(optimizer)
+        return managed or session.manage_optimizer(optimizer)
 
     def _clear_cache(self) -> None:
-        self._session.policies.cache.close()
+        self._session.drop_copies()
 
     def _deactivate(self) -> None:
         """Remove the patches and restore the optimizers' own methods."""

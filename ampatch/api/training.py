@@ -15,13 +15,14 @@ from torch import Tensor
 from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
 from ..log import logger
+from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
-from ..session import wrapped_optimizers
 from ..session.registry import registry
 from ..session.session import Session
+from ..session.table import alive
 from . import argument_checks
 
 
@@ -71,8 +72,10 @@ def scale_loss(
     if isinstance(optimizers, (list, tuple)):
         session, managed = _managed_optimizers(optimizers)
     else:
-        session, one = registry.optimizers.find(optimizers) or _wrapped(optimizers, "optimizers")
-        managed = [one]
+        found = registry.table.find(optimizers)
+        if found is None or isinstance(found[1], ManagedModel):
+            found = _behind(optimizers, "optimizers")
+        session, managed = found[0], [found[1]]
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
     if not session.properties.enabled:
@@ -85,33 +88,40 @@ def _managed_optimizers(optimizers: list | tuple) -> tuple[Session, list[Managed
     session = registry.latest("ampatch.scale_loss(...)")
     managed = {}
     for index, optimizer in enumerate(optimizers):
-        found = registry.optimizers.find(optimizer) or _wrapped(optimizer, f"optimizers[{index}]")
+        found = registry.table.find(optimizer)
+        if found is None or isinstance(found[1], ManagedModel):
+            found = _behind(optimizer, f"optimizers[{index}]")
         session, managed[id(found[1])] = found
     return session, list(managed.values())
 
 
-def _wrapped(optimizer: Any, where: str) -> tuple[Session, Any]:
+def _behind(optimizer: Any, where: str) -> tuple[Session, Any]:
     """The session of the optimizer that this one stands for, and that optimizer as managed.
 
     Raises `AmpatchError` for an optimizer that no session manages, unless all are disabled.
     """
-    found = wrapped_optimizers.find(registry.optimizers, optimizer)
-    if found is not None:
-        return found
     latest = registry.latest("ampatch.scale_loss(...)")
-    if not any(session.properties.enabled for session in registry.sessions):
+    found = registry.table.find_optimizer(optimizer)
+    if found is None and not any(session.properties.enabled for session in registry.sessions):
         return latest, optimizer
-    raise AmpatchError(f"ampatch.scale_loss({where}={_unknown(optimizer)}")
+    return found or _refuse_unknown(optimizer, f"scale_loss({where}=")
 
 
-def _unknown(optimizer: Any) -> str:
-    """An optimizer that no session manages, those that are managed, and what to do."""
-    names = Counter(type(known).__name__ for known in registry.known_optimizers())
+def _managed(optimizer: Any, call: str) -> Any:
+    """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
+    return (registry.table.find_optimizer(optimizer) or _refuse_unknown(optimizer, f"{call}("))[1]
+
+
+def _refuse_unknown(optimizer: Any, call: str) -> NoReturn:
+    """Name an optimizer that no session manages, those that are managed, and what to do."""
+    known = [managed.optimizer for managed in registry.optimizers()]
+    known += alive(*[session.unmanaged_rows for session in registry.sessions])
+    names = Counter(type(one).__name__ for one in known)
     managed = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
-    return (
-        f"<{type(optimizer).__name__}>): this optimizer was not given to ampatch.initialize. "
-        f"Managed are: {', '.join(managed) or 'none'}. Pass one of these, or give this one to "
-        "ampatch.initialize or ampatch.add_optimizers first."
+    raise AmpatchError(
+        f"ampatch.{call}<{type(optimizer).__name__}>): this optimizer was not given to "
+        f"ampatch.initialize. Managed are: {', '.join(managed) or 'none'}. Pass one of these, or "
+        "give this one to ampatch.initialize or ampatch.add_optimizers first."
     )
 
 
@@ -215,9 +225,14 @@ def loss_scale(loss_id: int = 0) -> float:
     Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` when no session
     is open.
     """
-    session = registry.latest("ampatch.loss_scale()")
-    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.loss_scale")
-    return session.scalers[loss_id].get()
+    return _scaler("ampatch.loss_scale", loss_id).get()
+
+
+def _scaler(call: str, loss_id: int) -> Scaler:
+    """A loss scaler of the session opened last."""
+    session = registry.latest(f"{call}(...)")
+    argument_checks.loss_number(loss_id, len(session.scalers), call)
+    return session.scalers[loss_id]
 
 
 def set_loss_scale(value: float, loss_id: int = 0) -> None:
@@ -226,11 +241,10 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
     `value` is a positive finite number, which may be a string.  Raises `TypeError` or
     `ValueError` for anything else, and changes nothing then.
     """
-    session = registry.latest("ampatch.set_loss_scale(...)")
-    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale")
+    scaler = _scaler("ampatch.set_loss_scale", loss_id)
     what = f"ampatch.set_loss_scale(value={value!r})"
     expected = 'a positive number (loss_scale="dynamic" is for ampatch.initialize)'
-    session.scalers[loss_id].set(positive_number(what, value, expected, or_text=True))
+    scaler.set(positive_number(what, value, expected, or_text=True))
 
 
 def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
@@ -239,9 +253,7 @@ def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
     `min_loss_scale`, `max_loss_scale`.
     """
-    session = registry.latest("ampatch.loss_scale_settings()")
-    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.loss_scale_settings")
-    settings = session.scalers[loss_id].settings
+    settings = _scaler("ampatch.loss_scale_settings", loss_id).settings
     return {} if settings is None else dataclasses.asdict(settings)
 
 
@@ -257,10 +269,8 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
 
     After any of these nothing has been changed.
     """
-    session = registry.latest("ampatch.set_loss_scale_settings(...)")
     what = "ampatch.set_loss_scale_settings(...)"
-    argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.set_loss_scale_settings")
-    scaler = session.scalers[loss_id]
+    scaler = _scaler("ampatch.set_loss_scale_settings", loss_id)
     if not isinstance(scaler, DynamicScaler):
         raise AmpatchError(
             f"{what}: loss scale {loss_id} is static and has no settings. Use "
@@ -319,11 +329,3 @@ def hold_scheduler(scheduler: Any) -> Any:
     if _managed(scheduler.optimizer, "hold_scheduler") is not None:
         registry.schedulers.hold(scheduler)
     return scheduler
-
-
-def _managed(optimizer: Any, call: str) -> Any:
-    """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    found = wrapped_optimizers.find(registry.optimizers, optimizer)
-    if found is None:
-        raise AmpatchError(f"ampatch.{call}({_unknown(optimizer)}")
-    return found[1]

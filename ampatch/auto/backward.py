@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
-from ..session.facade import ManagedOptimizer, Session, current_backward_pass
+from ..session.facade import ManagedOptimizer, Session
+from ..torch_private.probes import current_backward_pass
 from .graph import OtherGradients, leaves
 
 
@@ -85,7 +86,7 @@ class Passes:
         ids = {id(tensor) for tensor in reached}
         optimizers = [
             optimizer
-            for optimizer in self._session.optimizers.alive()
+            for optimizer in self._session.optimizers
             if hidden or any(id(param) in ids for param in optimizer.parameters())
         ]
         if optimizers:
@@ -103,7 +104,7 @@ class Passes:
             )
 
     def _held(self) -> set[int]:
-        return {id(param) for one in self._session.optimizers.alive() for param in one.parameters()}
+        return {id(param) for one in self._session.optimizers for param in one.parameters()}
 
     def _run(self, original: Callable, bound: inspect.BoundArguments, plan: _Plan) -> None:
         roots = _listed(bound.arguments["tensors"])

@@ -89,14 +89,14 @@ def _managing(original: Callable, session: Session) -> Callable:
     @functools.wraps(original)
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        if session.is_open and facade.managed_optimizer(optimizer) is None:
+        if session.is_open and facade.session_of(optimizer) is None:
             _manage(session, optimizer)
 
     return method
 
 
 def _manage(session: Session, optimizer: Any) -> None:
-    is_first = not session.optimizers.alive()
+    is_first = not session.optimizers
     managed = facade.manage_optimizer(session, optimizer)
     devices = {parameter.device.type for parameter in managed.parameters()}
     if is_first and "cpu" in devices and session.properties.dtype is torch.float16:

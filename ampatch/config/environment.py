@@ -22,6 +22,7 @@ An empty variable counts as not set.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -30,7 +31,8 @@ from typing import Any
 
 import torch
 
-from .opt_levels import half_type, level_name, loss_scale_value
+from ..log import logger
+from .opt_levels import Properties, half_type, level_name, loss_scale_value, properties_for
 from .scale_settings import invertible
 
 VARIABLES = (
@@ -42,6 +44,8 @@ VARIABLES = (
 )
 OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
 
+_TIED = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
+
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
@@ -52,6 +56,52 @@ class Asked:
     loss_scale: str | float | None = None
     enabled: bool = True
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def replacing(self) -> dict[str, Any]:
+        """The arguments of `initialize` that are asked for, by their names."""
+        named = {name: getattr(self, name) for name in ("opt_level", "dtype", "loss_scale")}
+        found = {name: value for name, value in named.items() if value is not None}
+        return {**found, **({} if self.enabled else {"enabled": False}), **self.settings}
+
+    def over(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a script, with those that are asked for in their places.
+
+        Settings that a script chose for its own opt level (`keep_batchnorm_fp32=True` for O2) may
+        contradict the one asked for; they are dropped, and a warning says so.
+        """
+        known = [name for name in own if name not in ("opt_level", "dtype")]
+        unknown = [name for name in self.settings if name not in known]
+        if unknown:
+            raise ValueError(
+                f"AMPATCH_SETTINGS: {', '.join(unknown)}: no such setting. Expected names among "
+                f"{', '.join(known)}."
+            )
+        tied = dict.fromkeys(_TIED if self.opt_level not in (None, own["opt_level"]) else ())
+        dropped = [name for name in tied if own[name] is not None]
+        if dropped:
+            logger.warning(
+                "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; these settings, given for that level, "
+                "are ignored: %s.",
+                self.opt_level,
+                own["opt_level"],
+                ", ".join(dropped),
+            )
+        return {**own, **tied, **self.replacing()}
+
+    def replaced(self, own: dict[str, Any], in_force: Properties) -> dict[str, tuple[Any, Any]]:
+        """`(the script's, the one in force)` by name, for what is asked for and changes something.
+
+        Values are compared as they take effect: `loss_scale=None` at O1 is "dynamic", and O0 has no
+        half type.
+        """
+        own = {name: value for name, value in own.items() if hasattr(in_force, name)}
+        with contextlib.suppress(TypeError, ValueError):  # no error of this training
+            own = dataclasses.asdict(properties_for(**own))
+        names = [name for name in self.replacing() if name in own]
+        if in_force.opt_level == "O0" and "dtype" in names:
+            names.remove("dtype")
+        pairs = {name: (own[name], getattr(in_force, name)) for name in names}
+        return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Asked:

@@ -8,6 +8,7 @@ The code that reads them checks nothing again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -219,26 +220,8 @@ def _model_type(what: str, value: Any) -> torch.dtype | None:
     return None if value is False else _float_dtype(what, value)
 
 
-def _output_type(what: str, value: Any) -> torch.dtype | None:
-    return None if value is None else _float_dtype(what, value)
-
-
-def _positive(what: str, value: Any) -> float:
-    return positive_number(what, value, or_text=True)
-
-
-def _count(what: str, value: Any) -> int:
-    return whole_number(what, value, least=1)
-
-
-def _verbosity(what: str, value: Any) -> int:
-    return whole_number(what, value, least=0)
-
-
-def _scope(what: str, value: Any) -> str:
-    expected = '"model" (only inside managed models) or "process" (cast every call)'
-    return word(what, value, ("process", "model"), expected)
-
+_positive = functools.partial(positive_number, or_text=True)
+_count = functools.partial(whole_number, least=1)
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "enabled": truth_value,
@@ -247,9 +230,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "keep_batchnorm_fp32": truth_value,
     "master_weights": truth_value,
     "loss_scale": loss_scale_value,
-    "cast_model_outputs": _output_type,
+    "cast_model_outputs": lambda what, value: value if value is None else _float_dtype(what, value),
     "num_losses": _count,
-    "verbosity": _verbosity,
+    "verbosity": functools.partial(whole_number, least=0),
     "min_loss_scale": _positive,
     "max_loss_scale": _positive,
     "init_scale": _positive,
@@ -258,7 +241,11 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "backoff_factor": _positive,
     "max_consecutive_skips": _count,
     "allow_banned": truth_value,
-    "patch_scope": _scope,
+    "patch_scope": functools.partial(
+        word,
+        known=("process", "model"),
+        expected='"model" (only inside managed models) or "process" (cast every call)',
+    ),
 }
 
 
@@ -279,16 +266,11 @@ def _check_together(properties: Properties, given: dict[str, Any]) -> None:
                 'cannot be cast as well. Use opt_level="O2" to cast the model, or leave '
                 "cast_model_type and patch_torch_functions to the opt level.",
             )
-        if properties.keep_batchnorm_fp32 is not None:
-            refuse(
-                "keep_batchnorm_fp32",
-                "with patched functions all weights stay FP32, those of "
-                'batch norm too. Leave it out, or use opt_level="O2".',
-            )
-        if properties.master_weights is not None:
-            refuse(
-                "master_weights",
-                "with patched functions the weights stay FP32 and are their "
-                'own masters. Leave it out, or use opt_level="O2".',
-            )
+        for name in ("keep_batchnorm_fp32", "master_weights"):
+            if getattr(properties, name) is not None:
+                refuse(
+                    name,
+                    "with patched functions all weights stay FP32, those of batch norm too, and "
+                    'are their own masters. Leave it out, or use opt_level="O2".',
+                )
     properties.scale_settings.check_together(f"{call})")

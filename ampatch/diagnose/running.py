@@ -14,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import ampatch
 from ampatch.launch.program import Program
 from ampatch.launch.script import Ending, EnoughSteps
-from ampatch.session.facade import current_backward_pass, session_of
+from ampatch.session.facade import session_of
+from ampatch.torch_private.probes import current_backward_pass
 
 from .nonfinite import Debugger
 

@@ -2,12 +2,11 @@
 
 Where to look first:
 
-* one session: `session`; its `members`, `policies`;
-* what a process has once: `registry`; which session has an object: `index`; which objects are told
-  of events: `observers`; which tools of torch are replaced: `torch_tools`; what they and torch's
-  hooks tell: `torch_events`; what the ranks of one model compare: `rank_settings`;
-* objects that stand for an optimizer: `wrapped_optimizers`;
-* a second `initialize` of the same objects: `transfer`;
+* one session: `session`; what it casts: `policies`;
+* who manages a model or an optimizer: `table`, one per process;
+* what else a process has once: `registry`; which objects are told of events: `observers`; which
+  tools of torch are replaced: `torch_tools`; what they and torch's hooks tell: `torch_events`;
+  what the ranks of one model compare: `rank_settings`;
 * the block around forwards whose weights do not change: `cached_weights`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.
 """

@@ -48,10 +48,8 @@ def _managed(model: nn.Module) -> list[ManagedModel]:
     Raises `AmpatchError` where there is none, unless ampatch is switched off.
     """
     parts = set(model.modules())
-    sessions = registry.sessions
-    known = [managed for session in sessions for managed in session.models.alive()]
-    found = [managed for managed in known if not parts.isdisjoint(managed.model.modules())]
-    if not found and all(session.properties.enabled for session in sessions):
+    found = [one for one in registry.models() if not parts.isdisjoint(one.model.modules())]
+    if not found and all(session.properties.enabled for session in registry.sessions):
         raise AmpatchError(
             f"ampatch.cached_weights({type(model).__name__}): no open session manages this model, "
             "so nothing casts its weights. Call model = ampatch.initialize(model, ...) first, and "

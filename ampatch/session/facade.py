@@ -1,7 +1,7 @@
 """What the rooms above the public API use of the engine, besides `ampatch` itself.
 
 `auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch` and `sweep` import `ampatch`, this
-module, the leaves `errors`, `log` and `_version`, the settings in `config`, and as data
+module, the leaves (`errors`, `log`, `torch_private`), the settings in `config`, and as data
 `casting.tables`; nothing else.  So the engine can be rearranged behind these names.  They are no
 public API: a script that imports this module has no promise that they stay.
 """
@@ -9,8 +9,7 @@ public API: a script that imports this module has no promise that they stay.
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,46 +19,37 @@ from ..casting.cast_observers import CastObserver, observers
 from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
-from ..casting.tables import Rule
 from ..config.opt_levels import Properties
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.closures import torch_optimizers
-from ..torch_private import foreach
-from ..torch_private.devices import have_fused_optimizers
-from ..torch_private.probes import current_backward_pass
 from .registry import registry
 from .session import Session
 
 __all__ = [
     "ManagedOptimizer",
     "PatchSet",
-    "Properties",
     "Session",
-    "current_backward_pass",
-    "drop_cached_weights",
     "edit_tables",
     "evaluates_closure_once",
-    "foreach",
-    "have_fused_optimizers",
     "in_step",
     "listed_function",
     "manage_optimizer",
-    "managed_optimizer",
-    "members_of",
     "open_automatic_session",
     "open_sessions",
-    "optimizers_of",
     "release_model",
     "replacement_of",
     "session_of",
     "stop_watching_casts",
     "watch_casts",
-    "when_closed",
     "with_apex_tables",
 ]
 
+session_of = registry.table.session_of
+edit_tables = registry.edit_tables
+replacement_of = registry.installation.replaced_by
 
-# Sessions
+
+# Sessions and models
 
 
 def open_sessions() -> list[Session]:
@@ -91,50 +81,31 @@ def with_apex_tables() -> Iterator[None]:
         registry.opens_as_apex = False
 
 
-def when_closed(session: Session, action: Callable[[], None]) -> None:
-    """Call `action` once: when a session closes, or is dropped with all that it managed.
-
-    `action` must not refer to the session.
-    """
-    ending = weakref.finalize(session, action)
-    ending.atexit = False
-    session.at_close.append(ending)
-
-
-def members_of(session: Session) -> list[Any]:
-    """The models and optimizers that a session manages."""
-    return [*(managed.model for managed in session.models.alive()), *optimizers_of(session)]
-
-
 def release_model(model: nn.Module) -> None:
     """Take a model out of its session, if it is in one, as `initialize` does for a new one."""
-    session = registry.models.session_of(model)
+    session = registry.table.session_of(model)
     if session is not None:
-        session.release_model(model)
+        session.release(model)
         registry.close_empty()
+
+
+def in_step(model: nn.Module, is_sent_through_call: bool) -> AbstractContextManager[None]:
+    """Context manager around a framework's step, a method of a managed model that calls its parts.
+
+    At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
+    return FP32.  With `is_sent_through_call` the model's first call in it is the step itself, sent
+    through `DistributedDataParallel`.
+    """
+    managed = registry.table.managed(model)
+    return contextlib.nullcontext() if managed is None else managed.in_step(is_sent_through_call)
 
 
 # Optimizers
 
 
-def optimizers_of(session: Session) -> list[Any]:
-    """The optimizers that a session manages."""
-    return [managed.optimizer for managed in session.optimizers.alive()]
-
-
-def session_of(given: Any) -> Session | None:
-    """The open session that has an optimizer or a model, or None."""
-    return registry.optimizers.session_of(given) or registry.models.session_of(given)
-
-
-def managed_optimizer(optimizer: Any) -> ManagedOptimizer | None:
-    """The managed counterpart of an optimizer; None where no enabled session has it."""
-    return registry.optimizers.managed(optimizer)
-
-
 def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     """Add an optimizer to an open session, and cast on the devices of its parameters."""
-    is_first = not session.optimizers.alive()
+    is_first = not session.optimizers
     managed = session.manage_optimizer(optimizer)
     managed.found_states.forget()
     session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
@@ -151,26 +122,7 @@ def evaluates_closure_once(optimizer: Any) -> bool:
     return type(optimizer) in torch_optimizers()
 
 
-# Models
-
-
-def in_step(model: nn.Module, is_sent_through_call: bool) -> AbstractContextManager[None]:
-    """Context manager around a framework's step, a method of a managed model that calls its parts.
-
-    At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
-    return FP32.  With `is_sent_through_call` the model's first call in it is the step itself, sent
-    through `DistributedDataParallel`.
-    """
-    managed = registry.models.managed(model)
-    return contextlib.nullcontext() if managed is None else managed.in_step(is_sent_through_call)
-
-
 # Casting
-
-
-def drop_cached_weights(session: Session) -> None:
-    """Forget the half copies of weights that a session has cached."""
-    session.policies.cache.close()
 
 
 def watch_casts(observer: CastObserver) -> None:
@@ -184,20 +136,6 @@ def stop_watching_casts(observer: CastObserver) -> None:
     if observer in observers:
         observers.remove(observer)
         registry.state.watch(-1)
-
-
-def replacement_of(original: Any) -> Any:
-    """What stands in for one of torch's functions now, or None."""
-    return registry.installation.replaced_by(original)
-
-
-def edit_tables(edits: Iterable[tuple[str, str, Rule | None]]) -> None:
-    """Have torch's functions follow other rules than the tables', in sessions with apex's tables.
-
-    An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and a rule, or
-    None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for an unknown name.
-    """
-    registry.edit_tables(list(edits))
 
 
 def listed_function(where: str, name: str) -> Any:

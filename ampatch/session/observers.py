@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,23 +41,10 @@ class Observers:
             if method is not None:
                 method(*values)
 
-
-class ObservedBlock:
-    """A `scale_loss` block; observers are told when its backward pass and when it has ended."""
-
-    def __init__(
-        self, block: AbstractContextManager[Tensor], observers: Observers, loss_id: int
-    ) -> None:
-        self._block = block
-        self._observers = observers
-        self._loss_id = loss_id
-
-    def __enter__(self) -> Tensor:
-        return self._block.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if kind is None:
-            self._observers.notify("on_backward", self._loss_id)
-        self._block.__exit__(kind, *rest)
-        if kind is None:
-            self._observers.notify("on_unscaled", self._loss_id)
+    @contextlib.contextmanager
+    def around(self, block: AbstractContextManager[Tensor], loss_id: int) -> Iterator[Tensor]:
+        """A `scale_loss` block; tells when its backward pass and when it has ended."""
+        with block as loss:
+            yield loss
+            self.notify("on_backward", loss_id)
+        self.notify("on_unscaled", loss_id)

@@ -14,10 +14,9 @@ from ..casting.cast_state import CastState
 from ..casting.policy import Policy
 from ..casting.rules import dtype_of, tensors_in
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..models.managed_model import ManagedModel, Places
+from ..models.managed_model import Places
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, devices_to_start_from
-from .members import Members
 
 
 class Policies:
@@ -57,20 +56,9 @@ class Policies:
         policy = self.tables.forced(dtype) if properties.patch_torch_functions else None
         return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
 
-    def of(self, properties: Properties, models: Members[ManagedModel]) -> Policy | None:
-        """The rules of a session with these models; None: no cast."""
-        if not models.references:
-            return self.at(properties)
-        inside = [managed.policy for managed in models.alive() if managed.policy is not None]
-        return self.tables if self.tables in inside else next(iter(inside), None)
-
     def are_everywhere(self, properties: Properties) -> bool:
         """Whether calls outside of the session's models are cast too."""
         return properties.patch_scope == "process" and self.at(properties) is not None
-
-    def override_function(self, original: Any, dtype: torch.dtype) -> None:
-        """Have one function cast to `dtype` whatever the tables say."""
-        self.tables.override(original, dtype)
 
     def cast_to(self, dtype: torch.dtype) -> None:
         """Use another half type."""

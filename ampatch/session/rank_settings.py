@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..config.opt_levels import Properties
+from ..errors import AmpatchError
 from ..interop import rank_agreement
 from ..interop.rank_agreement import FirstPass, Scales, Settings
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from ..scaling.loss_scaler import Scaler
+    from .registry import Registry
     from .session import Session
 
 _OF_A_MODEL = (
@@ -31,22 +33,12 @@ _OF_A_MODEL = (
 _EVERYWHERE = "every model"  # what a session without models concerns
 
 
-class Sessions(Protocol):
-    """Has the open sessions, the newest last."""
-
-    sessions: list[Session]
-
-
 class RankSettings:
     """Settings and loss scales of this rank, by parts of a model."""
 
-    def __init__(self, registry: Sessions) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self.expected: list[FirstPass] = []  # of models that had been wrapped
-
-    def agree(self, model: nn.Module, group: Any) -> None:
-        """The ranks of a process group wrap a model.  Raises `AmpatchError` if they differ."""
-        rank_agreement.agree_at_wrapping(self, model, group)
 
     def expect(self, wrappers: list[DistributedDataParallel], session: Session) -> None:
         """A session was given models that had been wrapped: ranks are to agree later."""
@@ -69,8 +61,7 @@ class RankSettings:
     def settings(self, model: nn.Module) -> Settings:
         """What `initialize` was given for the parts of a model; empty: nothing is managed."""
         return {
-            part: _of_model(properties) | _of_overrides(session) | _of_scalers(session)
-            for part, session, properties in self._parts(model)
+            part: _settings(session, properties) for part, session, properties in self._parts(model)
         }
 
     def scales(self, model: nn.Module) -> Scales:
@@ -89,6 +80,27 @@ class RankSettings:
                 if news:
                     scaler.load_state_dict({**scaler.state_dict(), **news})
 
+    def broadcast_scales(self, model: nn.Module, send: Callable[[list], None]) -> None:
+        """Have `send` make the states of loss scalers equal, of sessions with parts of `model`."""
+        for session in self._sessions_of(model):
+            states = [scaler.state_dict() for scaler in session.scalers]
+            send(states)
+            for scaler, state in zip(session.scalers, states, strict=True):
+                scaler.load_state_dict(state)
+
+    def refuse_uneven(self, model: nn.Module) -> None:
+        """Raise `AmpatchError` for a model whose ranks share a flag, which `join` cannot shadow."""
+        if any(session.process_group is not None for session in self._sessions_of(model)):
+            raise AmpatchError(
+                f"{type(model).__name__}.join(): "
+                "ampatch.initialize(process_group=...) has the ranks share a flag in each block, "
+                "for which a rank without data would not be there. Leave process_group out: "
+                "DistributedDataParallel shows each rank the overflows of the others."
+            )
+
+    def _sessions_of(self, model: nn.Module) -> list[Session]:
+        return list({id(session): session for _, session, _ in self._parts(model)}.values())
+
     def _parts(self, model: nn.Module) -> Iterator[tuple[str, Session, Properties]]:
         """Names in `model` of what it shares with managed models: their whole, or a part of one."""
         names = {
@@ -99,39 +111,31 @@ class RankSettings:
         for number, session in enumerate(self._registry.sessions):
             if not session.properties.enabled:
                 continue
-            if session.models.is_empty():
+            if not session.model_rows:
                 yield f"{_EVERYWHERE} ({number})", session, session.properties
-            for managed in session.models.alive():
+            for managed in session.models:
                 shared = [names[key] for key in map(id, managed.model.modules()) if key in names]
                 if shared:
                     yield shared[0], session, managed.properties
 
 
-def _of_model(properties: Properties) -> dict[str, str]:
-    """Level and half type, and what was given beside them."""
-    shown = {name: str(getattr(properties, name)) for name in _OF_A_MODEL}
+def _settings(session: Session, properties: Properties) -> dict[str, str]:
+    """Level, half type, what was given beside them; overrides; how many scalers, and their rules.
+
+    Overrides decide in which types calls compute, and weights are sent.  Scales that move are no
+    settings.
+    """
+    shown = {name: getattr(properties, name) for name in _OF_A_MODEL}
     if properties.opt_level == "O0":
         del shown["dtype"]
-    return shown
-
-
-def _of_overrides(session: Session) -> dict[str, str]:
-    """They decide in which types calls compute, and weights are sent."""
-    modules, functions = session.rules
-    given = [*modules, *functions.items()]
-    shown = [f"{getattr(key, '__name__', key)}: {precision}" for key, precision in given]
-    return {"overrides": f"{{{', '.join(shown)}}}"}
-
-
-def _of_scalers(session: Session) -> dict[str, str]:
-    """How many, and the rules of dynamic ones; values that move are no settings."""
-    properties = session.properties
-    scales = ["dynamic" if one.is_dynamic else properties.loss_scale for one in session.scalers]
-    shown = {"loss_scale": ", ".join(map(str, scales))}
+    given = [*session.rules.modules, *session.rules.functions.items()]
+    named = [f"{getattr(key, '__name__', key)}: {precision}" for key, precision in given]
+    of_session = session.properties
+    scales = ["dynamic" if one.is_dynamic else of_session.loss_scale for one in session.scalers]
+    shown |= {"overrides": f"{{{', '.join(named)}}}", "loss_scale": ", ".join(map(str, scales))}
     if "dynamic" in scales:
-        settings = dataclasses.asdict(properties.scale_settings)
-        shown |= {name: str(value) for name, value in settings.items()}
-    return shown
+        shown |= dataclasses.asdict(of_session.scale_settings)
+    return {name: str(value) for name, value in shown.items()}
 
 
 def _state(scaler: Scaler) -> dict[str, Any]:

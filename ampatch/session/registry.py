@@ -1,4 +1,4 @@
-"""The open sessions, and the objects of which a process has only one.
+"""The open sessions, what they manage, and the objects of which a process has only one.
 
 `registry` is the only module-level variable of the engine that changes.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import operator
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,15 +25,16 @@ from ..interop import fully_shard
 from ..interop.lr_scheduler import HeldSchedulers
 from ..torch_private import dynamo_inputs
 from ..torch_private.dynamo import is_compiling
-from . import wrapped_optimizers
-from .index import Index
 from .observers import Observers
 from .policies import limited, mixes
 from .rank_settings import RankSettings
+from .table import Table, alive
 from .torch_events import TorchEvents
 from .torch_tools import TorchTools, needs_of, tools, watches
 
 if TYPE_CHECKING:
+    from ..models.managed_model import ManagedModel
+    from ..scaling.optimizer import ManagedOptimizer
     from ..scaling.skip_report import SkipReports
     from .session import Session
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 class Registry:
     """The open sessions, newest last, and what they share.
 
-    `optimizers` and `models` find the session and the managed counterpart of an object.
+    `table` finds the session and the managed counterpart of a model or an optimizer.
     `events` tells all sessions what happens in torch.
     """
 
@@ -53,12 +52,10 @@ class Registry:
         self.installation = Installation(self.state, ask_state)
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
-        self.optimizers = Index(operator.attrgetter("optimizer"))
-        self.models = Index(operator.attrgetter("model"))
+        self.table = Table(self.end_sessions)
         self.events = TorchEvents(self)
         self.ranks = RankSettings(self)
-        managed_of = functools.partial(wrapped_optimizers.managed, self.optimizers)
-        self.schedulers = HeldSchedulers(managed_of)
+        self.schedulers = HeldSchedulers(self.managed_optimizer)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self), watches(self))
         self._awaited: set[ModuleType] = set()
@@ -163,27 +160,26 @@ class Registry:
         """
         if given is None:
             return self.latest(what)
-        found = self.models.session_of(given)
-        if found is None:
-            session_and_managed = wrapped_optimizers.find(self.optimizers, given)
-            found = None if session_and_managed is None else session_and_managed[0]
+        found = self.table.find(given) or self.table.find_optimizer(given)
         if found is None:
             raise AmpatchError(
                 f"{what}: no session has this {type(given).__name__}. Pass a model or an optimizer "
                 "that ampatch.initialize, add_models or add_optimizers was given."
             )
-        return found
+        return found[0]
 
-    def known_optimizers(self) -> list[Any]:
-        """The optimizers that the open sessions were given, as far as they are still in use."""
-        return [
-            optimizer
-            for session in self.sessions
-            for optimizer in (
-                *(managed.optimizer for managed in session.optimizers.alive()),
-                *session.optimizers.alive_unmanaged(),
-            )
-        ]
+    def managed_optimizer(self, optimizer: Any) -> ManagedOptimizer | None:
+        """The managed counterpart of an optimizer, or of what stands for one, or None."""
+        found = self.table.find_optimizer(optimizer)
+        return None if found is None else found[1]
+
+    def models(self) -> list[ManagedModel]:
+        """The managed models of all open sessions."""
+        return alive(*[session.model_rows for session in self.sessions])
+
+    def optimizers(self) -> list[ManagedOptimizer]:
+        """The managed optimizers of all open sessions."""
+        return alive(*[session.optimizer_rows for session in self.sessions])
 
     # Patches and policies
 
@@ -209,7 +205,7 @@ class Registry:
         casting = [(one, policy) for one, policy in policies if policy is not None]
         by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
         outside = self._outside(by_tables or casting)
-        needs = needs_of(self.sessions, tables=bool(by_tables), casts=outside is not None)
+        needs = needs_of(self, tables=bool(by_tables), casts=outside is not None)
         installed = self.installation
         tables_change = needs.tables != installed.has_tables
         tables_change |= not casting and installed.has_patches()
@@ -245,8 +241,7 @@ class Registry:
         session, policy = casting[-1]
         newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
         if session is not newest or session.properties.patch_scope != "process":
-            refs = [ref for one, _ in casting for ref in one.models.references]
-            models = [managed for ref in refs if (managed := ref()) is not None]
+            models = alive(*[one.model_rows for one, _ in casting])
             policy = limited(policy, [one.places for one in models if one.policy is not None])
         return policy.outside_passes()
 
@@ -257,7 +252,7 @@ class Registry:
             original = self.installation.original(function)
             self.installation.ensure(original)
             dtype = torch.float32 if precision == "float" else session.properties.dtype
-            session.policies.override_function(original, dtype)
+            session.policies.tables.override(original, dtype)
 
     def _await(self, tool: Any, is_needed: bool) -> None:
         """Replace functions of a module of torch once it is imported; `tool` knows which."""
@@ -268,7 +263,7 @@ class Registry:
     def _refresh_tools(self) -> None:
         tables, casts = self.installation.has_tables, self.state.process is not None
         with self._changing():
-            self._tools.put_in(needs_of(self.sessions, tables=tables, casts=casts))
+            self._tools.put_in(needs_of(self, tables=tables, casts=casts))
 
     # The user's own functions, and changes to the tables
 
@@ -281,10 +276,9 @@ class Registry:
         """
         for where, name, _ in edits:
             raw_attribute(resolve(where), name)
-        if edits == self._table_edits:
-            return
-        self._table_edits = list(edits)
-        self._install_anew()
+        if edits != self._table_edits:
+            self._table_edits = edits
+            self._install_anew()
 
     def register(self, place: object, name: str | None, rule: Rule) -> None:
         """Have one of the user's functions follow a rule, now and later, while patches are in."""

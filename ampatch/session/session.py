@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ..casting.policy import Policy
 from ..config.opt_levels import NULLABLE, Properties, properties_for
+from ..config.overrides import Overrides
 from ..errors import UndoAll
 from ..interop import dynamo_skip, fx_jit, rank_agreement
 from ..models import module_overrides
@@ -24,38 +26,38 @@ from ..scaling.optimizers.state import fit_state
 from ..scaling.scaled_backward import ScaledBackward
 from ..scaling.shared_parameters import with_sharers
 from ..scaling.skip_report import SkipReports
-from . import members, policies, rank_settings
-from .members import Members
-from .observers import ObservedBlock
+from . import policies, rank_settings, table
 from .policies import Policies
 from .registry import registry
-from .transfer import Transfer
+from .table import Rows, alive
 
 
 class Session:
     """Models and optimizers under one set of `Properties`.
 
-    Complete when constructed, in force after `open`.  `models` and `optimizers` are its members,
-    `policies` what it casts.  Its optimizers ask it what they need for a step (`StepOwner`).
+    Complete when constructed, in force after `open`.  `models` and `optimizers` are those that it
+    manages, `policies` what it casts.  Its optimizers ask it what they need for a step
+    (`StepOwner`).
     """
 
     def __init__(
         self,
         properties: Properties,
         *,
-        rules: tuple[list, dict] = ([], {}),
+        rules: Overrides | None = None,
         process_group: Any = None,
         has_apex_tables: bool = False,
     ) -> None:
-        self.rules = rules  # overrides of modules and of functions
+        self.rules = rules or Overrides([], {})
         self.properties = properties
-        self.models: Members[ManagedModel] = Members(self, registry.models, registry.end_sessions)
-        self.optimizers: Members[ManagedOptimizer] = Members(
-            self, registry.optimizers, registry.end_sessions
-        )
-        self.policies = Policies(properties, rules[1], has_apex_tables)
+        self.model_rows: Rows[ManagedModel] = {}
+        self.optimizer_rows: Rows[ManagedOptimizer] = {}
+        self.unmanaged_rows: Rows[Any] = {}  # optimizers of a disabled session
+        self._rows: tuple[Rows[Any], ...]
+        self._rows = (self.model_rows, self.optimizer_rows, self.unmanaged_rows)
+        self.policies = Policies(properties, self.rules.functions, has_apex_tables)
         self.casts_off = registry.state.casts_off
-        self.scalers = [_scaler(properties) for _ in range(properties.num_losses)]
+        self.scalers = _scalers(properties, properties.num_losses)
         self.skips = SkipReports(properties.growth_interval)
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
@@ -65,31 +67,81 @@ class Session:
         self.at_close: list[Callable[[], None]] = []
         self._was_given = False
 
+    # What it manages
+
+    @property
+    def models(self) -> list[ManagedModel]:
+        """Those that are still in use."""
+        return alive(self.model_rows)
+
+    @property
+    def optimizers(self) -> list[ManagedOptimizer]:
+        """Those that are still in use."""
+        return alive(self.optimizer_rows)
+
+    def is_alive(self) -> bool:
+        """Whether a model or optimizer is still in use, or none is to be."""
+        for rows in self._rows:
+            for held in list(rows.values()):
+                if held() is not None:
+                    return True
+        return not self._was_given or self.is_empty()
+
+    def is_empty(self) -> bool:
+        """Whether all models and optimizers that were given have left; collected ones have not."""
+        return self._was_given and not any(self._rows)
+
+    def _join(self, rows: Rows[Any], given: Any, managed: Any) -> None:
+        for key in [key for key, held in rows.items() if held() is None]:
+            del rows[key]
+        rows[id(given)] = registry.table.put(given, self, managed)
+
+    def _leave(self, rows: Rows[Any], *keys: int) -> None:
+        for key in keys:
+            if rows.pop(key, None) is not None:
+                registry.table.remove(key, self)
+
     # Put in, take out
 
     def open(self, models: list[nn.Module], optimizers: list[Any]) -> None:
         """Change models, optimizers and torch; all of it or, on an exception, nothing."""
-        self._was_given = bool(models or optimizers)
         if not models:
             self.policies.cast_everywhere()
-        if not self.properties.enabled:
-            self._was_given = bool(optimizers)  # models alone wait for theirs
-            self.optimizers.add_unmanaged(optimizers)
-            self.is_open = True
-            registry.add(self)
-            return
         try:
-            for model in models:
-                self._manage_model(model, self.properties)
-            for optimizer in optimizers:
-                self.manage_optimizer(optimizer)
-            self._fit_states()
-            self._settle()
+            self._put_in(models, optimizers)
             self.is_open = True
             registry.add(self)
         except BaseException:
             self.close()
             raise
+
+    def add(self, models: list[nn.Module], optimizers: list[Any]) -> None:
+        """Manage more of them; all or, on an exception, none."""
+        try:
+            self._put_in(models, optimizers)
+        except BaseException:
+            undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
+            for given in (*optimizers, *models):
+                managed = registry.table.managed(given)
+                undo.do(self.release, given)
+                if isinstance(managed, ManagedOptimizer):
+                    undo.do(managed.found_states.restore)
+            undo.end()
+            raise
+        registry.refresh()
+
+    def _put_in(self, models: list[nn.Module], optimizers: list[Any]) -> None:
+        self._was_given |= bool(optimizers)
+        if not self.properties.enabled:  # models alone wait for their optimizers
+            for optimizer in optimizers:
+                self._join(self.unmanaged_rows, optimizer, optimizer)
+            return
+        self._was_given |= bool(models)
+        for model in models:
+            self._manage_model(model, self.properties)
+        for optimizer in optimizers:
+            self.manage_optimizer(optimizer)
+        self._settle()
 
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""
@@ -98,41 +150,60 @@ class Session:
         undo.do(registry.state.drop_interrupted)
         undo.do(self.skips.close)
         changed: set[int] = set()
-        for managed in self.models.alive():
+        for managed in self.models:
             changed |= managed.converted()
             undo.do(managed.uninstall)
-        for optimizer in self.optimizers.alive():
+        for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
             undo.do(_fit, optimizer, changed)
             undo.do(optimizer.found_states.restore)
-        self.models.clear()
-        self.optimizers.clear()
+        for rows in self._rows:
+            self._leave(rows, *rows)
         self.is_open = False
         undo.do(registry.remove, self)
         while self.at_close:
             undo.do(self.at_close.pop())
         undo.end()
 
-    def is_alive(self) -> bool:
-        """Whether a model or optimizer is still in use, or none was given."""
-        if self.models.are_alive() or self.optimizers.are_alive():
-            return True
-        return not self._was_given or (self.models.is_empty() and self.optimizers.is_empty())
-
-    def is_empty(self) -> bool:
-        """Whether all models and optimizers that were given have left."""
-        return self._was_given and self.models.is_empty() and self.optimizers.is_empty()
+    def release(self, given: Any) -> None:
+        """Manage a model or an optimizer no longer."""
+        rows = next((rows for rows in self._rows if id(given) in rows), {})
+        managed = rows[id(given)]() if rows else None
+        if isinstance(managed, ManagedModel):
+            for optimizer in self.optimizers:
+                optimizer.gradients.state.finish_pending()
+            changed = managed.converted()
+            managed.uninstall()
+            for optimizer in self.optimizers:
+                _fit(optimizer, changed)
+        elif isinstance(managed, ManagedOptimizer):
+            managed.uninstall()
+        self._leave(rows, id(given))
 
     def policy(self) -> Policy | None:
         """The rules by which this session casts calls; None: it casts none."""
         if not (self.properties.enabled and self.may_cast):
             return None
-        return self.policies.of(self.properties, self.models)
+        if not self.model_rows:
+            return self.policies.at(self.properties)
+        inside = [managed.policy for managed in self.models if managed.policy is not None]
+        return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
+
+    def _settle(self) -> None:
+        """The states of optimizers fit; from here on nothing goes back to what it was before."""
+        models, optimizers = self.models, self.optimizers
+        converted = {key for managed in models for key in managed.converted()}
+        for optimizer in optimizers:
+            _fit(optimizer, converted)
+        for model in models:
+            model.forget_originals()
+        for optimizer in optimizers:
+            optimizer.found_states.forget()
 
     # Models
 
     def _manage_model(self, model: nn.Module, properties: Properties) -> None:
-        found = module_overrides.precisions(model, self.rules[0], properties)
+        found = module_overrides.precisions(model, self.rules.modules, properties)
         managed = ManagedModel(
             model,
             properties,
@@ -144,7 +215,7 @@ class Session:
                 for module, precision in found.items()
             ],
         )
-        self.models.add(managed)
+        self._join(self.model_rows, model, managed)
         if properties.lends_weights:
             registry.events.give_back_shared(model)
         if properties.casts_model:
@@ -155,39 +226,15 @@ class Session:
         managed.install()
         fx_jit.note_scripted_parts(managed)
 
-    def add_models(self, models: list[nn.Module]) -> None:
-        """Manage more models; all of them or, on an exception, none."""
-        if not self.properties.enabled:
-            return
-        self._was_given = True
-        try:
-            for model in models:
-                self._manage_model(model, self.properties)
-            self._fit_states()
-        except BaseException:
-            _give_back_models(self, models)
-            raise
-        self._settle()
-        registry.refresh()
-
-    def _fit_states(self) -> None:
-        """The state of optimizers has the dtypes that their parameters have got."""
-        converted = {key for managed in self.models.alive() for key in managed.converted()}
-        for managed in self.optimizers.alive():
-            _fit(managed, converted)
-
-    def _settle(self) -> None:
-        """From here on nothing goes back to what it was before."""
-        for model in self.models.alive():
-            model.forget_originals()
-        for optimizer in self.optimizers.alive():
-            optimizer.found_states.forget()
+    def drop_copies(self) -> None:
+        """Forget the half copies of weights that O1 has cached."""
+        self.policies.cache.close()
 
     def names(self) -> dict[int, str]:
         """Names of the models' parameters, by ids of the parameters."""
         return {
             id(parameter): name
-            for managed in self.models.alive()
+            for managed in self.models
             for name, parameter in managed.model.named_parameters()
         }
 
@@ -198,23 +245,10 @@ class Session:
             if self.is_open:
                 registry.refresh()
 
-    def release_model(self, model: nn.Module) -> None:
-        """Manage a model no longer."""
-        managed = self.models.find(model)
-        if managed is None:
-            return
-        for optimizer in self.optimizers.alive():
-            optimizer.gradients.state.finish_pending()
-        changed = managed.converted()
-        managed.uninstall()
-        for optimizer in self.optimizers.alive():
-            _fit(optimizer, changed)
-        self.models.remove(model)
-
     def stop_casting(self) -> None:
         """Leave torch's functions alone from now on; models and loss scales stay."""
         self.may_cast = False
-        for managed in self.models.alive():
+        for managed in self.models:
             managed.policy = None
         registry.refresh()
 
@@ -223,41 +257,15 @@ class Session:
     def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
         """Manage an optimizer: its `step`, `zero_grad` and `load_state_dict`."""
         managed = ManagedOptimizer(optimizer, self)
-        self.optimizers.add(managed)
+        self._join(self.optimizer_rows, optimizer, managed)
         self.skips.follow(managed)
         managed.install()
         return managed
 
-    def add_optimizers(self, optimizers: list[Any]) -> None:
-        """Manage more optimizers; all of them or, on an exception, none."""
-        if not self.properties.enabled:
-            self._was_given = True
-            self.optimizers.add_unmanaged(optimizers)
-            return
-        for model in self.models.alive():
-            model.sharded.refuse_unseen("ampatch.add_optimizers(...)")
-        try:
-            added = [self.manage_optimizer(one) for one in optimizers]
-            self._fit_states()
-        except BaseException:
-            _give_back(optimizers, self.optimizers)
-            raise
-        for managed in added:
-            managed.found_states.forget()
-        registry.refresh()
-
-    def release_optimizer(self, optimizer: Any) -> None:
-        """Manage an optimizer no longer."""
-        managed = self.optimizers.find(optimizer)
-        if managed is not None:
-            managed.uninstall()
-        self.optimizers.remove(optimizer)
-
     def add_scalers(self, count: int) -> range:
         """Make `count` more loss scalers; returns their numbers, for `loss_id`."""
-        first = len(self.scalers)
-        self.scalers.extend(_scaler(self.properties) for _ in range(count))
-        return range(first, first + count)
+        self.scalers += _scalers(self.properties, count)
+        return range(len(self.scalers) - count, len(self.scalers))
 
     # Training
 
@@ -274,43 +282,34 @@ class Session:
             registry.ranks.before_pass(loss)
         registry.state.drop_interrupted()
         self.policies.cache.close()
-        if registry.observers.are_there:
-            registry.observers.notify("on_loss", loss, loss_id)
-            registry.observers.notify("on_scale", self.scalers[loss_id].peek(), loss_id)
-            registry.observers.notify("on_block", self.scalers[loss_id])
+        scaler, observers = self.scalers[loss_id], registry.observers
+        if observers.are_there:
+            observers.notify("on_loss", loss, loss_id)
+            observers.notify("on_scale", scaler.peek(), loss_id)
+            observers.notify("on_block", scaler)
         block: AbstractContextManager[Tensor]
-        if self.scalers[loss_id].is_one:
+        if scaler.is_one:
             block = nullcontext(loss)
         else:
-            block = self._block(loss, managed, loss_id, delay_unscale, delay_overflow_check)
-        if registry.observers.are_there:
-            return ObservedBlock(block, registry.observers, loss_id)
-        return block
+            managed, others = self._partners(managed)
+            block = ScaledBackward(
+                *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
+                together=self.policies.tables.apex_tables,
+            )
+        return observers.around(block, loss_id) if observers.are_there else block
 
-    def _block(
-        self,
-        loss: Tensor,
-        managed: list[ManagedOptimizer],
-        loss_id: int,
-        delay_unscale: bool,
-        delay_overflow_check: bool,
-    ) -> ScaledBackward:
-        others: list[ManagedOptimizer] = []
-        members = self.optimizers.references
-        if not (len(managed) == len(members) == 1 and members[0]() is managed[0]):
-            everyone = self.optimizers.alive()
-            managed = with_sharers(managed, everyone)
-            if not self.scales_by_itself:
-                others = [other for other in everyone if other not in managed]
-        return ScaledBackward(
-            loss,
-            managed,
-            self.scalers[loss_id],
-            delay_unscale,
-            delay_overflow_check,
-            others,
-            together=self.policies.tables.apex_tables,
-        )
+    def _partners(
+        self, managed: list[ManagedOptimizer]
+    ) -> tuple[list[ManagedOptimizer], list[ManagedOptimizer]]:
+        """These optimizers and those that share parameters with them; the session's others."""
+        rows = self.optimizer_rows
+        if len(managed) == len(rows) == 1 and id(managed[0].optimizer) in rows:
+            return managed, []
+        everyone = self.optimizers
+        managed = with_sharers(managed, everyone)
+        if self.scales_by_itself:
+            return managed, []
+        return managed, [other for other in everyone if other not in managed]
 
     def looks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
@@ -318,7 +317,7 @@ class Session:
 
     def computes_in_half(self, parameter: Tensor) -> bool:
         """Whether a model computes with half copies of this weight."""
-        return any(managed.lends(parameter) for managed in self.models.alive())
+        return registry.events.is_lent(parameter)
 
     def casts_on(self) -> AbstractContextManager[None]:
         """The policy in force around the step that is running, for the forward in a closure."""
@@ -368,7 +367,7 @@ class Session:
         return properties
 
     def _models_but(self, model: nn.Module) -> list[ManagedModel]:
-        return [managed for managed in self.models.alive() if managed.model is not model]
+        return [managed for managed in self.models if managed.model is not model]
 
     def relevel(self, model: nn.Module, properties: Properties) -> None:
         """Put one of the models under another opt level, as `at_level` gives it.
@@ -376,12 +375,11 @@ class Session:
         Other models of the session keep their level, and the loss scalers that serve them.
         """
         others = self._models_but(model)
-        with Transfer(registry, [model], []):
+        with taken_over(model):
             self.policies.cast_to(properties.dtype)
             self._manage_model(model, properties)
-            self._fit_states()
+            self._settle()
         self._fit_scalers(properties, others)
-        self._settle()
         registry.refresh()
 
     def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
@@ -396,7 +394,7 @@ class Session:
             dynamic = any(other.properties.loss_scale == "dynamic" for other in others)
             anew = not dynamic and any(scaler.is_dynamic for scaler in self.scalers)
         if anew:
-            self.scalers = [_scaler(properties) for _ in self.scalers]
+            self.scalers = _scalers(properties, len(self.scalers))
 
     def restore(
         self,
@@ -407,16 +405,37 @@ class Session:
         """Manage again what was released."""
         self.policies.cast_to(self.properties.dtype)
         for managed in models:
-            if self.models.find(managed.model) is None:
+            if id(managed.model) not in self.model_rows:
                 self._manage_model(managed.model, managed.properties)
-        self.optimizers.clear()
-        self.optimizers.add_unmanaged(unmanaged)
+        for one in unmanaged:
+            self._join(self.unmanaged_rows, one, one)
         for optimizer in optimizers:
-            self.optimizers.add(optimizer)
+            self._join(self.optimizer_rows, optimizer.optimizer, optimizer)
             optimizer.reinstall()
-        self._fit_states()
         self._settle()
         registry.refresh()
+
+
+@contextlib.contextmanager
+def taken_over(*given: Any) -> Iterator[None]:
+    """Context manager: releases models and optimizers from the sessions that have them.
+
+    On an exception these sessions get them back, so that training goes on as if nothing had been
+    tried.
+    """
+    found = [(session, one) for one in given if (session := registry.table.session_of(one))]
+    earlier = {
+        session: (session.models, session.optimizers, alive(session.unmanaged_rows))
+        for session, _ in found
+    }
+    try:
+        for session, one in found:
+            session.release(one)
+        yield
+    except BaseException:
+        for session, members in earlier.items():
+            session.restore(*members)
+        raise
 
 
 def _fit(managed: ManagedOptimizer, converted: set[int]) -> None:
@@ -426,30 +445,10 @@ def _fit(managed: ManagedOptimizer, converted: set[int]) -> None:
         zero.settle(managed.optimizer)
 
 
-def _give_back_models(session: Session, models: list[nn.Module]) -> None:
-    """The models that have just come are as they were, since one of them cannot be managed."""
-    undo = UndoAll("ampatch.add_models(...) fails")
-    for model in models:
-        undo.do(session.release_model, model)
-    undo.end()
-
-
-def _give_back(given: list[Any], optimizers: Members[ManagedOptimizer]) -> None:
-    """The optimizers that have just come are as they were, since one of them cannot be managed."""
-    undo = UndoAll("ampatch.add_optimizers(...) fails")
-    for optimizer in given:
-        managed = optimizers.find(optimizer)
-        if managed is not None:
-            undo.do(managed.uninstall)
-            undo.do(managed.found_states.restore)
-        optimizers.remove(optimizer)
-    undo.end()
-
-
-def _scaler(properties: Properties) -> Any:
+def _scalers(properties: Properties, count: int) -> list[Any]:
     is_needed = properties.opt_level != "O0" and properties.dtype is torch.float16
     settings = dataclasses.asdict(properties.scale_settings)
-    return make_scaler(properties.loss_scale, is_needed, **settings)
+    return [make_scaler(properties.loss_scale, is_needed, **settings) for _ in range(count)]
 
 
-dynamo_skip.run_eagerly(sys.modules[__name__], members, policies, rank_agreement, rank_settings)
+dynamo_skip.run_eagerly(sys.modules[__name__], table, policies, rank_agreement, rank_settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..interop import (
     lent_copies,
     module_dtype,
     parameter_data,
+    rank_agreement,
     tensor_hooks,
     uneven_inputs,
 )
@@ -28,7 +30,6 @@ from ..torch_private import dynamo_inputs, layer_forwards
 
 if TYPE_CHECKING:
     from .registry import Registry
-    from .session import Session
 
 
 class Needs(NamedTuple):
@@ -43,29 +44,15 @@ class Needs(NamedTuple):
     casts: bool  # a policy is in force for the process
 
 
-def needs_of(sessions: list[Session], *, tables: bool, casts: bool) -> Needs:
-    """What these sessions need; the caller knows what they cast.
-
-    Without a call for each session: each one that opens asks for all that are open.
-    """
-    models = [
-        managed
-        for session in sessions
-        for ref in session.models.references
-        if (managed := ref()) is not None
-    ]
-    optimizers = [
-        optimizer
-        for session in sessions
-        for reference in session.optimizers.references
-        if (optimizer := reference()) is not None
-    ]
+def needs_of(registry: Registry, *, tables: bool, casts: bool) -> Needs:
+    """What the open sessions need; the caller knows what they cast."""
+    models = registry.models()
     weight_types = [managed.properties.cast_model_type for managed in models]
     return Needs(
-        sessions=bool(sessions),
-        active=True in [session.properties.enabled for session in sessions],
+        sessions=bool(registry.sessions),
+        active=True in [session.properties.enabled for session in registry.sessions],
         models=bool(models),
-        optimizers=bool(optimizers),
+        optimizers=bool(registry.optimizers()),
         half_models=not set(HALF_TYPES).isdisjoint(weight_types),
         tables=tables,
         casts=casts,
@@ -108,13 +95,16 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "DistributedDataParallel: ranks agree on settings",
             lambda needs: needs.active,
-            lambda: ddp.replacements(registry.ranks.agree, events.is_lent),
+            lambda: ddp.replacements(
+                functools.partial(rank_agreement.agree_at_wrapping, registry.ranks),
+                events.is_lent,
+            ),
             is_over_tables=True,
         ),
         Tool(
             "DistributedDataParallel.join: loss scales of the rank that trained on",
             lambda needs: needs.optimizers,
-            lambda: uneven_inputs.replacements(events),
+            lambda: uneven_inputs.replacements(registry.ranks),
             is_over_tables=True,
         ),
         Tool(
@@ -130,7 +120,7 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "torch.fx and torch.jit.script: casts in graphs, or a warning",
             lambda needs: needs.casts or needs.models,
-            lambda: fx_jit.replacements(registry.models.managed, registry.state),
+            lambda: fx_jit.replacements(registry.table.managed, registry.state),
         ),
         Tool(
             "activation checkpoints: the recompute has the forward's casts and half copies",

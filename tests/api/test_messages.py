@@ -257,3 +257,25 @@ def test_other_ranks_say_nothing(caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     ampatch.initialize(*training(), opt_level="o1")
     assert caplog.text == ""
+
+
+OF_AN_OPTIMIZER = {
+    "scale_loss": lambda given: ampatch.scale_loss(torch.ones(()), given),
+    "scale_loss of a list": lambda given: ampatch.scale_loss(torch.ones(()), [given]),
+    "step_was_skipped": ampatch.step_was_skipped,
+    "step_counts": ampatch.step_counts,
+}
+OF_A_MODEL = {
+    "set_opt_level": lambda given: ampatch.set_opt_level(given, "O2"),
+    "unwrap": ampatch.unwrap,
+}
+
+
+@pytest.mark.parametrize("name", [*OF_AN_OPTIMIZER, *OF_A_MODEL])
+def test_a_model_is_no_optimizer_and_an_optimizer_no_model(name):
+    """Both are in one table."""
+    model, optimizer = ampatch.initialize(*training(), verbosity=0)
+    call = (OF_AN_OPTIMIZER | OF_A_MODEL)[name]
+    given = model if name in OF_AN_OPTIMIZER else optimizer
+    with pytest.raises(ampatch.AmpatchError, match="was not given to ampatch.initialize"):
+        call(given)

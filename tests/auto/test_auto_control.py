@@ -81,9 +81,9 @@ def test_optimizers_are_held_weakly():
     del model, optimizer
     gc.collect()
     assert [ref() for ref in alive] == [None] * 10
-    assert list(session.optimizers.alive()) == []
+    assert session.optimizers == []
     torch.optim.SGD(net().parameters(), lr=0.1)
-    assert len(session.optimizers.references) <= 1
+    assert len(session.optimizer_rows) <= 1
 
 
 def test_threads_take_turns():

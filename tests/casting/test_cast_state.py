@@ -156,7 +156,7 @@ def test_a_model_within_a_model_within_itself():
     initialized(other, "O0")
     initialized(model, "O1")
     assert model(X).dtype is H
-    assert depth[0] is depth[1] is registry.models.managed(model).policy
+    assert depth[0] is depth[1] is registry.table.managed(model).policy
     assert not registry.state.thread.frames and not registry.state.per_thread
 
 

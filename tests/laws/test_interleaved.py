@@ -117,7 +117,7 @@ def test_closing_one_leaves_the_others(closed):
     trainings = [Training(seed, plan, "model") for seed, plan in enumerate(PLANS)]
     found = [[training.step(), training.step()] for training in trainings]
     model = trainings[closed].model
-    session = ampatch.session.session.registry.models.session_of(model)
+    session = ampatch.session.session.registry.table.session_of(model)
     session.close()
     for index, training in enumerate(trainings):
         if index != closed:

@@ -742,13 +742,13 @@ def test_a_parametrization_that_comes_later():
 def test_modules_that_are_made_elsewhere_cost_nothing():
     model, _ = start()
     model(inputs())
-    trees = dict(ampatch.session.session.registry.models.managed(model)._lent._trees)
+    trees = dict(ampatch.session.session.registry.table.managed(model)._lent._trees)
     nn.Linear(2, 2)
     model(inputs())
-    assert ampatch.session.session.registry.models.managed(model)._lent._trees == trees
+    assert ampatch.session.session.registry.table.managed(model)._lent._trees == trees
     model.third = nn.Linear(2, 2)
     model(inputs())
-    assert ampatch.session.session.registry.models.managed(model)._lent._trees != trees
+    assert ampatch.session.session.registry.table.managed(model)._lent._trees != trees
 
 
 def test_nan_weights_are_not_taken_for_written_ones(caplog):

@@ -21,7 +21,7 @@ from ampatch.scaling.gradient_state import (
     State,
 )
 from ampatch.scaling.loss_scaler import StaticScaler
-from ampatch.session import facade
+from ampatch.session.registry import registry
 
 SCALING = Path(gradient_state.__file__).parent
 SCALED = (State.PENDING, State.IN_BLOCK_PENDING)
@@ -111,7 +111,7 @@ def test_what_is_pending_stays_when_a_block_begins_and_is_abandoned():
 def test_a_training_step_from_state_to_state(opt_level):
     """O0 to O3, with a dynamic loss scale."""
     model, optimizer = start(opt_level, loss_scale="dynamic")
-    state = facade.managed_optimizer(optimizer).gradients.state
+    state = registry.table.managed(optimizer).gradients.state
     seen = [state.now]
     with ampatch.scale_loss(model(data()[0]).float().sum(), optimizer) as scaled:
         seen.append(state.now)

@@ -69,7 +69,7 @@ def failing_block(rank: int, level: str, accumulated: bool) -> dict:
         default=0.0,
     )
     if accumulated:
-        managed = amp.session.session.registry.optimizers.managed(optimizer)
+        managed = amp.session.session.registry.table.managed(optimizer)
         managed.gradients.state.finish_pending()
         largest = max(p.grad.abs().max().item() for p in amp.master_params(optimizer))
     optimizer.zero_grad()

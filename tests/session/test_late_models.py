@@ -66,7 +66,7 @@ def test_their_fp32_values_wait_and_masters_that_are_there_stay():
 
 
 def level_of(model):
-    return ampatch.session.session.registry.models.session_of(model).properties.opt_level
+    return ampatch.session.session.registry.table.session_of(model).properties.opt_level
 
 
 def test_they_join_the_session_of_what_they_are_added_to():
@@ -95,6 +95,18 @@ def test_after_an_exception_nothing_has_changed():
         ampatch.add_models(optimizer)
     with pytest.raises(ampatch.AmpatchError, match="no session has this Sequential"):
         ampatch.add_models(good, to=build()[0])
+
+
+def test_a_part_of_a_dtensor_is_refused_in_a_model_that_comes_later_too():
+    first, optimizer = build()
+    ampatch.initialize(first, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+    later = build()[0]
+    later[0].weight._st_info = object()  # as DistributedDataParallel(device_mesh=...) leaves it
+    with pytest.raises(
+        ampatch.AmpatchError, match=r"models\[0\].*'0\.weight', a part of a DTensor"
+    ):
+        ampatch.add_models(later, to=first)
+    assert not later._forward_pre_hooks
 
 
 def test_one_that_fails_while_it_is_converted_takes_the_others_along(monkeypatch):

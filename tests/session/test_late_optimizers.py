@@ -82,7 +82,7 @@ def test_each_optimizer_joins_the_session_of_its_model():
     first = ampatch.initialize(build(), opt_level="O2", dtype=torch.bfloat16, verbosity=0)
     ampatch.initialize(build(), opt_level="O0", verbosity=0)
     optimizer = ampatch.add_optimizers(adam(first))
-    session = ampatch.session.session.registry.optimizers.session_of(optimizer)
+    session = ampatch.session.session.registry.table.session_of(optimizer)
     assert session.properties.opt_level == "O2"
     groups = optimizer.param_groups
     assert ampatch.add_optimizers(optimizer).param_groups is groups  # nothing happens twice
@@ -119,7 +119,7 @@ def test_after_an_exception_nothing_has_changed():
     with pytest.raises(TypeError):
         ampatch.add_optimizers([good, Slotted(model[3].parameters())])
     assert "step" not in vars(good)
-    assert ampatch.session.session.registry.optimizers.session_of(good) is None
+    assert ampatch.session.session.registry.table.session_of(good) is None
     train(model, ampatch.add_optimizers(adam(model)))
 
 

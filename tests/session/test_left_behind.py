@@ -332,7 +332,7 @@ def fails_in(managed, part, monkeypatch):
 def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
     models, optimizers = zip(*[start(opt_level=level) for _ in range(3)], strict=True)
     registry = ampatch.session.session.registry
-    managed = registry.optimizers.managed(optimizers[1])
+    managed = registry.table.managed(optimizers[1])
     owners = {"finish_pending": managed.gradients.state, "restore": managed.found_states}
     fails_in(owners.get(part, managed), part, monkeypatch)
     with pytest.raises(ValueError, match=part):
@@ -362,7 +362,7 @@ def test_several_errors_come_together(monkeypatch):
     models, optimizers = zip(*[start() for _ in range(3)], strict=True)
     registry = ampatch.session.session.registry
     for number, model in enumerate(models[:2]):
-        monkeypatch.setattr(registry.models.managed(model), "uninstall", failing(f"model {number}"))
+        monkeypatch.setattr(registry.table.managed(model), "uninstall", failing(f"model {number}"))
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
     with pytest.raises(kind, match="2 parts could not be undone"):
         ampatch.deactivate()
@@ -382,12 +382,12 @@ def test_errors_of_a_python_without_groups(monkeypatch):
 def test_ctrl_c_wins(monkeypatch):
     models, _ = zip(*[start() for _ in range(2)], strict=True)
     registry = ampatch.session.session.registry
-    fails_in(registry.models.managed(models[1]), "uninstall", monkeypatch)
+    fails_in(registry.table.managed(models[1]), "uninstall", monkeypatch)
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(registry.models.managed(models[0]), "uninstall", interrupted)
+    monkeypatch.setattr(registry.table.managed(models[0]), "uninstall", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions

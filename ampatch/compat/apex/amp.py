@@ -93,7 +93,7 @@ def initialize(
     session = engine.open_sessions()[-1]
     _amp_state.verbosity = verbosity
     if session.properties.enabled:
-        for managed in session.optimizers.alive():
+        for managed in session.optimizers:
             _put_stash(managed.optimizer)
     return result
 
@@ -143,7 +143,7 @@ class Cleaner:
 
     def on_close(self, session: engine.Session) -> None:
         """Called when a session closes, before its optimizers are released."""
-        for managed in session.optimizers.alive():
+        for managed in session.optimizers:
             for name in _ON_OPTIMIZER:
                 vars(managed.optimizer).pop(name, None)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampatch.session.facade import foreach
+from ampatch.torch_private import foreach
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale"]
 

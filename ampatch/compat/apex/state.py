@@ -148,7 +148,7 @@ class SessionHandle:
         self._session.stop_casting()
 
     def _clear_cache(self) -> None:
-        engine.drop_cached_weights(self._session)
+        self._session.drop_copies()
 
 
 class Stash:

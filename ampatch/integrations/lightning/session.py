@@ -81,7 +81,7 @@ class PluginSession:
     def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """`ampatch.scale_loss` for all optimizers: an overflow concerns those it is in."""
         session = self._session()
-        optimizers = facade.optimizers_of(session) if session is not None else []
+        optimizers = [] if session is None else [one.optimizer for one in session.optimizers]
         return ampatch.scale_loss(loss, optimizers) if optimizers else nullcontext(loss)
 
     def as_weights(self, value: Tensor) -> Tensor:
@@ -120,4 +120,7 @@ class PluginSession:
     def _member(self) -> Any:
         """A module or optimizer by which ampatch knows the session; None: it manages nothing."""
         session = self._session()
-        return None if session is None else next(iter(facade.members_of(session)), None)
+        if session is None:
+            return None
+        models = [managed.model for managed in session.models]
+        return next(iter([*models, *(one.optimizer for one in session.optimizers)]), None)

@@ -68,7 +68,7 @@ class Recorder:
         self.notices += 1
         self._properties = properties
         for session in facade.open_sessions()[-1:]:
-            self.watch_forwards(managed.model for managed in session.models.alive())
+            self.watch_forwards(managed.model for managed in session.models)
 
     def on_engine(self, name: str, properties: dict[str, Any]) -> None:
         """The script trains without ampatch: at O0 without AMP code, or under autocast."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.session.facade import foreach
+from ampatch.torch_private import foreach
 
 from .common import Fused, can_be_fused, listed, refuse, steps_by_tensor, with_grads
 

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ampatch.session.facade import foreach, have_fused_optimizers
+from ampatch.torch_private import foreach
+from ampatch.torch_private.devices import have_fused_optimizers
 
 
 class Fused:

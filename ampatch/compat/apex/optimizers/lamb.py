@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.session.facade import foreach
+from ampatch.torch_private import foreach
 
 from .common import Fused, listed, refuse, with_grads
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import ampatch
-from ampatch.session.index import Index
 from ampatch.session.registry import registry
+from ampatch.session.table import Table
 
 SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}
 
@@ -52,9 +51,9 @@ def _entered(function, *args) -> int:
     return entered
 
 
-def entries() -> tuple[int, int]:
-    """How many optimizers and models are managed."""
-    return len(registry.optimizers), len(registry.models)
+def entries() -> int:
+    """How many optimizers and models there are in the table."""
+    return len(registry.table)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -63,70 +62,68 @@ def test_looking_one_up_is_one_call_however_many_there_are(level):
     for model, optimizer in pairs:
         ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
     for model, optimizer in pairs:
-        session, managed = registry.optimizers.find(optimizer)
-        assert session is registry.models.session_of(model) and managed.optimizer is optimizer
-        assert registry.models.managed(model).model is model
-    assert len({id(registry.optimizers.session_of(optimizer)) for _, optimizer in pairs}) == 30
+        session, managed = registry.table.find(optimizer)
+        assert session is registry.table.session_of(model) and managed.optimizer is optimizer
+        assert registry.table.managed(model).model is model
+    assert len({id(registry.table.session_of(optimizer)) for _, optimizer in pairs}) == 30
     asked = [(optimizer,) for _, optimizer in pairs]
-    assert frames_of_each(registry.optimizers.find, asked) == [1] * 30
-    assert frames(registry.optimizers.find, object()) == 1
+    assert frames_of_each(registry.table.find, asked) == [1] * 30
+    assert frames(registry.table.find, object()) == 1
 
 
 def test_what_was_not_given_is_in_no_session():
     model, optimizer = pair()
     ampatch.initialize(*pair(), **SETTINGS)
-    assert registry.optimizers.find(optimizer) is None
-    assert (
-        registry.optimizers.session_of(optimizer) is registry.optimizers.managed(optimizer) is None
-    )
-    assert registry.models.session_of(model) is registry.models.managed(model) is None
+    assert registry.table.find(optimizer) is None
+    assert registry.table.session_of(optimizer) is registry.table.managed(optimizer) is None
+    assert registry.table.session_of(model) is registry.table.managed(model) is None
 
 
 def test_a_disabled_session_has_it_without_a_managed_counterpart():
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
-    assert registry.optimizers.find(optimizer) == (registry.sessions[0], None)
+    assert registry.table.find(optimizer) == (registry.sessions[0], None)
     ampatch.deactivate()
-    assert registry.optimizers.find(optimizer) is None and entries() == (0, 0)
+    assert registry.table.find(optimizer) is None and entries() == 0
 
 
 def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
     model, optimizer = pair()
     for enabled, level in [(True, "O1"), (False, "O1"), (True, "O2"), (True, "O0")]:
         ampatch.initialize(model, optimizer, enabled=enabled, opt_level=level, **SETTINGS)
-        session, managed = registry.optimizers.find(optimizer)
+        session, managed = registry.table.find(optimizer)
         assert session is registry.sessions[-1] and (managed is not None) is enabled
-        assert (registry.models.session_of(model) is session) is enabled
-        assert entries() == (1, int(enabled)) and len(registry.sessions) == 1
+        assert (registry.table.session_of(model) is session) is enabled
+        assert entries() == 1 + enabled and len(registry.sessions) == 1
     ampatch.set_opt_level(model, "O1")
-    assert registry.models.session_of(model) is registry.optimizers.session_of(optimizer) is session
+    assert registry.table.session_of(model) is registry.table.session_of(optimizer) is session
 
 
 def test_part_of_a_session_leaves_it():
     (first, one), (second, other) = pair(), pair()
     ampatch.initialize([first, second], [one, other], **SETTINGS)
-    old = registry.optimizers.session_of(one)
+    old = registry.table.session_of(one)
     ampatch.initialize(second, other, opt_level="O2", **SETTINGS)
-    assert registry.optimizers.session_of(one) is registry.models.session_of(first) is old
-    assert registry.optimizers.session_of(other) is registry.models.session_of(second) is not old
-    assert old.optimizers.find(other) is old.models.find(second) is None
-    assert [model.model for model in old.models.alive()] == [first]
+    assert registry.table.session_of(one) is registry.table.session_of(first) is old
+    assert registry.table.session_of(other) is registry.table.session_of(second) is not old
+    assert [managed.model for managed in old.models] == [first]
+    assert [managed.optimizer for managed in old.optimizers] == [one]
 
 
 def test_what_is_released_is_in_no_session():
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, **SETTINGS)
-    session = registry.optimizers.session_of(optimizer)
-    session.release_model(model)
-    session.release_optimizer(optimizer)
-    assert entries() == (0, 0) and session.is_empty()
+    session = registry.table.session_of(optimizer)
+    session.release(model)
+    session.release(optimizer)
+    assert entries() == 0 and session.is_empty()
 
 
 def test_a_failed_initialize_gives_all_back(monkeypatch):
     (first, one), (second, other), (third, new) = pair(), pair(), pair()
     ampatch.initialize([first, second], [one, other], opt_level="O2", **SETTINGS)
     ampatch.initialize(nn.Linear(2, 2), enabled=False, **SETTINGS)
-    session, managed = registry.optimizers.find(one)
+    session, managed = registry.table.find(one)
 
     def fail(added):
         raise KeyboardInterrupt
@@ -134,21 +131,21 @@ def test_a_failed_initialize_gives_all_back(monkeypatch):
     monkeypatch.setattr(registry, "add", fail)
     with pytest.raises(KeyboardInterrupt):
         ampatch.initialize([third, second, first], [new, other], opt_level="O2", **SETTINGS)
-    assert registry.optimizers.find(one) == (session, managed)
-    assert registry.optimizers.session_of(other) is session
-    assert [registry.models.session_of(model) for model in (first, second)] == [session] * 2
-    assert registry.optimizers.find(new) is registry.models.session_of(third) is None
-    assert entries() == (2, 2)
+    assert registry.table.find(one) == (session, managed)
+    assert registry.table.session_of(other) is session
+    assert [registry.table.session_of(model) for model in (first, second)] == [session] * 2
+    assert registry.table.find(new) is registry.table.session_of(third) is None
+    assert entries() == 4
 
 
 def test_what_a_disabled_session_was_given_comes_back_too(monkeypatch):
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
-    found = registry.optimizers.find(optimizer)
+    found = registry.table.find(optimizer)
     monkeypatch.setattr(registry, "add", lambda added: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ampatch.initialize(model, optimizer, **SETTINGS)
-    assert registry.optimizers.find(optimizer) == found and entries() == (1, 0)
+    assert registry.table.find(optimizer) == found and entries() == 1
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -158,55 +155,67 @@ def test_the_dead_are_forgotten(enabled):
     kept, optimizer = pair()
     ampatch.initialize(kept, optimizer, enabled=enabled, **SETTINGS)
     gc.collect()
-    assert entries() == (1, int(enabled))
-    assert registry.optimizers.session_of(optimizer) is registry.sessions[-1]
+    assert entries() == 1 + enabled
+    assert registry.table.session_of(optimizer) is registry.sessions[-1]
 
 
 class Thing:
-    """Something with a counterpart: `Counterpart.thing`."""
+    """Something that keeps its counterpart alive, and may be in a cycle."""
 
 
 class Counterpart:
     def __init__(self, thing):
         self.thing = thing
+        thing.counterpart = self
+
+
+def table(ended=lambda: None):
+    """A table, a thing and two sessions."""
+    return Table(ended), Thing(), object(), object()
 
 
 def test_an_id_used_again_finds_nothing():
-    """As an object that dies in a cycle may leave its entry for a while."""
-    index = Index(lambda managed: managed.thing)
-    thing, session = Thing(), object()
-    managed = Counterpart(thing)
-    index.put(thing, session, managed)
-    managed.thing = Thing()  # the same id as far as the look-up can see, and another object
-    assert index.find(thing) is None
-    managed.thing = thing
-    assert index.find(thing) == (session, managed)
+    things, _, session, _ = table()
+    for _ in range(20):  # the next has the id of the last, or soon will
+        thing = Thing()
+        assert things.find(thing) is None
+        counterpart = Counterpart(thing)
+        things.put(thing, session, counterpart)
+        assert things.find(thing) == (session, counterpart)
+        del thing, counterpart
+        gc.collect()
 
 
-def test_the_entry_of_a_new_counterpart_outlives_the_old_one():
-    index = Index(lambda managed: managed.thing)
-    thing, first, second = Thing(), object(), object()
+def test_it_is_told_when_one_is_collected():
+    told = []
+    things, thing, session, _ = table(lambda: told.append(len(things)))
+    things.put(thing, session, Counterpart(thing))
+    del thing
+    gc.collect()
+    assert told == [0]
+
+
+def test_the_row_of_a_new_counterpart_outlives_the_old_one():
+    things, thing, first, second = table()
     old, new = Counterpart(thing), Counterpart(thing)
-    index.put(thing, first, old)
-    index.put(thing, second, new)
-    index.remove(thing, first)  # it has passed it on
-    assert index.find(thing) == (second, new)
+    things.put(thing, first, old)
+    things.put(thing, second, new)
+    things.remove(id(thing), first)  # it has passed it on
+    assert things.find(thing) == (second, new)
 
 
-def test_an_old_counterpart_that_dies_late_removes_no_new_entry():
-    """Another thread may be looking at the old entry while the new one is put."""
-    index = Index(lambda managed: managed.thing)
-    thing, second = Thing(), object()
+def test_an_old_counterpart_that_dies_late_removes_no_new_row():
+    """Another thread may be looking at the old row while the new one is put."""
+    things, thing, first, second = table()
     old, new = Counterpart(thing), Counterpart(thing)
-    index.put(thing, object(), old)
-    (looked_at,) = weakref.getweakrefs(old)
-    index.put(thing, second, new)
+    held = things.put(thing, first, old)
+    things.put(thing, second, new)
     del old
     gc.collect()
-    assert looked_at() is None
-    assert index.find(thing) == (second, new)
-    index.remove(thing, second)
-    assert index.find(thing) is None and len(index) == 0
+    assert held() is None
+    assert things.find(thing) == (second, new)
+    things.remove(id(thing), second)
+    assert things.find(thing) is None and len(things) == 0
 
 
 # What opening and closing many cost
@@ -256,7 +265,7 @@ def test_deactivate_looks_once_at_what_is_needed(monkeypatch):
         ampatch.initialize(model, optimizer, **SETTINGS)
     monkeypatch.setattr(registry, "refresh", lambda: looks.append(refresh()))
     ampatch.deactivate()
-    assert len(looks) == 1 and entries() == (0, 0)
+    assert len(looks) == 1 and entries() == 0
 
 
 def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch):
