@@ -21,8 +21,7 @@ from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import fit_state
-from ..scaling.scaled_backward import ScaledBackward
-from ..scaling.shared_parameters import with_sharers
+from ..scaling.scaled_backward import ScaledBackward, with_sharers
 from ..scaling.skip_report import SkipReports
 from . import members, policies, rank_settings
 from .members import Members
@@ -204,7 +203,7 @@ class Session:
         if managed is None:
             return
         for optimizer in self.optimizers.alive():
-            optimizer.gradients.state.finish_pending()
+            optimizer.gradients.finish()
         changed = managed.converted()
         managed.uninstall()
         for optimizer in self.optimizers.alive():
@@ -337,7 +336,7 @@ class Session:
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
             self.skips.report(managed, news, self.names(), self.scalers)
-        without_block = not (managed.step_had_block or self.scales_by_itself)
+        without_block = not (managed.gradients.had_block or self.scales_by_itself)
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()
         if registry.observers.are_there:
