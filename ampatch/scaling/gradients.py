@@ -433,5 +433,7 @@ def update_scaler(
 
 def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
     """Each of these optimizers has the overflow that one of them has."""
-    for one in several if flags else ():
-        one.note(functools.reduce(either, flags), scaler)
+    if flags:
+        found = functools.reduce(either, flags)
+        for one in several:
+            one.note(found, scaler)

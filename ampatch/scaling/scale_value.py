@@ -99,8 +99,10 @@ class HostNumbers:
             scale = scale.item()
         inverse = self._inverses.get(scale)
         if inverse is None:
+            if len(self._inverses) > 3:
+                self._inverses.clear()
             inverse = torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")
-            self._inverses = {**dict(list(self._inverses.items())[-1:]), scale: inverse}
+            self._inverses[scale] = inverse
         try:
             found = self._zeros.pop()
         except IndexError:  # none left, or another thread was faster

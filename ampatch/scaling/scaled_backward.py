@@ -25,11 +25,6 @@ class ScaledBackward:
     optimizer has all of them skip.
     """
 
-    __slots__ = (
-        *("_loss", "_several", "_owners", "_others", "_scaler", "_scale", "_scaled"),
-        *("_delay_unscale", "_delay_check", "_together"),
-    )
-
     def __init__(
         self,
         loss: Tensor,
@@ -67,9 +62,10 @@ class ScaledBackward:
             for one in self._several:
                 held.append(one.gather(self._scaler))
             scaled, self._scale = self._scaler.scale(self._loss)
-            self._scaled = Scaled(self._scaler, self._scale)
+            waits = None
             for one in self._several:
-                self._scaled = one.scaled or self._scaled  # what waits already
+                waits = waits or one.scaled
+            self._scaled = waits or Scaled(self._scaler, self._scale)
             for one, params in zip(self._several, held, strict=True):
                 one.make_room(params, self._scaled, self._owners)
             return scaled
