@@ -205,9 +205,14 @@ def _are_accumulators_held(models: list[nn.Module]) -> bool:
         if p.requires_grad and p.is_leaf and p.layout is torch.strided and not is_lazy(p)
     ]
     for leaf in leaves:
-        get_gradient_edge(leaf).node.metadata[mark] = None
-    found = [get_gradient_edge(leaf).node.metadata.pop(mark, 0) is None for leaf in leaves]
+        _notes_at(leaf)[mark] = None
+    found = [_notes_at(leaf).pop(mark, 0) is None for leaf in leaves]
     return any(found)
+
+
+def _notes_at(leaf: Tensor) -> dict[Any, Any]:
+    """What can be noted at the node that adds to its gradient, as long as the node lives."""
+    return get_gradient_edge(leaf).node.metadata  # type: ignore[return-value]  # a property
 
 
 def _with_subclasses(kind: type) -> set[type]:

@@ -78,7 +78,7 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
             to = policy.float_to
         else:
             to = choose(args, kwargs, policy)
-        if to is None:
+        if policy is None or to is None:
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 kind = type(arg)
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):

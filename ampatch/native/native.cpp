@@ -728,24 +728,11 @@ class Items {
   THPObjectPtr list_;
 };
 
-bool is_half(ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
-
 // The gradient that autograd has left, without a look at the attribute of a subclass.
 const Tensor& raw_grad(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->grad(); }
 
 void drop(const Tensor& tensor) {
   if (raw_grad(tensor).defined()) tensor.mutable_grad().reset();
-}
-
-// any_half(tensors): whether one is of a half type.
-PyObject* any_half(PyObject*, PyObject* sequence) {
-  HANDLE_TH_ERRORS
-  const Items items(sequence);
-  for (Py_ssize_t i = 0; i < items.size(); ++i) {
-    if (is_half(items.tensor(i).scalar_type())) Py_RETURN_TRUE;
-  }
-  Py_RETURN_FALSE;
-  END_HANDLE_TH_ERRORS
 }
 
 // `.grad` of an item, None as undefined; a subclass is asked for its attribute.
@@ -849,7 +836,6 @@ PyCFunction fast(F function) {
 }
 
 PyMethodDef methods[] = {
-    {"any_half", any_half, METH_O, nullptr},
     {"are_alike", fast(are_alike), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
     {"cast_together", fast(cast_together), METH_FASTCALL, nullptr},

@@ -1,27 +1,31 @@
-"""The loss scale: static, or dynamic on the device.  Both kinds follow the `Scaler` protocol.
+"""The loss scale: static, or dynamic.
 
-A scale of 1 is a static scaler like any other, with nothing to do.  Gradients are
-unscaled by a snapshot of the scale that their loss was multiplied by: another block or
-`set` may have changed the scale since.  The code of the growth rule is in `scale_value`.
+A scale of 1 is a static scaler like any other, with nothing to do.  Gradients are unscaled by a
+snapshot of the scale that their loss was multiplied by: another block or `set` may have changed
+the scale since.  A scale is a number, or a 0-dim tensor on the device of the losses; how the
+dynamic one moves is in `scale_value`.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from typing import Any, Protocol
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..config.opt_levels import HALF_TYPES
 from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import is_owned_by_host
 from .scale_value import Flag, alike, either, numbers_on
 from .scaler_entries import checked_entry
-from .tensor_lists import any_half
 
+_HALF = frozenset(HALF_TYPES)
+_dtype = operator.attrgetter("dtype")
 _REMEMBERED = 128  # blocks whose scale `history` can show
 
 
@@ -34,68 +38,10 @@ def _multiply(grads: list[Tensor], scale: Any) -> None:
     for device, group in alike(grads):
         if isinstance(scale, Tensor):
             foreach.mul_(group, scale.to(device))
-        elif is_owned_by_host(device) and any_half(group):
+        elif is_owned_by_host(device) and not _HALF.isdisjoint(map(_dtype, group)):
             foreach.mul_(group, torch.tensor(scale, dtype=torch.float64, device=device))
         else:
             foreach.mul_(group, scale)
-
-
-class Scaler(Protocol):
-    """What the rest of ampatch asks of a loss scaler.
-
-    A scale is a number, or a 0-dim tensor on the device of the losses.
-    """
-
-    is_dynamic: bool
-    generation: int
-    """Changes with the scale: gradients of another generation have another scale."""
-
-    @property
-    def is_one(self) -> bool:
-        """Whether scaling and unscaling change nothing."""
-
-    @property
-    def settings(self) -> ScaleSettings | None:
-        """The rules of a dynamic scale; None for a static one."""
-
-    def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
-        """`loss` in FP32 times the scale, and that scale, which no update changes."""
-
-    def snapshot(self) -> Any:
-        """The present scale, for `scale_grads_` and `unscale_`."""
-
-    def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:
-        """Multiply gradients by `scale`, in place."""
-
-    def unscale_(self, grads: list[Tensor], scale: Any) -> Flag | None:
-        """Divide gradients by `scale`, in place; the flag of an overflow; None: unchecked."""
-
-    def defer(self, found_infs: list[Flag]) -> None:
-        """Keep these flags for the next `update`."""
-
-    def join_deferred(self, found: Flag | None) -> None:
-        """Keep this flag too, if flags are kept: the next `update` counts one step for all."""
-
-    def update(self, found_infs: list[Flag]) -> None:
-        """React to the flags of one step, and to those kept."""
-
-    def get(self) -> float:
-        """The scale.  Waits for the device."""
-
-    def peek(self) -> Any:
-        """The scale, or the tensor that holds it, to be read or copied at once."""
-
-    def set(self, value: float) -> None:
-        """Another scale from now on."""
-
-    def history(self) -> list[float]:
-        """The scales of the last blocks and the present one, each change once.  Waits."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scale and its count, in apex's format."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave."""
 
 
 class StaticScaler:
@@ -122,36 +68,20 @@ class StaticScaler:
         """`loss` in FP32 times the scale, and that scale."""
         return (loss.float() if self.is_one else loss.float() * self._value), self._value
 
-    def snapshot(self) -> float:
-        """The present scale, for `scale_grads_` and `unscale_`."""
+    def get(self) -> float:
+        """The scale; nothing waits."""
         return self._value
+
+    snapshot = peek = get
 
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
         """Multiply gradients by `scale`, in place."""
         if scale != 1.0:
             _multiply(grads, scale)
 
-    def unscale_(self, grads: list[Tensor], scale: float) -> Tensor | None:
-        """Divide gradients by `scale`, in place.  None: nothing was checked."""
+    def unscale_(self, grads: list[Tensor], scale: float) -> None:
+        """Divide gradients by `scale`, in place.  Nothing is checked."""
         self.scale_grads_(grads, 1.0 / scale)
-        return None
-
-    def defer(self, found_infs: list[Flag]) -> None:
-        """Nothing moves a static scale."""
-
-    def join_deferred(self, found: Flag | None) -> None:
-        """Nothing moves a static scale."""
-
-    def update(self, found_infs: list[Flag]) -> None:
-        """Nothing moves a static scale."""
-
-    def get(self) -> float:
-        """The scale."""
-        return self._value
-
-    def peek(self) -> float:
-        """The scale; nothing waits."""
-        return self._value
 
     def set(self, value: float) -> None:
         """Another scale from now on.  Raises `ValueError` if FP32 cannot hold or invert it."""
@@ -173,75 +103,46 @@ class StaticScaler:
         overflow.
         """
         entry = checked_entry("loss scaler", state, None)
+        loaded = entry["loss_scale"]
         if entry["dynamic"] is False:
-            self.set(entry["loss_scale"])
-        elif entry["loss_scale"] == self._value:
-            return
-        elif not self._is_needed:
+            self.set(loaded)
+        elif loaded != self._value and not self._is_needed:
             logger.info(
                 "The loaded loss scale %g is not needed here: gradients have the range of FP32. "
                 "The scale stays %g.",
-                entry["loss_scale"],
+                loaded,
                 self._value,
             )
-        else:
+        elif loaded != self._value:
             logger.warning(
                 "The loaded loss scale %g is not of a static scaler; the static scale stays %g. "
                 "Use set_loss_scale to change it.",
-                entry["loss_scale"],
+                loaded,
                 self._value,
             )
-
-
-def _setting(name: str) -> property:
-    def read(self: DynamicScaler) -> Any:
-        return getattr(self.settings, name)
-
-    def write(self: DynamicScaler, value: Any) -> None:
-        self.change("loss scaler", {name: value})
-
-    return property(read, write, doc=f"`{name}` of the settings; checked when set.")
 
 
 class DynamicScaler:
     """A loss scale that grows while no gradient overflows and backs off when one does.
 
-        scale, clean = init_scale, 0
-        for each step:
-            gradients = backward(loss * scale) / scale
-            if any gradient is inf or NaN:
-                skip the step; scale, clean = scale * backoff_factor, 0
-            else:
-                take the step; clean = clean + 1
-            if clean == growth_interval: scale, clean = scale * growth_factor, 0
+    It starts as apex's and torch.amp's do: from 2**16, doubled after 2000 clean steps, halved on
+    overflow; and stays within `min_loss_scale` and `max_loss_scale`.
 
-    This is section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv
-    1710.03740), with the constants of apex and torch.amp: from 2**16, doubled after 2000 clean
-    steps, halved on overflow; and kept within `min_loss_scale` and `max_loss_scale`.
-
-    The scale and the count of clean steps live where the losses do
-    (`scale_value`), and nothing here waits for a device; `get`, `history` and
-    `state_dict` do.
+    The scale and the count of clean steps live where the losses do, and nothing here waits for a
+    device; `get`, `history` and `state_dict` do.
     """
 
     is_dynamic = True
     is_one = False
-    settings: ScaleSettings
-
-    init_scale = _setting("init_scale")
-    growth_interval = _setting("growth_interval")
-    growth_factor = _setting("growth_factor")
-    backoff_factor = _setting("backoff_factor")
-    min_loss_scale = _setting("min_loss_scale")
-    max_loss_scale = _setting("max_loss_scale")
 
     def __init__(self, **settings: Any) -> None:
         self.settings = ScaleSettings(**settings)
-        self.generation = 0
-        start = self.settings.bounded(self.settings.init_scale)
-        self._numbers = numbers_on(torch.device("cpu"), start)
+        self.generation = 0  # changes with the scale: gradients of another have another scale
+        self.deferred: Flag | None = None  # kept for the next `update`
+        self._numbers = numbers_on(
+            torch.device("cpu"), self.settings.bounded(self.settings.init_scale)
+        )
         self._changed: dict[str, Any] = {}  # settings that are no longer what they began as
-        self._deferred: Flag | None = None
         self._recent: collections.deque[Any] = collections.deque(maxlen=_REMEMBERED)
 
     def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
@@ -251,8 +152,7 @@ class DynamicScaler:
         """
         if self._numbers.device != loss.device:
             self._numbers = numbers_on(loss.device, *self._numbers.read())
-        factor = self._numbers.snapshot()
-        self._recent.append(factor)
+        factor = self.snapshot()
         return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
     def snapshot(self) -> Any:
@@ -260,6 +160,10 @@ class DynamicScaler:
         factor = self._numbers.snapshot()
         self._recent.append(factor)
         return factor
+
+    def peek(self) -> Any:
+        """The scale, or the tensor that holds it, to be read or copied at once."""
+        return self._numbers.scale
 
     def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:
         """Multiply gradients by `scale`, in place."""
@@ -269,23 +173,16 @@ class DynamicScaler:
         """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
         return self._numbers.unscale_(grads, scale)
 
-    def defer(self, found_infs: list[Flag]) -> None:
+    def defer(self, flags: list[Flag]) -> None:
         """Keep these flags for the next `update`."""
-        for found in found_infs:
-            self._deferred = found if self._deferred is None else either(self._deferred, found)
+        for found in flags:
+            self.deferred = found if self.deferred is None else either(self.deferred, found)
 
-    def join_deferred(self, found: Flag | None) -> None:
-        """Keep this flag too, if flags are kept: the next `update` counts one step for all."""
-        if found is not None and self._deferred is not None:
-            self._deferred = either(self._deferred, found)
-
-    def update(self, found_infs: list[Flag]) -> None:
-        """Back off if one of the flags is set; else count a clean step, and grow in time."""
-        if self._deferred is not None or len(found_infs) != 1:
-            self.defer(found_infs)
-            found, self._deferred = self._deferred, None
-        else:
-            found = found_infs[0]
+    def update(self, flags: list[Flag]) -> None:
+        """React to one step with these flags and those kept; without any there was no step."""
+        if flags:
+            self.defer(flags)
+        found, self.deferred = self.deferred, None
         if found is not None:
             self._numbers.update(found, self.settings)
             self.generation += 1
@@ -294,14 +191,9 @@ class DynamicScaler:
         """The scale.  Waits for the device."""
         return self._numbers.read()[0]
 
-    def peek(self) -> Any:
-        """The scale, or the tensor that holds it, to be read or copied at once."""
-        return self._numbers.scale
-
     def set(self, value: float) -> None:
         """Another scale from now on, within the floor and the cap."""
-        self._numbers.fill(self.settings.bounded(value))
-        self._moved()
+        self._fill(value, None)
 
     def change(self, what: str, given: dict[str, Any]) -> None:
         """Other settings from now on; a new `init_scale` starts the scale anew.
@@ -311,11 +203,11 @@ class DynamicScaler:
         self.settings = self.settings.changed(what, given)
         self._changed.update(given)
         if "init_scale" in given:
-            self._numbers.fill(self.settings.bounded(self.settings.init_scale))
-            self._numbers.fill_count(0)
+            self._fill(self.settings.init_scale, 0)
         elif "growth_interval" in given:
-            self._numbers.fill_count(min(self._numbers.read()[1], self._last_count()))
-        self._moved()
+            self._fill(*self._numbers.read())
+        else:
+            self._moved()
 
     def history(self) -> list[float]:
         """The scales of the last blocks and the present one, each change once.  Waits."""
@@ -324,8 +216,8 @@ class DynamicScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """apex's format, and the settings that were changed on the way.  Waits for the device."""
-        scale, unskipped = self._numbers.read()
-        return {"loss_scale": scale, "unskipped": unskipped, **self._changed}
+        scale, clean = self._numbers.read()
+        return {"loss_scale": scale, "unskipped": clean, **self._changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale, count and settings of a `state_dict`, apex's too.
@@ -344,20 +236,25 @@ class DynamicScaler:
         rules = {name: entry[name] for name in SETTINGS if name in entry}
         self.settings = self.settings.changed("loss scaler", rules)
         self._changed.update(rules)
-        self._numbers.fill_count(min(entry["unskipped"], self._last_count()))
-        self.set(entry["loss_scale"])
+        self._fill(entry["loss_scale"], entry["unskipped"])
+
+    def _fill(self, scale: float, clean: int | None) -> None:
+        """Within the limits; torch's kernel would never meet a count beyond the interval."""
+        if clean is not None:
+            clean = min(clean, self.settings.growth_interval - 1, 2**31 - 1)
+        self._numbers.fill(self.settings.bounded(scale), clean)
+        self._moved()
 
     def _moved(self) -> None:
         self._numbers.clamp(self.settings)
         self.generation += 1
 
-    def _last_count(self) -> int:
-        """The highest count of clean steps; torch's kernel would never meet one beyond it."""
-        return min(self.settings.growth_interval - 1, 2**31 - 1)
+
+Scaler = StaticScaler | DynamicScaler
 
 
 def make_scaler(loss_scale: str | float, is_needed: bool = True, **limits: Any) -> Scaler:
-    """The scaler for `"dynamic"` or a number; `limits` are `DynamicScaler`'s keywords."""
+    """The scaler for `"dynamic"` or a number; `limits` are the fields of `ScaleSettings`."""
     if loss_scale == "dynamic":
         return DynamicScaler(**limits)
     return StaticScaler(float(loss_scale), is_needed)

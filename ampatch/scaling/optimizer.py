@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import note_skipped_step
-from .gradient_flow import GradientFlow
-from .gradient_state import Event
+from .gradients import Gradients
 from .optimizers import zero
 from .optimizers.apex_checkpoints import torch_layout
 from .optimizers.bare_calls import bare_step, is_bare_zero_grad
-from .optimizers.closures import Evaluations, step_with_closure, with_closures
+from .optimizers.closures import Evaluations, with_closures
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.state import FoundStates
+from .optimizers.snapshots import Snapshot
+from .optimizers.state import states_of
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
@@ -60,12 +61,12 @@ class ManagedOptimizer:
     def __init__(self, optimizer: Any, owner: StepOwner) -> None:
         self.optimizer = optimizer
         self.owner = owner
-        self.gradients = GradientFlow(optimizer, owner.process_group)
+        self.gradients = Gradients(optimizer, owner.process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
         self.counter = StepCounter()
-        self.found_states = FoundStates()
+        self.found_states = Snapshot()  # what `initialize` finds, should it fail
+        self.evaluations: Evaluations | None = None  # of the `step(closure)` that is running
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
-        self.step_had_block = True  # a `scale_loss` block came before the last step
         self._has_warned = False
         self._methods = Methods(optimizer)
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
@@ -73,16 +74,13 @@ class ManagedOptimizer:
     # Put in, take out
 
     def install(self) -> None:
-        """Replace the optimizer's methods."""
-        self.found_states.note(self.optimizer)
-        self._put_methods()
+        """Replace the optimizer's methods, for the first time."""
+        self.found_states = Snapshot(states_of(self.optimizer), values=False)
+        self.reinstall()
 
     def reinstall(self) -> None:
         """Replace the methods again after `uninstall`."""
         self._methods.take_out()
-        self._put_methods()
-
-    def _put_methods(self) -> None:
         answers = {
             "step": self._step,
             "zero_grad": self._zero_grad,
@@ -97,7 +95,7 @@ class ManagedOptimizer:
     def uninstall(self) -> None:
         """Give the optimizer its own methods back; gradients are left unscaled."""
         try:
-            self.gradients.state.finish_pending()
+            self.gradients.finish()
         finally:
             self._methods.take_out()
 
@@ -108,19 +106,17 @@ class ManagedOptimizer:
         if args or kwargs:
             evaluations, args, kwargs = with_closures(self, args, kwargs)
         self.before_step(evaluates=evaluations is not None)
-        if evaluations is not None:
-            result = self._step_with_closure(original, evaluations, args, kwargs)
-        else:
+        if evaluations is None:
             result = self.step_on_gradients(original, args, kwargs)
+        else:
+            self.evaluations = evaluations
+            try:
+                with self.owner.casts_off:
+                    result = evaluations.step(original, args, kwargs)
+            finally:
+                self.evaluations = None
         self.after_step()
         return result
-
-    def _step_with_closure(
-        self, original: Callable, evaluations: Evaluations, args: tuple, kwargs: dict
-    ) -> Any:
-        halves = self._two_steps
-        with self.owner.casts_off, halves.inside_step(evaluations) if halves else nullcontext():
-            return step_with_closure(self, original, evaluations, args, kwargs)
 
     def before_step(self, evaluates: bool = False) -> None:
         """Bring gradients and scalers up to date.
@@ -128,15 +124,16 @@ class ManagedOptimizer:
         A step that evaluates a closure looks at the gradients after that.
         """
         self.owner.before_step(self)
-        state = self.gradients.state
-        if state.in_block:
-            state.refuse(Event.STEP)
-        if self.found_states.known:
-            self.found_states.forget()
-        if self.gradients.others.left_scaled:
-            state.had_block = True  # the error about that block is enough
-            self.gradients.others.report()
-        state.finish_pending()
+        gradients = self.gradients
+        if gradients.aside is not None:
+            raise AmpatchError(
+                f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block of "
+                "this optimizer: its gradients are still scaled. Call step() after the block."
+            )
+        if gradients.left_scaled:
+            gradients.had_block = True  # the error about that block is enough
+            gradients.report_left_scaled()
+        gradients.finish()
         if not evaluates:
             self.settle_overflow()
 
@@ -145,7 +142,7 @@ class ManagedOptimizer:
 
         The ranks that step together decide together.
         """
-        waiting = list(self.gradients.state.waiting)
+        waiting = list(self.gradients.waiting)
         for deferred in waiting:
             deferred.look_again()
         if not waiting:
@@ -158,9 +155,8 @@ class ManagedOptimizer:
 
     def after_step(self) -> None:
         """A step, noted as taken or skipped, has ended."""
-        state = self.gradients.state
-        self.step_had_block, state.had_block = state.had_block, False
         self.owner.after_step(self)
+        self.gradients.had_block = False
 
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The original step on the present gradients; no step after an overflow."""
@@ -204,7 +200,7 @@ class ManagedOptimizer:
         A step at a learning rate of zero, by which libraries make an optimizer's state, trains
         nothing.
         """
-        if self.step_had_block or self._has_warned or not self.gradients.has_gradients():
+        if self._has_warned or not self.gradients.has_gradients():
             return
         if all(group.get("lr") == 0 for group in self.optimizer.param_groups):
             return

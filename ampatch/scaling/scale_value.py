@@ -1,8 +1,7 @@
-"""The value of a dynamic loss scale, its count of clean steps, and the rule by which it grows.
+"""The value of a dynamic loss scale, its count of clean steps, and the rule by which both move.
 
-With losses on an accelerator both are tensors there, and nothing waits for them.
-With losses on the CPU both are Python numbers and cost no operators.  They are equal, to
-the bit, to what torch's kernels compute.
+With losses on an accelerator both are tensors there, and nothing waits for them.  With losses on
+the CPU both are Python numbers and cost no operators.  They are equal, to the bit.
 
 An overflow flag is a 0-dim FP32 tensor, not 0 for an overflow, or a `bool` where
 the host knows already.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,21 @@ _dtype = operator.attrgetter("dtype")
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
+def moved(scale: Any, clean: Any, overflowed: Any, rule: ScaleSettings) -> tuple[Any, Any]:
+    """The scale and the count of clean steps after one more step, of numbers or of FP64 tensors.
+
+    Section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740): back off
+    when a gradient has `overflowed` (1 or 0), grow after `growth_interval` clean steps, unless FP32
+    could not hold that.  `update_scale_` is torch's kernel for the same.
+    """
+    taken = 1 - overflowed
+    clean = (clean + 1) * taken
+    can_grow = scale * rule.growth_factor <= _LARGEST_FLOAT32
+    grows = taken * (clean == rule.growth_interval) * can_grow
+    scale = scale * rule.backoff_factor**overflowed * rule.growth_factor**grows
+    return scale, clean % rule.growth_interval
+
+
 def either(first: Flag, second: Flag) -> Flag:
     """A flag that is set where one of the two is."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -46,31 +61,26 @@ def is_set(flag: Flag) -> bool:
     return flag if isinstance(flag, bool) else bool(flag.item())
 
 
-def numbers_on(device: torch.device, scale: float, unskipped: int = 0) -> Numbers:
+def numbers_on(device: torch.device, scale: float, clean: int = 0) -> Numbers:
     """Scale and count, to live with losses on `device`."""
     if is_owned_by_host(device):
-        return HostNumbers(scale, unskipped, device)
-    return DeviceNumbers(scale, unskipped, device)
+        return HostNumbers(scale, clean, device)
+    return DeviceNumbers(scale, clean, device)
 
 
 class HostNumbers:
     """Scale and count as numbers of the host."""
 
-    def __init__(self, scale: float, unskipped: int, device: torch.device) -> None:
+    def __init__(self, scale: float, clean: int, device: torch.device) -> None:
         self.device = device
-        self.unskipped = unskipped
         self._zeros: list[Tensor] = []  # flags that were not set: each serves again
-        one = torch.ones((), dtype=torch.float32, device="cpu")
-        self._inverse: tuple[float, Tensor] = (1.0, one)
-        self.fill(scale)
+        self._inverses: dict[float, Tensor] = {}  # of the last scales
+        self.scale, self.clean = _float32(scale), clean
 
-    def fill(self, scale: float) -> None:
-        """Another scale."""
+    def fill(self, scale: float, clean: int | None = None) -> None:
+        """Another scale, another count."""
         self.scale = _float32(scale)
-
-    def fill_count(self, unskipped: int) -> None:
-        """Another count of clean steps."""
-        self.unskipped = unskipped
+        self.clean = self.clean if clean is None else clean
 
     def snapshot(self) -> float:
         """The present scale."""
@@ -78,7 +88,7 @@ class HostNumbers:
 
     def read(self) -> tuple[float, int]:
         """Scale and count."""
-        return self.scale, self.unskipped
+        return self.scale, self.clean
 
     def unscale_(self, grads: list[Tensor], scale: float | Tensor) -> bool:
         """Divide gradients by `scale`, in place; whether an inf or NaN was met.
@@ -87,51 +97,30 @@ class HostNumbers:
         """
         if isinstance(scale, Tensor):
             scale = scale.item()
-        known, inverse = self._inverse
-        if scale != known:
+        inverse = self._inverses.get(scale)
+        if inverse is None:
+            if len(self._inverses) > 3:
+                self._inverses.clear()
             inverse = torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")
-            self._inverse = scale, inverse
-        if part is not None:
-            found = self._unset()
-            met = part.unscale(grads, found, inverse)
-            if not met:
-                self._zeros.append(found)
-            if met is not None:
-                return met
-        bad = False
-        for device, group in alike(grads):
-            if is_owned_by_host(device):
-                found = self._unset()
-                check_and_unscale_(group, found, inverse)
-                if found.tolist():
-                    bad = True
-                else:
-                    self._zeros.append(found)
-            else:
-                found = torch.zeros((), dtype=torch.float32, device=device)
-                check_and_unscale_(group, found, inverse.to(device))
-                bad = bool(found.item()) or bad
+            self._inverses[scale] = inverse
+        try:
+            found = self._zeros.pop()
+        except IndexError:  # none left, or another thread was faster
+            found = torch.zeros((), dtype=torch.float32, device="cpu")
+        bad = None if part is None else part.unscale(grads, found, inverse)
+        if bad is None:
+            found = multiplied(grads, inverse, found)
+            bad = found.tolist() != 0
+        if not bad:
+            self._zeros.append(found)
         return bad
 
-    def _unset(self) -> Tensor:
-        """A flag that is not set, and not in use."""
-        try:
-            return self._zeros.pop()
-        except IndexError:  # none left, or another thread was faster
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-
     def update(self, found: Flag, rule: ScaleSettings) -> None:
-        """The rule of `amp_kernels.update_scale_`, and the limits."""
-        if found is not False and is_set(found):
-            self.scale, self.unskipped = _float32(self.scale * rule.backoff_factor), 0
-            self.clamp(rule)
-        elif self.unskipped + 1 != rule.growth_interval:
-            self.unskipped += 1
-        else:
-            grown = self.scale * rule.growth_factor
-            if grown <= _LARGEST_FLOAT32:
-                self.scale = _float32(grown)
-            self.unskipped = 0
+        """One more step."""
+        overflowed = found is not False and is_set(found)
+        scale, self.clean = moved(self.scale, self.clean, overflowed, rule)
+        if scale != self.scale:
+            self.scale = _float32(scale)
             self.clamp(rule)
 
     def clamp(self, rule: ScaleSettings) -> None:
@@ -146,18 +135,16 @@ class DeviceNumbers:
     The tensors stay the same ones, because CUDA graphs may hold them.
     """
 
-    def __init__(self, scale: float, unskipped: int, device: torch.device) -> None:
+    def __init__(self, scale: float, clean: int, device: torch.device) -> None:
         self.device = device
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
-        self.unskipped = torch.tensor(unskipped, dtype=torch.int32, device=device)
+        self.clean = torch.tensor(clean, dtype=torch.int32, device=device)
 
-    def fill(self, scale: float) -> None:
-        """Another scale."""
+    def fill(self, scale: float, clean: int | None = None) -> None:
+        """Another scale, another count."""
         self.scale.fill_(scale)
-
-    def fill_count(self, unskipped: int) -> None:
-        """Another count of clean steps."""
-        self.unskipped.fill_(unskipped)
+        if clean is not None:
+            self.clean.fill_(clean)
 
     def snapshot(self) -> Tensor:
         """The present scale, in a tensor of its own."""
@@ -165,28 +152,26 @@ class DeviceNumbers:
 
     def read(self) -> tuple[float, int]:
         """Scale and count.  Waits."""
-        return self.scale.item(), int(self.unskipped.item())
+        return self.scale.item(), int(self.clean.item())
 
     def unscale_(self, grads: list[Tensor], scale: Tensor | float) -> Tensor:
         """Divide gradients by `scale`, in place; the flag is 1.0 if an inf or NaN was met."""
         if not isinstance(scale, Tensor):
             scale = torch.full_like(self.scale, scale)
-        found = torch.zeros_like(scale)
-        inverse = _reciprocal(scale)
-        for device, group in alike(grads):
-            found_here = found if device == found.device else found.to(device)
-            check_and_unscale_(group, found_here, inverse.to(device))
-            if found_here is not found:
-                found = torch.maximum(found, found_here.to(found.device))
-        return found
+        return multiplied(grads, _reciprocal(scale), torch.zeros_like(scale))
 
     def update(self, found: Flag, rule: ScaleSettings) -> None:
-        """Back off where `found` is set; else count a clean step, and grow in time."""
+        """One more step."""
         if not isinstance(found, Tensor):
             found = torch.full_like(self.scale, float(found))
         found = found.to(self.device)
-        growth, backoff = rule.growth_factor, rule.backoff_factor
-        update_scale_(self.scale, self.unskipped, found, growth, backoff, rule.growth_interval)
+        if update_scale_ is None:
+            scale, clean = moved(self.scale.double(), self.clean, found.double(), rule)
+            self.scale.copy_(scale)
+            self.clean.copy_(clean)
+        else:
+            factors = rule.growth_factor, rule.backoff_factor
+            update_scale_(self.scale, self.clean, found, *factors, rule.growth_interval)
         self.clamp(rule)
 
     def clamp(self, rule: ScaleSettings) -> None:
@@ -203,6 +188,19 @@ def _float32(number: float) -> float:
 
 
 Numbers = HostNumbers | DeviceNumbers
+
+
+def multiplied(grads: list[Tensor], inverse: Tensor, found: Tensor) -> Tensor:
+    """Multiply gradients by `inverse`, in place; whether an inf or NaN was met.
+
+    `found` is the flag, not set yet, that is set where the gradients are on its device.
+    """
+    for device, group in alike(grads):
+        here = found if device == found.device else torch.zeros_like(found, device=device)
+        check_and_unscale_(group, here, inverse.to(device))
+        if here is not found:
+            found = torch.maximum(found, here.to(found.device))
+    return found
 
 
 def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:

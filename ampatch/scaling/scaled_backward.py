@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from .gradient_flow import GradientFlow
-from .gradient_state import Event, Pending, Unscaled, update_scaler
+from ..errors import AmpatchError
+from .gradients import Gradients, Scaled, owners_among, update_scaler
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
-from .scale_value import either
-from .shared_parameters import NOTHING_SHARED, sharing_among
 
 
 class ScaledBackward:
@@ -28,11 +25,6 @@ class ScaledBackward:
     optimizer has all of them skip.
     """
 
-    __slots__ = (
-        *("_loss", "_flows", "_sharing", "_others", "_scaler", "_scale", "_pending"),
-        *("_delay_unscale", "_delay_check", "_together"),
-    )
-
     def __init__(
         self,
         loss: Tensor,
@@ -44,74 +36,84 @@ class ScaledBackward:
         together: bool = False,
     ) -> None:
         self._loss = loss
-        self._flows: list[GradientFlow] = []
+        self._several: list[Gradients] = []
         for optimizer in optimizers:
-            self._flows.append(optimizer.gradients)
-        self._sharing = NOTHING_SHARED if len(self._flows) == 1 else sharing_among(self._flows)
-        self._others: Sequence[tuple[GradientFlow, Any]] = ()
+            self._several.append(optimizer.gradients)
+        self._owners = owners_among(self._several)
+        self._others: Sequence[tuple[Gradients, Any]] = ()
         if others and not scaler.is_one:
-            flows = [other.gradients for other in others]
-            self._others = [(flow, flow.others.before()) for flow in flows]
+            self._others = [(one.gradients, one.gradients.before_others()) for one in others]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
-        self._together = together and len(self._flows) > 1
+        self._together = together and len(self._several) > 1
         self._scale: Any = None
 
     def __enter__(self) -> Tensor:
-        for flow in self._flows:
-            if flow.state.in_block:
-                flow.state.refuse(Event.ENTER)
+        for one in self._several:
+            if one.aside is not None:
+                raise AmpatchError(
+                    f"ampatch.scale_loss(..., <{type(one.optimizer).__name__}>): this optimizer is "
+                    "already in an enclosing scale_loss block. Leave that block first; the "
+                    "gradients of several blocks add up until the step."
+                )
         try:
             held: list[list[Tensor]] = []
-            self._pending: Pending | None = None
-            for flow in self._flows:
-                held.append(flow.gather(self._scaler))
-            for flow in self._flows:
-                self._pending = self._pending or flow.state.pending
+            for one in self._several:
+                held.append(one.gather(self._scaler))
             scaled, self._scale = self._scaler.scale(self._loss)
-            for flow, params in zip(self._flows, held, strict=True):
-                flow.make_room(params, self._joined, self._sharing)
+            waits = None
+            for one in self._several:
+                waits = waits or one.scaled
+            self._scaled = waits or Scaled(self._scaler, self._scale)
+            for one, params in zip(self._several, held, strict=True):
+                one.make_room(params, self._scaled, self._owners)
             return scaled
         except BaseException:
-            for flow in self._flows:
-                flow.abandon_backward(self._sharing)
+            self._abandon()
             raise
 
-    def _joined(self) -> Pending:
-        """What gradients that stay scaled join: what is pending already, or something new."""
-        if self._pending is None:
-            self._pending = Pending(self._scaler, self._scale)
-        return self._pending
-
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        for flow, before in self._others:
-            flow.others.after(before)
+        for one, before in self._others:
+            one.after_others(before)
         if kind is not None:
-            for flow in self._flows:
-                flow.abandon_backward(self._sharing)
+            self._abandon()
             return
         try:
             if self._delay_unscale:
-                for flow in self._flows:
-                    flow.leave_scaled(self._joined(), self._sharing)
+                for one in self._several:
+                    one.leave_scaled(self._scaled)
             else:
                 self._unscale()
         except BaseException:
-            for flow in self._flows:
-                flow.drop_gradients()
+            for one in self._several:
+                one.drop()
             raise
+
+    def _abandon(self) -> None:
+        for one in self._several:
+            one.abandon(self._owners)
 
     def _unscale(self) -> None:
         flags = []
-        for flow in self._flows:
-            found = flow.after_backward(self._scaler, self._scale, self._sharing)
+        for one in self._several:
+            found = one.after_backward(self._scaler, self._scale, self._owners)
             if found is not None:
                 flags.append(found)
-        if self._together and flags:
-            found, by = functools.reduce(either, flags), Unscaled(self._scaler, self._scale)
-            for flow in self._flows:
-                flow.state.note_overflow(found, by)
         update_scaler(
-            self._scaler, flags, self._flows, at_step=self._delay_check, together=self._together
+            self._scaler, flags, self._several, at_step=self._delay_check, together=self._together
         )
+
+
+def with_sharers(
+    given: list[ManagedOptimizer], everyone: Sequence[ManagedOptimizer]
+) -> list[ManagedOptimizer]:
+    """`given` and all that share a tensor with them, directly or through others."""
+    found, rest = list(given), [one for one in everyone if one not in given]
+    new = found if rest else []
+    while new:
+        reached = {id(param) for one in new for param in one.parameters()}
+        new = [one for one in rest if not reached.isdisjoint(map(id, one.parameters()))]
+        rest = [one for one in rest if one not in new]
+        found = [*found, *new]
+    return found

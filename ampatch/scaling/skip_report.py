@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def skip_report(managed: ManagedOptimizer, names: dict[int, str], scalers: list[
     return (
         f"{managed.counter.read().skipped_in_a_row} steps of {type(managed.optimizer).__name__} "
         "in a row were skipped because gradients held inf or NaN. "
-        f"First such gradients: {_offenders(managed, names)}. {_histories(scalers)} "
+        f"First such gradients: {_offenders(managed, names)}. {_each(scalers, _history)} "
         "At a small scale this is no overflow of float16 any more: look for a NaN in the data, "
         'the loss or the weights, or try dtype=torch.bfloat16, overrides={"path.*": "float"} for '
         'these modules, opt_level="O0" or a lower learning rate.'
@@ -68,7 +70,7 @@ def rate_report(managed: ManagedOptimizer, news: News, scalers: list[Scaler]) ->
     return (
         f"{news.skipped} of the last {news.steps} steps of {type(managed.optimizer).__name__} were "
         f"skipped because gradients held inf or NaN ({counts.skipped} of "
-        f"{counts.skipped + counts.taken} since initialize). {_ranges(scalers)} "
+        f"{counts.skipped + counts.taken} since initialize). {_each(scalers, _range)} "
         "A healthy run skips a few steps while the scale comes down, and then about one in 2000. "
         "Look for batches with outliers, or with NaN in the data or the loss, lower the learning "
         'rate, or try dtype=torch.bfloat16, or overrides={"path.*": "float"} for the modules that '
@@ -95,18 +97,6 @@ def closing_report(kind: str, counter: StepCounter, growth_interval: int) -> str
     )
 
 
-def _ranges(scalers: list[Scaler]) -> str:
-    sentences = []
-    for loss_id, scaler in enumerate(scalers):
-        which = f" of loss {loss_id}" if len(scalers) > 1 else ""
-        scales = scaler.history()
-        sentences.append(
-            f"The loss scale{which} went between {min(scales):g} and {max(scales):g} and is "
-            f"{scales[-1]:g}."
-        )
-    return " ".join(sentences)
-
-
 def _offenders(managed: ManagedOptimizer, names: dict[int, str]) -> str:
     bad = []
     for group, params in enumerate(group["params"] for group in managed.optimizer.param_groups):
@@ -121,16 +111,20 @@ def _is_finite(grad: Tensor) -> bool:
     return bool(torch.isfinite(values(grad)).all())
 
 
-def _histories(scalers: list[Scaler]) -> str:
-    sentences = []
-    for loss_id, scaler in enumerate(scalers):
-        which = f" of loss {loss_id}" if len(scalers) > 1 else ""
-        sentences.append(f"The loss scale{which} went {_history(scaler.history())}.")
-    return " ".join(sentences)
+def _each(scalers: list[Scaler], say: Callable[[list[float]], str]) -> str:
+    """A sentence about the history of each loss scale."""
+    return " ".join(
+        f"The loss scale{f' of loss {number}' if len(scalers) > 1 else ''} {say(scaler.history())}."
+        for number, scaler in enumerate(scalers)
+    )
+
+
+def _range(scales: list[float]) -> str:
+    return f"went between {min(scales):g} and {max(scales):g} and is {scales[-1]:g}"
 
 
 def _history(scales: list[float]) -> str:
     shown = [f"{scale:g}" for scale in scales]
     if len(shown) > 2 * _ENDS:
         shown = [*shown[:_ENDS], "...", *shown[-_ENDS:]]
-    return " -> ".join(shown)
+    return f"went {' -> '.join(shown)}"

@@ -48,8 +48,8 @@ class StepCounter:
         self._places: list[Tensor] = []  # the same, one by one
         self._copy: LateCopy | None = None
         self._unseen = 0  # steps since the last look
-        self._reported = False
-        self._rate = _SkipRate()
+        self._looks: collections.deque[tuple[int, int]] = collections.deque()  # steps and skipped
+        self._said_row = self._said_rate = False
 
     def note(self, skipped: bool | Tensor) -> None:
         """Count a step.  A tensor, 0-dim and not 0 for a skipped step, is not waited for."""
@@ -91,7 +91,7 @@ class StepCounter:
         counts = self.read()
         if not counts.taken:
             return counts.skipped if counts.skipped > _SEARCH else 0
-        if self._on_device is not None and not self._rate.has_begun:  # too few for a look
+        if self._on_device is not None and not self._looks:  # too few for a look
             return max(0, counts.skipped - _SEARCH)
         return counts.skipped - self._search()
 
@@ -108,24 +108,22 @@ class StepCounter:
         """
         if self._on_device is None:
             if not self._row:
-                self._reported = False
+                self._said_row = False
                 return None
-            return self._judged(self._taken + self._skipped, self._skipped, self._row, limit)
-        numbers = self._numbers_on_device(self._on_device, max(1, limit // 4))
-        if numbers is None:
-            return None
-        steps, skipped, row = map(int, numbers)
-        if not self._rate.has_begun:  # how many were in front is not counted there
-            self._searched = skipped if skipped == steps else min(skipped, _SEARCH)
-        return self._judged(steps, skipped, row, limit)
-
-    def _judged(self, steps: int, skipped: int, row: int, limit: int) -> News | None:
-        reported, self._reported = self._reported, row >= limit
+            steps, skipped, row = self._taken + self._skipped, self._skipped, self._row
+        else:
+            numbers = self._numbers_on_device(self._on_device, max(1, limit // 4))
+            if numbers is None:
+                return None
+            steps, skipped, row = map(int, numbers)
+            if not self._looks:  # how many were in front is not counted there
+                self._searched = skipped if skipped == steps else min(skipped, _SEARCH)
         news = None
         if skipped < steps or skipped > _SEARCH:
-            news = self._rate.judge(steps, skipped, self._search())
-        if self._reported:
-            return None if reported else News(row, row, True)
+            news = self._spell(steps, skipped)
+        said, self._said_row = self._said_row, row >= limit
+        if self._said_row:
+            return None if said else News(row, row, True)
         return news
 
     def _numbers_on_device(self, numbers: Tensor, every: int) -> list[float] | None:
@@ -142,24 +140,13 @@ class StepCounter:
             self._copy = None
         return value
 
-
-class _SkipRate:
-    """How many of the last steps were skipped, from counts that come in now and then."""
-
-    def __init__(self) -> None:
-        self._looks: collections.deque[tuple[int, int]] = collections.deque()
-        self._reported = False
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there was anything to judge."""
-        return bool(self._looks)
-
-    def judge(self, steps: int, skipped: int, searched: int) -> News | None:
-        """The news after `steps` steps, if there is any; the first `searched` do not count."""
+    def _spell(self, steps: int, skipped: int) -> News | None:
+        """How many of the last steps were skipped, once they are too many; counts come in now and
+        then.
+        """
         looks = self._looks
         if not looks:
-            looks.append((searched, searched))
+            looks.append((self._search(), self._search()))
         if skipped == looks[0][1]:  # none since
             first = max(looks[0][0], steps - WINDOW)
             looks.clear()
@@ -168,10 +155,7 @@ class _SkipRate:
         while len(looks) > 1 and looks[1][0] <= steps - WINDOW:
             looks.popleft()
         inside = skipped - looks[0][1]
-        reported, self._reported = (
-            self._reported,
-            inside > (_MANY // 2 if self._reported else _MANY),
-        )
-        if reported or not self._reported:
+        said, self._said_rate = self._said_rate, inside > _MANY // (2 if self._said_rate else 1)
+        if said or not self._said_rate:
             return None
         return News(inside, min(steps - looks[0][0], WINDOW), False)

@@ -10,22 +10,14 @@ import itertools
 import operator
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..native import part
 from ..torch_private import foreach
 from ..torch_private.dtensors import are_laid_out_alike, local_of
 
-HALF_TYPES = frozenset((torch.float16, torch.bfloat16))
-_dtype_of = operator.attrgetter("dtype")
 _grad_of = operator.attrgetter("grad")
 _nothing = itertools.repeat(None)
-
-
-def _any_half(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of them is of a half type."""
-    return not HALF_TYPES.isdisjoint(map(_dtype_of, tensors))
 
 
 def _with_grads(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -45,7 +37,6 @@ def _drop_grads(tensors: Sequence[Tensor]) -> None:
         tensor.grad = None
 
 
-any_half = _any_half if part is None else part.any_half
 with_grads = _with_grads if part is None else part.with_grads
 grads_of = _grads_of if part is None else part.grads_of
 drop_grads = _drop_grads if part is None else part.drop_grads

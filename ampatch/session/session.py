@@ -23,8 +23,7 @@ from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import fit_state
-from ..scaling.scaled_backward import ScaledBackward
-from ..scaling.shared_parameters import with_sharers
+from ..scaling.scaled_backward import ScaledBackward, with_sharers
 from ..scaling.skip_report import SkipReports
 from . import policies, rank_settings, table
 from .policies import Policies
@@ -171,7 +170,7 @@ class Session:
         managed = rows[id(given)]() if rows else None
         if isinstance(managed, ManagedModel):
             for optimizer in self.optimizers:
-                optimizer.gradients.state.finish_pending()
+                optimizer.gradients.finish()
             changed = managed.converted()
             managed.uninstall()
             for optimizer in self.optimizers:
@@ -336,7 +335,7 @@ class Session:
         news = managed.counter.news(self.properties.max_consecutive_skips)
         if news is not None:
             self.skips.report(managed, news, self.names(), self.scalers)
-        without_block = not (managed.step_had_block or self.scales_by_itself)
+        without_block = not (managed.gradients.had_block or self.scales_by_itself)
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()
         if registry.observers.are_there:

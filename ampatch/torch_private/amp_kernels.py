@@ -1,6 +1,8 @@
-"""torch's kernels of loss scaling; where torch lacks them, the same in public functions."""
+"""torch's kernels of loss scaling."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +20,7 @@ except ImportError:
             grad.mul_(inverse)
 
 
-try:
-    from torch import _amp_update_scale_ as update_scale_
-except ImportError:
-
-    def update_scale_(  # type: ignore[misc]
-        scale: Tensor,
-        unskipped: Tensor,
-        found_inf: Tensor,
-        growth: float,
-        backoff: float,
-        interval: int,
-    ) -> None:
-        """Back off where `found_inf` is set; else count, and grow after `interval` steps."""
-        bad = found_inf.bool()
-        unskipped.add_(1).mul_((~bad).int())
-        grows = unskipped >= interval
-        scale.mul_(torch.where(bad, backoff, torch.where(grows, growth, 1.0)))
-        unskipped.mul_((~grows).int())
+update_scale_: Any = getattr(torch, "_amp_update_scale_", None)
+"""(scale, clean, found, growth, backoff, interval): the rule of the scale, in place; None: this
+torch has no such kernel.
+"""

@@ -187,6 +187,20 @@ def test_an_overflow_in_a_shared_parameter_concerns_both(opt_level, half, where,
     assert all(map(torch.equal, before, after)) is all(skipped)
 
 
+@pytest.mark.parametrize("where, skipped", [(0, [True, True, False]), (2, [True, False, True])])
+def test_an_overflow_concerns_holders_of_its_parameter_alone(where, skipped):
+    """The first shares one layer with the second, and another with the third."""
+    model = net(0)
+    optimizers = [sgd(model), sgd(model[0]), sgd(model[2])]
+    run = Mixed([model], optimizers, "O1", BF16)
+    with ampatch.scale_loss(model(batch(0)).float().sum(), optimizers) as scaled:
+        scaled.backward()
+        model[where].bias.grad.fill_(math.inf)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [ampatch.step_was_skipped(optimizer) for optimizer in run.optimizers] == skipped
+
+
 @pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, half, given):

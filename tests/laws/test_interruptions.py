@@ -22,7 +22,7 @@ from small_training import (
 from torch import nn
 
 import ampatch
-from ampatch.scaling import gradient_flow, scale_value
+from ampatch.scaling import gradients, scale_value
 
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
 
@@ -119,7 +119,7 @@ def test_ctrl_c_on_the_way_in_takes_nothing_away(error, strikes_second, monkeypa
     for model, optimizer in zip(models, pair, strict=True):
         backward(model, optimizer, data())
     before = [[grad.clone() for grad in grads(optimizer)] for optimizer in pair]
-    original = gradient_flow.GradientFlow.gather
+    original = gradients.Gradients.gather
     struck = pair[1] if strikes_second else pair[0]
 
     def strike(flow, scaler):
@@ -129,7 +129,7 @@ def test_ctrl_c_on_the_way_in_takes_nothing_away(error, strikes_second, monkeypa
 
     loss = models[0](data()[0]).sum() + models[1](data()[0]).sum()
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(gradient_flow.GradientFlow, "gather", strike)
+        patch.setattr(gradients.Gradients, "gather", strike)
         with ampatch.scale_loss(loss, pair):
             raise AssertionError("entered")
     assert [same(grads(one), then) for one, then in zip(pair, before, strict=True)] == [True, True]

@@ -192,17 +192,20 @@ def test_on_a_device_the_state_is_tensors_of_fixed_identity(scale_lives_on):
 
 def test_numbers_on_a_device_change_in_place():
     numbers = DeviceNumbers(8.0, 0, torch.device("cpu"))
-    scale, unskipped = numbers.scale, numbers.unskipped
+    scale, clean = numbers.scale, numbers.clean
     numbers.update(torch.zeros(()), ScaleSettings())
     assert numbers.read() == (8.0, 1)
-    numbers.fill(4.0)
-    numbers.fill_count(3)
-    assert numbers.scale is scale and numbers.unskipped is unskipped
-    assert (scale.item(), unskipped.item()) == (4.0, 3)
+    numbers.fill(4.0, 3)
+    assert numbers.scale is scale and numbers.clean is clean
+    assert (scale.item(), clean.item()) == (4.0, 3)
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_host_and_device_agree_to_the_bit(seed):
+def test_host_and_device_agree_to_the_bit(seed, has_kernel, without_kernels, monkeypatch):
+    """Also on a device in a torch without the kernel for the rule."""
+    if not has_kernel:
+        monkeypatch.setattr(scale_value, "update_scale_", without_kernels.update_scale_)
     chance = random.Random(seed)
     rule = ScaleSettings(
         growth_interval=chance.choice([1, 2, 3]),
@@ -263,7 +266,7 @@ def without_kernels(monkeypatch):
         spec = importlib.util.spec_from_file_location("ampatch.scaling._none", amp_kernels.__file__)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    assert module.update_scale_ is not amp_kernels.update_scale_
+    assert module.update_scale_ is None is not amp_kernels.update_scale_
     return module
 
 

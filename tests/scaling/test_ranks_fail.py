@@ -70,7 +70,7 @@ def failing_block(rank: int, level: str, accumulated: bool) -> dict:
     )
     if accumulated:
         managed = amp.session.session.registry.table.managed(optimizer)
-        managed.gradients.state.finish_pending()
+        managed.gradients.finish()
         largest = max(p.grad.abs().max().item() for p in amp.master_params(optimizer))
     optimizer.zero_grad()
     for number in range(30, 34):

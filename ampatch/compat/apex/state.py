@@ -78,27 +78,31 @@ class LossScaler:
 
     @property
     def _scale_seq_len(self) -> int:
-        return getattr(self._scaler, "growth_interval", 2000)
+        return getattr(self._scaler.settings, "growth_interval", 2000)
 
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:
-        self._scaler.growth_interval = int(value)
+        self._change(growth_interval=int(value))
 
     @property
     def _max_loss_scale(self) -> float:
-        return getattr(self._scaler, "max_loss_scale", 2.0**24)
+        return getattr(self._scaler.settings, "max_loss_scale", 2.0**24)
 
     @_max_loss_scale.setter
     def _max_loss_scale(self, value: float) -> None:
-        self._scaler.max_loss_scale = float(value)
+        self._change(max_loss_scale=float(value))
 
     @property
     def _min_loss_scale(self) -> float | None:
-        return getattr(self._scaler, "min_loss_scale", None)
+        return getattr(self._scaler.settings, "min_loss_scale", None)
 
     @_min_loss_scale.setter
     def _min_loss_scale(self, value: float) -> None:
-        self._scaler.min_loss_scale = float(value)
+        self._change(min_loss_scale=float(value))
+
+    def _change(self, **settings: Any) -> None:
+        if self.dynamic:  # a static scale has none
+            self._scaler.change("loss scaler", settings)
 
 
 class OptProperties:

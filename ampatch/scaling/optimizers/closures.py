@@ -19,7 +19,7 @@ import torch
 
 from ...torch_private.optimizers import GLOBAL_PRE_HOOKS, STEP_PRE_HOOKS
 from .all_steps import are_others
-from .snapshots import WeightsAndState
+from .snapshots import Snapshot
 
 if TYPE_CHECKING:
     from ..optimizer import ManagedOptimizer
@@ -37,9 +37,9 @@ class Evaluations:
     """The evaluations of closures within one step."""
 
     def __init__(self, managed: ManagedOptimizer) -> None:
-        self.first: Any = None
         self.count = 0
-        self.overflowed = False
+        self._first: Any = None
+        self._overflowed = False
         self._managed = managed
 
     def of(self, closure: Callable) -> Callable:
@@ -47,64 +47,47 @@ class Evaluations:
 
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            return self._evaluate(lambda: closure(*args, **kwargs))
+            managed = self._managed
+            with managed.owner.casts_on():
+                loss = closure(*args, **kwargs)
+            managed.gradients.finish()
+            if self.count == 0:
+                self._first = loss
+            self.count += 1
+            self.ask()
+            return loss
 
         return evaluate
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        managed = self._managed
-        with managed.owner.casts_on():
-            loss = closure()
-        managed.gradients.state.finish_pending()
-        if self.count == 0:
-            self.first = loss
-        self.count += 1
-        self.ask()
-        return loss
 
     def ask(self) -> None:
         """End the optimizer's step if there is an overflow in the gradients gathered so far."""
         self._managed.settle_overflow()
         if self._managed.gradients.take_overflow():
-            self.overflowed = True
+            self._overflowed = True
             raise Overflowed
 
+    def step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """Step with closures that this stands in for; returns what the optimizer returns, or the
+        first loss on a skip.
 
-def step_with_closure(
-    managed: ManagedOptimizer,
-    original: Callable,
-    evaluations: Evaluations,
-    args: tuple,
-    kwargs: dict,
-) -> Any:
-    """Step with closures, which `evaluations` stand in for; returns what the optimizer returns,
-    or the first loss on a skip.
-
-    Casting is off around this, and on again inside the closures.
-    """
-    before = (
-        None if evaluates_first(original, managed.optimizer) else WeightsAndState(managed.optimizer)
-    )
-    result = None
-    try:
-        result = original(*args, **kwargs)
-        if not evaluations.count:  # it stepped on the gradients there were
-            evaluations.ask()
-    except BaseException as error:
-        if not (isinstance(error, Overflowed) and evaluations.overflowed):
-            _go_back(before)  # an overflow seen by a step around this one, too
-            raise
-    if evaluations.overflowed:
-        _go_back(before)
-        managed.note_step(True)
-        return evaluations.first
-    managed.note_step(False)
-    return result
-
-
-def _go_back(before: WeightsAndState | None) -> None:
-    if before is not None:
-        before.restore()
+        Casting is off around this, and on again inside the closures.
+        """
+        optimizer = self._managed.optimizer
+        roots = () if evaluates_first(original, optimizer) else (optimizer, optimizer.param_groups)
+        try:
+            with Snapshot(*roots):
+                result = original(*args, **kwargs)
+                if not self.count:  # it stepped on the gradients there were
+                    self.ask()
+                if self._overflowed:
+                    raise Overflowed  # the optimizer went on
+        except Overflowed:
+            if not self._overflowed:
+                raise  # seen by a step around this one
+            self._managed.note_step(True)
+            return self._first
+        self._managed.note_step(False)
+        return result
 
 
 def with_closures(

@@ -12,13 +12,11 @@ raises does.  Inside their own `step(closure)` the halves are parts of that one 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .closures import Evaluations
-from .snapshots import Weights
+from .snapshots import Snapshot
 
 if TYPE_CHECKING:
     from ..optimizer import ManagedOptimizer
@@ -34,67 +32,47 @@ class TwoSteps:
 
     def __init__(self, managed: ManagedOptimizer) -> None:
         self._managed = managed
-        self._before = Weights()
+        self._before = Snapshot()
         self._overflowed = False
-        self._inside: Evaluations | None = None  # of the `step(closure)` that is running
 
     def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `first_step`."""
-        if self._inside is not None:
-            return self._part(self._inside, original, args, kwargs)
+        if self._is_part():
+            return original(*args, **kwargs)
         self._managed.before_step()
         self._overflowed = self._managed.gradients.take_overflow()
-        if self._overflowed:
-            self._zero_grad_if_asked(original, args, kwargs)
-            return None
-        self._before = Weights(self._managed.parameters())
-        return self._moved(original, args, kwargs)
+        if not self._overflowed:
+            self._before = Snapshot(tuple(self._managed.parameters()))
+        return self._half(original, args, kwargs)
 
     def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `second_step`."""
-        if self._inside is not None:
-            return self._part(self._inside, original, args, kwargs)
+        if self._is_part():
+            return original(*args, **kwargs)
         self._managed.before_step()
-        overflowed = self._managed.gradients.take_overflow() or self._overflowed
+        if self._managed.gradients.take_overflow() or self._overflowed:
+            self._overflowed = True
+            self._before.restore()
+        result = self._half(original, args, kwargs)
+        self._before.forget()
+        self._managed.note_step(self._overflowed)
         self._overflowed = False
-        result = None
-        if overflowed:
-            self._go_back()
-            self._zero_grad_if_asked(original, args, kwargs)
-        else:
-            result = self._moved(original, args, kwargs)
-        self._before = Weights()
-        self._managed.note_step(overflowed)
         self._managed.after_step()
         return result
 
-    @contextlib.contextmanager
-    def inside_step(self, evaluations: Evaluations) -> Iterator[None]:
-        """While the optimizer's own `step(closure)` runs."""
-        self._inside = evaluations
-        try:
-            yield
-        finally:
-            self._inside = None
-
-    def _part(self, evaluations: Evaluations, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """A half that `step(closure)` calls; gradients from before the closure are looked at."""
-        if not evaluations.count:
+    def _is_part(self) -> bool:
+        """Whether `step(closure)` calls it; gradients from before the closure are looked at."""
+        evaluations = self._managed.evaluations
+        if evaluations is not None and not evaluations.count:
             evaluations.ask()
-        return original(*args, **kwargs)
+        return evaluations is not None
 
-    def _go_back(self) -> None:
-        """To the weights from before the first half, if it has moved them."""
-        self._before.restore()
-        self._before = Weights()
-
-    def _moved(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        try:
-            with self._managed.owner.casts_off:
-                return original(*args, **kwargs)
-        except BaseException:
-            self._go_back()
-            raise
+    def _half(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        if self._overflowed:
+            self._zero_grad_if_asked(original, args, kwargs)
+            return None
+        with self._managed.owner.casts_off, self._before:
+            return original(*args, **kwargs)
 
     def _zero_grad_if_asked(self, original: Callable, args: tuple, kwargs: dict) -> None:
         signature = inspect.signature(original)

@@ -1,4 +1,8 @@
-"""Weights and optimizer state before a step that may have to be taken back."""
+"""The one way of going back: weights and optimizer state before something that may be undone.
+
+Closures go back after an overflow, the halves of SAM's step to the weights before the first, a
+failing `initialize` to the optimizer's state as it was found.
+"""
 
 from __future__ import annotations
 
@@ -13,47 +17,51 @@ from torch.nn import Parameter
 _ABSENT = object()
 
 
-class Weights:
-    """Copies of tensors, to go back to."""
+class Snapshot:
+    """Values, and the very objects, to go back to: once, by `restore`, or where a `with` raises.
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._restores = [_of_tensor(tensor) for tensor in tensors]
-
-    def restore(self) -> None:
-        """Write the values back."""
-        with torch.no_grad():
-            for restore in self._restores:
-                restore()
-
-
-class WeightsAndState:
-    """What an optimizer updates and remembers, to go back to: values, and the very objects.
-
-    That is all that is data in its attributes: tensors, arrays, numbers, and dicts, lists,
-    deques, sets and tuples of them at any depth, `param_groups` and `state` included, and
-    the same of optimizers that it holds.  What is created meanwhile vanishes.  Objects of
-    other kinds are put back where they were, and what is inside them is left alone;
-    gradients stay as they are.
+    That is what the `roots` are: tensors, arrays, and dicts, lists, deques, sets and tuples of them
+    at any depth; of an optimizer all that is data in its attributes, `param_groups` and `state`
+    included, and the same of optimizers that it holds.  What is created meanwhile vanishes.
+    Objects of other kinds are put back where they were, and what is inside them is left alone;
+    gradients stay as they are.  Without `values` only containers are noted.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, *roots: Any, values: bool = True) -> None:
+        self._values = values
         self._seen: dict[int, Any] = {}  # by id, and held: an id is not given out twice
         self._restores: list[Callable[[], None]] = []
-        self._note(optimizer)
-        self._note(optimizer.param_groups)  # a wrapper may have a property here
+        self._note_all(roots)
 
     def restore(self) -> None:
-        """Write the values back."""
+        """Write the values back, if this was not done yet."""
+        restores = self._restores
+        self.forget()
         with torch.no_grad():
-            for restore in self._restores:
+            for restore in restores:
                 restore()
 
+    def forget(self) -> None:
+        """There is nothing to go back to any more."""
+        self._restores, self._seen = [], {}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self.restore()
+
+    def _note_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._note(value)
+
     def _note(self, value: Any) -> None:
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            self._restores.append(_of_tensor(value))
+            if self._values:
+                self._restores.append(_of_tensor(value))
         elif isinstance(value, dict):
             self._note_all(value)
             self._note_all(value.values())
@@ -66,15 +74,12 @@ class WeightsAndState:
         elif isinstance(value, tuple):
             self._note_all(value)
         elif hasattr(type(value), "__array__"):
-            self._restores.append(_of_array(value))
+            if self._values:
+                self._restores.append(_of_array(value))
         elif hasattr(value, "param_groups"):
             attributes = getattr(value, "__dict__", {})
             self._note_all(attributes.values())
             self._restores.append(_of_attributes(attributes))
-
-    def _note_all(self, values: Iterable[Any]) -> None:
-        for value in values:
-            self._note(value)
 
 
 def _of_tensor(tensor: Tensor) -> Callable[[], None]:

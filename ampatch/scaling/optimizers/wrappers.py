@@ -55,18 +55,16 @@ class Methods:
         """Give the optimizer its own methods back, except those that other code has wrapped."""
         for seat in self._seats:
             seat.answer = None
-        for name, (_, _, put) in self._put.items():
-            if vars(self._optimizer).get(name) is put:
-                self._take_out(name)
+        own = vars(self._optimizer)
+        for name, (had_own, found, put) in self._put.items():
+            if own.get(name) is not put:
+                continue
+            if had_own:
+                own[name] = found
+            else:
+                del own[name]
         self._seats.clear()
         self._put.clear()
-
-    def _take_out(self, name: str) -> None:
-        had_own, found, _ = self._put[name]
-        if had_own:
-            vars(self._optimizer)[name] = found
-        else:
-            del vars(self._optimizer)[name]
 
 
 def _asking(seat: _Seat, name: str, original: Callable, of_class: Any) -> Callable:

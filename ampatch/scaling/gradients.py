@@ -1,0 +1,439 @@
+"""The gradients of one optimizer, from `scale_loss` blocks to the step.  Are they scaled?
+
+Outside a block they are complete, in FP32 and unscaled, or they wait scaled (`delay_unscale`):
+`Gradients.scaled` says which.  When a block begins, complete gradients are set aside, so that what
+backward adds can be unscaled by itself; then both are added up.  Gradients that wait scaled stay in
+`.grad`, where backward adds to them, so that what a script reduces, reads or clips in the block is
+the whole sum.  With several ranks complete ones stay too, at the scale of the new ones: one
+all-reduce serves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..log import logger
+from .loss_scaler import DynamicScaler, Scaler
+from .optimizers import zero
+from .process_group import share_flag, sharers, trains_with_others, world_size
+from .scale_value import Flag, either, is_set
+from .tensor_lists import drop_grads, grads_of, put_back, with_grads
+
+Seen = tuple[int, list[Tensor | None], list[int]]
+
+_grad_of = operator.attrgetter("grad")
+_entering = threading.Lock()
+"""Held while an optimizer's gradients are looked at for another optimizer's block, and while
+a block of its own begins: its backward pass, in another thread, must not write them meanwhile.
+"""
+
+
+@dataclasses.dataclass
+class Check:
+    """What a look for overflow in complete gradients has found.
+
+    `found` is None after a step has used them: they may be changed since.
+    """
+
+    found: Flag | None = None
+    scaler: Scaler | None = None
+    is_everyones: bool = False  # all processes have seen an overflow, on whichever it came
+
+
+class Gradients:
+    """What happens to the gradients of `optimizer`.
+
+    The ranks of `process_group` share their overflow flag in each block, those of `step_group`
+    at each step.  `owners` is what `owners_among` gave for all that are dealt with together.
+    """
+
+    def __init__(self, optimizer: Any, process_group: Any = None) -> None:
+        self.optimizer = optimizer
+        self.scaled: Scaled | None = None  # they wait, by that scale
+        self.aside: list[tuple[Tensor, Tensor]] | None = None  # in a block: with earlier gradients
+        self.check: Check | None = None  # None: none since they were zeroed
+        self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
+        self.had_block = False  # since the last step
+        self.left_scaled = False  # a block for others has added scaled ones
+        self.step_group = zero.group_of(optimizer)
+        self._process_group = process_group
+        self._blocks = 0  # that have begun
+
+    def parameters(self) -> Sequence[Tensor]:
+        """The tensors the optimizer updates; of a single group its own list, for reading."""
+        groups = self.optimizer.param_groups
+        if len(groups) == 1:
+            return groups[0]["params"]
+        return [param for group in groups for param in group["params"]]
+
+    def has_gradients(self) -> bool:
+        """Whether there is anything to step on."""
+        for param in self.parameters():
+            if param.grad is not None:
+                return True
+        return False
+
+    # A block
+
+    def gather(self, scaler: Scaler) -> list[Tensor]:
+        """Complete the gradients before a block; returns the parameters that have some.
+
+        What waits scaled is unscaled, unless new gradients of `scaler` may be added to it.
+        """
+        if self.scaled is not None and not self.scaled.takes(scaler):
+            self.finish()
+        if self.left_scaled:
+            self.report_left_scaled()
+        self.had_block = True
+        if self.check is not None and self.check.found is None:
+            self.look_again()
+        return with_grads(self.parameters())
+
+    def make_room(self, held: list[Tensor], block: Scaled, owners: dict[int, Gradients]) -> None:
+        """Begin the block: what `gather` found is set aside, or stays, scaled."""
+        aside: list[tuple[Tensor, Tensor]] = []
+        stays = False
+        if held:
+            held = self._owned(held, owners)
+            stays = self.scaled is not None or world_size() > 1
+            if not stays:
+                aside = list(zip(held, map(_grad_of, held), strict=True))
+        else:
+            self.check = self.scaled = None
+        with _entering:
+            self.aside = aside  # from here on there is something to put back
+            self._blocks += 1
+        if stays and self.scaled is None:
+            block.scale_up(list(map(_grad_of, held)))
+            block.join(self)
+        for param, _ in aside:  # so that what backward adds can be unscaled by itself
+            param.grad = None
+
+    def after_backward(
+        self, scaler: Scaler, scale: Any, owners: dict[int, Gradients]
+    ) -> Flag | None:
+        """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
+        aside, self.aside = self.aside, None
+        found = self.unscale(scaler, scale, owners)
+        if aside:
+            put_back(aside)
+        return found
+
+    def leave_scaled(self, block: Scaled) -> None:
+        """`delay_unscale`: bring everything to the block's scale and leave it there."""
+        aside, self.aside = self.aside or [], None
+        block.scale_up([grad for _, grad in aside])
+        put_back(aside)
+        block.join(self)
+
+    def abandon(self, owners: dict[int, Gradients]) -> None:
+        """The backward pass failed: drop what it left, put back what was there.
+
+        Where backward added to earlier gradients, what it added stays in them, which is logged.
+        """
+        aside, self.aside = self.aside, None
+        if aside is None:
+            return
+        if self.scaled is not None:
+            logger.warning(
+                "%s: an ampatch.scale_loss block has raised, and earlier gradients were in p.grad "
+                "for its backward pass to add to (delay_unscale=True, or several ranks). What it "
+                "added stays there, as in a training without ampatch. optimizer.zero_grad() drops "
+                "the gradients of all micro-batches.",
+                type(self.optimizer).__name__,
+            )
+            return
+        drop_grads(self._owned(self.parameters(), owners))
+        for param, grad in aside:
+            param.grad = grad
+
+    def drop(self) -> None:
+        """Drop all gradients, also those set aside: some may be unscaled and some not."""
+        self.aside = None
+        self.zeroed()
+        drop_grads(self.parameters())
+
+    # Unscaling
+
+    def unscale(self, scaler: Scaler, scale: Any, owners: dict[int, Gradients]) -> Flag | None:
+        """Unscale the gradients and look for overflow; returns found_inf, None: unchecked.
+
+        Those that an earlier optimizer shares are unscaled already, and only looked at.
+        """
+        self.scaled = None
+        if not owners:
+            return self._unscale(scaler, grads_of(self.parameters()), scale)
+        params = self.parameters()
+        own = self._owned(params, owners)
+        found = self._unscale(scaler, grads_of(own), scale)
+        if len(own) < len(params):
+            shared = [param for param in params if owners.get(id(param), self) is not self]
+            self._unscale(scaler, grads_of(shared), scale / scale)
+        return found
+
+    def _unscale(self, scaler: Scaler, grads: list[Any], scale: Any) -> Flag | None:
+        if not (grads or self._process_group):
+            return None  # there is nothing to learn for the scale
+        found = scaler.unscale_(grads, scale)
+        if found is None:
+            return None
+        groups, are_all = sharers(self._process_group, grads)
+        if groups:
+            found = share_flag(found, groups, grads)
+        self.note(found, scaler, are_all)
+        return found
+
+    def _owned(self, params: Sequence[Tensor], owners: dict[int, Gradients]) -> list[Tensor]:
+        """Those of `params` that are this optimizer's to deal with."""
+        return [param for param in params if owners.get(id(param), self) is self]
+
+    def note(self, found: Flag, scaler: Scaler, is_everyones: bool = False) -> None:
+        """Remember an overflow flag until the step."""
+        before = self.check
+        if before is not None and before.found is not None:
+            found = either(before.found, found)
+            is_everyones = is_everyones and before.is_everyones
+        self.check = Check(found, scaler, is_everyones)
+
+    def finish(self) -> None:
+        """Unscale what `delay_unscale` left scaled; what is in a block stays."""
+        if self.scaled is not None and self.aside is None:
+            self.scaled.finish()
+
+    def look_again(self) -> Flag | None:
+        """Look for overflow in gradients that may be others than their block has checked.
+
+        A step has used them and they were not zeroed: an inf may be left.  Or several processes
+        train: a script may have averaged the inf of another rank into them.  Returns found_inf;
+        None: there was nothing to look for.
+        """
+        check = self.check
+        if check is None or self.scaled is not None or self.aside is not None:
+            return None
+        if check.found is None:
+            self.check = None
+        elif check.is_everyones or not trains_with_others():
+            return None
+        if check.scaler is None or not self.has_gradients():
+            return None
+        scale = check.scaler.peek()
+        return self.unscale(check.scaler, scale / scale, {})  # 1, where the scale lives
+
+    # Steps and zeroes
+
+    def share_overflow(self) -> None:
+        """Have all ranks of `step_group` know of an overflow on one; each of them asks.
+
+        A rank whose gradients are none of this step (`Join`) decides as the others do.
+        """
+        self.check = self.check or Check()
+        seen = False if self.check.found is None else self.check.found
+        found = share_flag(seen, [self.step_group], self.parameters())
+        self.check.found = found
+        for deferred in self.waiting:
+            deferred.scaler.defer([found])
+
+    def take_found_inf(self) -> Flag | None:
+        """The overflow flag of the present gradients, for a step; None: nothing was checked."""
+        if self.check is not None and self.check.found is None:
+            self.look_again()
+        if self.check is None:
+            return None
+        found, self.check.found = self.check.found, None
+        if self.step_group is not None or self.has_gradients():
+            return found
+        return None  # setting them to None takes the overflow away too
+
+    def take_overflow(self) -> bool:
+        """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
+        found = self.take_found_inf()
+        return found is not None and is_set(found)
+
+    def zeroed(self) -> None:
+        """All gradients were zeroed: nothing waits, no overflow is remembered."""
+        self.check = self.scaled = None
+        self.left_scaled = False
+        if self.aside is not None:
+            self.aside = []
+
+    def zeroed_by_model(self, zeroed: set[int]) -> None:
+        """Parameters (ids) of a model were zeroed; forget an overflow if no gradients are left."""
+        if self.aside:
+            self.aside = [(param, grad) for param, grad in self.aside if id(param) not in zeroed]
+        if (self.check is not None or self.left_scaled) and all(
+            param.grad is None or id(param) in zeroed for param in self.parameters()
+        ):
+            self.check, self.left_scaled = None, False
+
+    def ready(self, wanted: set[int]) -> None:
+        """Gradients of these tensors (ids) are about to be clipped: leave none scaled."""
+        if not any(id(param) in wanted for param in self.parameters()):
+            return
+        if self.aside is not None:
+            logger.error(
+                "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
+                "still scaled. Clip them after the block.",
+                type(self.optimizer).__name__,
+            )
+            return
+        self.finish()
+        self.look_again()  # clipping may hide what another rank's inf has left
+
+    # Blocks for other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
+
+    def before_others(self) -> Seen | None:
+        """A block for another optimizer begins: what there is now, for `after_others`.
+
+        None: this one is in a block of its own, in another thread.
+        """
+        with _entering:
+            return None if self.aside is not None else self._seen()
+
+    def after_others(self, before: Seen | None) -> None:
+        """That block has ended.  Changes by a block of this optimizer's own do not count."""
+        with _entering:
+            if before is None or self.aside is not None or self._blocks != before[0]:
+                return
+            _, grads, versions = self._seen()
+            if versions != before[2] or not all(map(operator.is_, before[1], grads)):
+                self.left_scaled = True
+
+    def _seen(self) -> Seen:
+        """Gradients as backward has left them, and versions, to tell later what it changed."""
+        grads = list(map(_grad_of, self.parameters()))
+        return self._blocks, grads, [-1 if grad is None else grad._version for grad in grads]
+
+    def report_left_scaled(self) -> None:
+        """Log an error if such gradients are about to be used."""
+        if self.left_scaled and self.has_gradients():
+            logger.error(
+                "%s: gradients are used that an ampatch.scale_loss block left scaled, because it "
+                "was not given this optimizer. Pass every optimizer the loss reaches, "
+                "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
+                type(self.optimizer).__name__,
+            )
+        self.left_scaled = False
+
+
+def owners_among(several: Sequence[Gradients]) -> dict[int, Gradients]:
+    """By id of each tensor, the first optimizer that holds it; {} where none is shared.
+
+    The first alone scales and unscales its gradient; an overflow in it concerns all holders.
+    """
+    if len(several) < 2:
+        return {}
+    holders = [(id(param), one) for one in several for param in one.parameters()]
+    owners = dict(reversed(holders))
+    return owners if len(owners) < len(holders) else {}
+
+
+class Scaled:
+    """Gradients that `delay_unscale` left scaled by one value of a scaler, of some optimizers.
+
+    They are unscaled together, so that the scaler counts one step however many optimizers a loss
+    reaches.
+    """
+
+    def __init__(self, scaler: Scaler, scale: Any) -> None:
+        self._scaler = scaler
+        self._generation = scaler.generation
+        self._scale = scale
+        self._several: list[Gradients] = []
+
+    def join(self, one: Gradients) -> None:
+        """Count an optimizer's gradients among these."""
+        one.scaled = self
+        if one not in self._several:
+            self._several.append(one)
+
+    def scale_up(self, grads: list[Any]) -> None:
+        """Bring complete gradients to the scale of these, in place."""
+        self._scaler.scale_grads_(grads, self._scale)
+
+    def takes(self, scaler: Scaler) -> bool:
+        """Whether new gradients of `scaler` may be added: it has not moved since."""
+        return self._scaler is scaler and self._generation == scaler.generation
+
+    def finish(self) -> None:
+        """Unscale the gradients, and let the scaler know.
+
+        Those of an optimizer in a block of its own stay: its block unscales them.
+        """
+        waiting = [one for one in self._several if one.scaled is self and one.aside is None]
+        owners = owners_among(waiting)
+        found = [one.unscale(self._scaler, self._scale, owners) for one in waiting]
+        update_scaler(self._scaler, [flag for flag in found if flag is not None], waiting)
+
+
+class Deferred:
+    """A scaler's update that waits for the first step of some optimizers.
+
+    `together`: an overflow in the gradients of one has all of them skip.
+    """
+
+    def __init__(self, scaler: DynamicScaler, together: bool) -> None:
+        self.scaler = scaler
+        self._together = together
+        self._several: list[Gradients] = []
+
+    def join(self, several: Sequence[Gradients]) -> None:
+        """Wait for the step of these optimizers too."""
+        for one in several:
+            if one not in self._several:
+                self._several.append(one)
+                one.waiting.append(self)
+
+    def look_again(self) -> None:
+        """Look for overflow that has come since: before the first step, in all gradients."""
+        found = [one.look_again() for one in self._several]
+        flags = [flag for flag in found if flag is not None]
+        if self.scaler.deferred is not None:  # else another step has counted for this one
+            self.scaler.defer(flags)
+        if self._together:
+            _skip_together(self._several, self.scaler, flags)
+
+    def update(self) -> None:
+        """The first of them steps: the scaler reacts to the flags that it holds."""
+        self.scaler.update([])
+        for one in self._several:
+            one.waiting.remove(self)
+
+
+def update_scaler(
+    scaler: Scaler,
+    flags: list[Flag],
+    several: Sequence[Gradients],
+    *,
+    at_step: bool = False,
+    together: bool = False,
+) -> None:
+    """Have a scaler react to the overflow flags of its gradients, now or at the step.
+
+    Where several processes train it is always at the step: in DDP's `no_sync`
+    one rank alone may see an inf, at the step all have seen it.
+    """
+    if not isinstance(scaler, DynamicScaler):
+        return
+    if together:
+        _skip_together(several, scaler, flags)
+    if at_step or trains_with_others():
+        scaler.defer(flags)
+        known = [one for some in several for one in some.waiting if one.scaler is scaler]
+        (known[0] if known else Deferred(scaler, together)).join(several)
+    else:
+        scaler.update(flags)
+
+
+def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
+    """Each of these optimizers has the overflow that one of them has."""
+    if flags:
+        found = functools.reduce(either, flags)
+        for one in several:
+            one.note(found, scaler)
