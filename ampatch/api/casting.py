@@ -16,6 +16,7 @@ from ..casting.contexts import PolicyContext
 from ..casting.policy import Policy
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
+from ..casting.torch_autocast import devices_on, half_type
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
 from ..session.cached_weights import CachedWeights
@@ -115,8 +116,10 @@ def precision(dtype: str) -> PolicyContext:
         policy = registry.state.beneath_regions()
         if policy is None or not policy.follows_tables:
             return policy
-        half = registry.state.thread.torch_half or policy.half_type or policy.half_to
-        return policy.forced(torch.float32 if dtype == "float" else half)
+        on = devices_on()
+        if on:
+            policy = policy.in_type(half_type(on[-1]))
+        return policy.forced(torch.float32 if dtype == "float" else policy.half_type)
 
     return registry.state.under(forced, by_user=True)
 

@@ -1,7 +1,7 @@
 """Which policy is in force: one for the process, and one for each thread that has its own.
 
-A call is under the process's policy, unless its thread is inside a managed model,
-`disable_casts()` or `precision()`.
+A call is under the process's policy, unless its thread is inside something that has pushed a
+policy of its own: see `stack`.
 
 Patched functions read the state on every call, so it is plain attributes.
 `torch.compile` guards on what it reads while tracing: on plain attributes and
@@ -12,10 +12,8 @@ does not: the first is silently frozen into the graph, the second refused).
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,32 +21,19 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
-from .calling_frames import calling_frame, is_running
 from .contexts import PolicyContext
 from .handler_tables import HandlerTables
 from .policy import Policy
-from .torch_autocast import devices_on, half_type, nesting, set_enabled
-
-_OURS = __name__.partition(".")[0] + "."
-
-FOLLOW = object()
-"""The thread has no policy of its own: the process's policy counts."""
-
-Frame = tuple[Any, Any, bool, "SwitchedOff | None", FrameType | None]
-"""The owner of a push, what it covered, whether it changed anything, torch's autocast meanwhile,
-and the Python frame that calls the module whose hook pushed.
-
-A plain tuple: each forward and each step makes several, and a class's constructor is a call.
-"""
+from .stack import BLOCK, CALL, FOLLOW, REGION, USER, Block, Entry, is_running
+from .torch_autocast import devices_on, half_type, switched_off
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.policy: Any = FOLLOW
-        self.frames: list[Frame] = []  # innermost last
+        self.policy: Any = FOLLOW  # of the innermost entry
+        self.stack: list[Entry] = []  # innermost last
         self.lent: list[Any] = []  # half copies that are in the places of weights
         self.itself: threading.Thread | None = None  # once half copies were lent in it
-        self.torch_half: torch.dtype | None = None  # of a region in which torch's autocast casts
 
 
 class CastState:
@@ -57,14 +42,14 @@ class CastState:
     def __init__(self) -> None:
         self.process: Policy | None = None
         self.per_thread = False  # whether calls look at their own thread: see `watch`
+        self.reasons = 0  # why they do
+        self.lock = threading.Lock()
         self.has_rules_of_user = False  # a function of torch follows a rule that the user gave
         self.tables = HandlerTables()
         self.modes = 0  # threads that are in a TorchFunctionMode; counted in `per_thread` too
         self.thread = _Thread()
-        self.casts_off = CastsOff(self)
-        self._region = self.under(lambda: None)
-        self._own = 0
-        self._lock = threading.Lock()
+        self.casts_off = Block(self, BLOCK)  # for the optimizer's step: one object for all
+        self._traced_region = Block(self, REGION)
 
     def current(self) -> Policy | None:
         """The policy of a call made here and now; None: no casting."""
@@ -94,111 +79,40 @@ class CastState:
         in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
         return None if in_backward else policy.of_forwards
 
-    def push(
-        self, policy: Policy | None, owner: Any = None, off: SwitchedOff | None = None
-    ) -> None:
-        """Give this thread a policy of its own, until `pop`, which switches `off` on again."""
-        thread, caller = self.thread, None
-        if not isinstance(owner, _BLOCKS) and not is_dynamo_compiling():
+    def policy_on(self, device: str) -> Policy | None:
+        """`policy_here()`, if calls with tensors on `device` are cast under it."""
+        policy = self.policy_here()
+        if policy is None or device not in (policy.devices or device_types()):
+            return None
+        return policy
+
+    def enter_forward(self, policy: Policy | None, block: Block) -> None:
+        """A managed forward begins inside something: `block` is in force until it is left.
+
+        The user's blocks of `disable_casts` and `precision` hold inside it too.  Regions of
+        torch.autocast do not: the innermost wins.  One that is enabled agrees that there are
+        casts, and says the half type.
+        """
+        if not is_dynamo_compiling():
             self.drop_ended()
-            caller = calling_frame()
-        found = thread.policy
-        differs = policy is not (self.process if found is FOLLOW else found)
-        if not differs and not isinstance(owner, _BLOCKS) and is_dynamo_compiling():
-            return  # strict export warns of every write, even of one that is taken back
-        thread.frames.append((owner, found, differs, off, caller))
-        if differs:
-            thread.policy = policy
-            self.watch(+1)
-
-    def pop(self, owner: Any = None) -> None:
-        """Back to what `push` found; nothing, if the last push here was not `owner`'s.
-
-        A `with` block ends wherever it is: an interrupted forward may have left
-        its frame above, and blocks in generators end in any order.
-        """
-        frames = self.thread.frames
-        if frames and frames[-1][0] is owner:
-            _, found, differs, off, _ = frames.pop()
-            if differs:
-                self.thread.policy = found
-                self.watch(-1)
-            if off is not None:
-                off.switch_on()
-        elif isinstance(owner, _BLOCKS):
-            self._take_out(owner)
-
-    def _take_out(self, owner: Any) -> None:
-        frames = self.thread.frames
-        places = [place for place, frame in enumerate(frames) if frame[0] is owner]
-        if not places:  # entered in another thread, or not at all
+        if self.under_user_control():
             return
-        above = places[-1]
-        _, found, differs, off, _ = frames.pop(above)
-        heir, covered, heir_differs, heir_off, caller = frames[above]
-        if differs:
-            covered = found
-            if heir_differs:
-                self.watch(-1)
-        frames[above] = (heir, covered, differs or heir_differs, heir_off or off, caller)
+        said = self._said()
+        on: list[str] = []
+        if said is not None and said.block.kind == USER:
+            policy = self._resolved(said)
+        elif policy is not None and policy.gate is None and policy.follows_tables:
+            on = [device for device in devices_on() if policy.casts_on(device)]
+        if policy is None or not on:
+            block.enter(policy)
+        elif not is_dynamo_compiling():
+            block.enter(policy.in_type(half_type(on[-1])), switched_off(on))
+        else:  # its graph keeps the region, which casts alone if the types differ
+            block.enter(policy if half_type(on[-1]) is policy.half_to else None)
 
-    def enter_forward(self, policy: Policy | None, owner: Any) -> None:
-        """A managed forward begins: it is under `policy` until `leave_forward`.
-
-        Of what is in force around it, the user's blocks of `disable_casts` and `precision` hold
-        inside too.  Regions of torch.autocast do not: the innermost wins.  One that is enabled
-        agrees that there are casts, and says the half type.
-        """
-        thread, off = self.thread, None
-        if thread.frames:
-            if not is_dynamo_compiling():
-                self.drop_ended()
-            if self.under_user_control():
-                return
-            if self._in_block_beneath_regions():
-                policy = self.beneath_regions()
-            elif policy is not None and policy.gate is None and policy.follows_tables:
-                if is_dynamo_compiling():
-                    policy = self._beside_torch(policy)
-                else:
-                    policy, off = _instead_of_torch(policy)
-        if is_dynamo_compiling():
-            self.push(policy, owner)
-            return
-        found = thread.policy  # as `push`, without the price of three calls
-        differs = policy is not (self.process if found is FOLLOW else found)
-        caller: Any = sys._getframe(1)
-        while caller.f_globals.get("__name__", "").startswith(_OURS):
-            caller = caller.f_back
-        thread.frames.append((owner, found, differs, off, caller))
-        if differs:
-            thread.policy = policy
-            with self._lock:
-                self._own += 1
-                self.per_thread = True
-
-    def _beside_torch(self, policy: Policy) -> Policy | None:
-        """For a graph of Dynamo's, which keeps the region: its casts alone if the types differ."""
-        half = self.thread.torch_half
-        return policy if half is None or half is policy.half_to else None
-
-    def leave_forward(self, owner: Any) -> None:
-        """The forward has ended; nothing, if it entered nothing."""
-        thread = self.thread
-        frames = thread.frames
-        if frames[-1][0] is not owner:
-            return
-        if is_dynamo_compiling():
-            self.pop(owner)
-            return
-        _, found, differs, off, _ = frames.pop()
-        if differs:
-            thread.policy = found
-            with self._lock:
-                self._own -= 1
-                self.per_thread = self._own > 0
-        if off is not None:
-            off.switch_on()
+    def instead_of_torch(self) -> Sequence[str]:
+        """Switch torch's autocast off, for what is not under it; to be given to `Block.enter`."""
+        return () if is_dynamo_compiling() else switched_off(devices_on())
 
     def under(self, choose: Callable[[], Policy | None], by_user: bool = False) -> PolicyContext:
         """A context manager and decorator: the policy is `choose()`, asked at each entry.
@@ -207,15 +121,7 @@ class CastState:
         """
         return PolicyContext(self, choose, by_user)
 
-    def push_block(self, policy: Policy | None, block: PolicyContext) -> None:
-        """A `with` block begins, until `pop`.  Where nothing casts, torch's autocast stays."""
-        if not is_dynamo_compiling():
-            self.drop_ended()
-        is_said = block.by_user and block.has_ended is None
-        casts = self.process is not None or self.per_thread
-        self.push(policy, block, torch_switched_off() if is_said and casts else None)
-
-    def enter_region(self, device: str, half: torch.dtype | None) -> None:
+    def enter_region(self, half: torch.dtype | None) -> None:
         """A region of torch.autocast, until `leave_region`: what Dynamo traces.
 
         Casts are off, unless torch's are on (`half`) and are to the same type as those here.
@@ -223,21 +129,21 @@ class CastState:
         policy = self.current()
         if half is None or policy is None or policy.half_to is not half or policy.gate is not None:
             policy = None
-        self.push(policy, self._region)
+        self._traced_region.enter(policy)
 
     def leave_region(self) -> None:
         """Back to what `enter_region` found."""
-        self.pop(self._region)
+        self._traced_region.leave()
 
     def drop_interrupted(self) -> None:
-        """Pop what hooks pushed here for forwards that never ended.
+        """Leave calls that never ended: Ctrl-C skips forward hooks.
 
-        Ctrl-C skips forward hooks.  Called where no managed forward can be running:
-        around `scale_loss`, after a step, when a session closes.
+        To be called where no managed forward can be running: around `scale_loss`, after a step,
+        when a session closes.
         """
-        frames = self.thread.frames
-        while frames and not isinstance(frames[-1][0], _BLOCKS):
-            self.pop(frames[-1][0])
+        stack = self.thread.stack
+        while stack and stack[-1].block.kind == CALL:
+            stack[-1].block.leave()
         self.end_interrupted()
 
     def end_interrupted(self) -> None:
@@ -246,153 +152,56 @@ class CastState:
             lending.end_if_interrupted()
 
     def drop_ended(self) -> None:
-        """Pop what hooks pushed here for forwards whose call runs no longer: Ctrl-C skips hooks."""
-        frames = self.thread.frames
-        while frames and frames[-1][4] is not None and not is_running(frames[-1][4]):
-            self.pop(frames[-1][0])
+        """Leave calls that run no longer: Ctrl-C skips forward hooks."""
+        stack = self.thread.stack
+        while stack and stack[-1].caller is not None and not is_running(stack[-1].caller):
+            stack[-1].block.leave()
 
     def beneath_regions(self) -> Policy | None:
         """The policy in force here, but for regions of torch.autocast that were entered last."""
-        policy = self.thread.policy
-        for owner, found, differs, _, _ in reversed(self.thread.frames):
-            if not _is_region(owner):
-                break
-            policy = found if differs else policy
-        return self.process if policy is FOLLOW else policy
-
-    def _in_block_beneath_regions(self) -> bool:
-        """Whether regions were entered last, in a `with` block of the user's."""
-        owners = [frame[0] for frame in self.thread.frames]
-        if not owners or not _is_region(owners[-1]):
-            return False
-        beneath = next((owner for owner in reversed(owners) if not _is_region(owner)), None)
-        return isinstance(beneath, _BLOCKS) and beneath.by_user
+        said = self._said()
+        return self.process if said is None else self._resolved(said)
 
     def under_user_control(self) -> bool:
-        """Whether the innermost policy here is from a `with` block of the user's."""
-        frames = self.thread.frames
-        if not frames or not isinstance(frames[-1][0], _BLOCKS):
-            return False
-        block = frames[-1][0]
-        if block.has_ended is not None and block.has_ended():
-            self.pop(block)
-            return self.under_user_control()
-        return block.by_user
+        """Whether the user has said what is in force here, for managed models inside too.
+
+        A region of torch.autocast that is on within such a block holds as the block does.
+        """
+        stack = self.thread.stack
+        if not stack or stack[-1].block.kind != REGION:
+            return bool(stack) and stack[-1].block.kind == USER
+        said = self._said()
+        return said is not None and said.block.kind == USER and bool(devices_on())
 
     def covered_by_user(self) -> bool:
-        """Whether what the innermost push here covers is from a `with` block of the user's."""
-        beneath = self.thread.frames[-2:-1]
-        if not beneath or not isinstance(beneath[0][0], _BLOCKS):
-            return False
-        block = beneath[0][0]
-        return block.by_user and (block.has_ended is None or not block.has_ended())
+        """Whether what the innermost entry here covers is a block of the user's."""
+        beneath = self.thread.stack[-2:-1]
+        return bool(beneath) and beneath[0].block.kind == USER
 
     def covered(self) -> Policy | None:
-        """The policy that the innermost push here covers; without one, that in force."""
-        frames = self.thread.frames
-        found = frames[-1][1] if frames and frames[-1][2] else self.thread.policy
-        return self.process if found is FOLLOW else found
+        """The policy that the innermost entry here covers; without one, that of the process."""
+        beneath = self.thread.stack[-2:-1]
+        return self._resolved(beneath[0]) if beneath else self.process
+
+    def _said(self) -> Entry | None:
+        """The innermost entry here that is no region of torch.autocast."""
+        for entry in reversed(self.thread.stack):
+            if entry.block.kind != REGION:
+                return entry
+        return None
+
+    def _resolved(self, entry: Entry) -> Policy | None:
+        return self.process if entry.policy is FOLLOW else entry.policy
 
     def watch(self, change: int) -> None:
         """Add to (+1) or take from (-1) the reasons why calls must look at their own thread.
 
         A thread's own policy is one, and so is an observer that wants to see each cast.
         """
-        if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
-            self._own += change
-            self.per_thread = self._own > 0
-            return
-        with self._lock:
-            self._own += change
-            self.per_thread = self._own > 0
-
-
-class SwitchedOff:
-    """torch's own autocast, switched off in this thread because ampatch's word is the inner one."""
-
-    __slots__ = ("_devices", "_nesting")
-
-    def __init__(self, devices: list[str]) -> None:
-        self._devices = devices
-        self._nesting = nesting()
-        for device in devices:
-            set_enabled(device, False)
-
-    def switch_on(self) -> None:
-        """Back to what was found, unless the region has ended meanwhile: Ctrl-C skips hooks."""
-        if nesting() >= self._nesting:
-            for device in self._devices:
-                set_enabled(device, True)
-
-
-def torch_switched_off() -> SwitchedOff | None:
-    """Switch torch's autocast off in this thread; None where it is not on.
-
-    Code that Dynamo traces keeps it.
-    """
-    devices = [] if is_dynamo_compiling() else devices_on(device_types())
-    return SwitchedOff(devices) if devices else None
-
-
-def _instead_of_torch(policy: Policy) -> tuple[Policy, SwitchedOff | None]:
-    """What does the casts of regions of torch.autocast that are on here, in their half type."""
-    devices = [device for device in devices_on(device_types()) if policy.casts_on(device)]
-    if not devices:
-        return policy, None
-    return policy.in_type(half_type(devices[-1])), SwitchedOff(devices)
-
-
-class CastsOff:
-    """`with` block without casts, for the optimizer's step: one object for all blocks.
-
-    As `state.under(lambda: None)`, in two Python calls and no allocation.  Where nothing
-    casts it does nothing, except inside another block: a closure asks whose that block is.
-    """
-
-    __slots__ = ("_state",)
-
-    by_user = False
-    has_ended = None
-
-    def __init__(self, state: CastState) -> None:
-        self._state = state
-
-    def __enter__(self) -> None:
-        state = self._state
-        thread = state.thread
-        if state.process is None and not state.per_thread and not thread.frames:
-            return
         if is_dynamo_compiling():
-            state.push(None, self)
+            self.reasons += change
+            self.per_thread = self.reasons > 0
             return
-        found = thread.policy
-        differs = (state.process if found is FOLLOW else found) is not None
-        thread.frames.append((self, found, differs, None, None))
-        if differs:
-            thread.policy = None
-            with state._lock:
-                state._own += 1
-                state.per_thread = True
-
-    def __exit__(self, *exception: object) -> None:
-        state = self._state
-        frames = state.thread.frames
-        if not frames:
-            return
-        if frames[-1][0] is not self or is_dynamo_compiling():
-            state.pop(self)
-            return
-        _, found, differs, _, _ = frames.pop()
-        if differs:
-            state.thread.policy = found
-            with state._lock:
-                state._own -= 1
-                state.per_thread = state._own > 0
-
-
-def _is_region(owner: Any) -> bool:
-    return isinstance(owner, PolicyContext) and owner.is_region
-
-
-_BLOCKS = (PolicyContext, CastsOff)
-"""Owners of frames that are `with` blocks; the others are hooks of models and modules."""
+        with self.lock:
+            self.reasons += change
+            self.per_thread = self.reasons > 0

@@ -14,46 +14,42 @@ import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+from .stack import BLOCK, USER, Block
+
 if TYPE_CHECKING:
     from .cast_state import CastState
     from .policy import Policy
 
 
 class PolicyContext:
-    """`with` block or decorator under a policy; nests, and restores what it found.
+    """`with` block or decorator under the policy that `choose()` gives at each entry; nests.
 
     Decorates functions, generator functions, `async` functions and `async` generators.
-    `has_ended`, if any, says whether the block is over although nothing has left it.  `is_region`:
-    it stands for a region of torch.autocast.
     """
 
-    __slots__ = ("_choose", "_state", "by_user", "has_ended", "is_region")
+    __slots__ = ("_block", "_by_user", "_choose", "_state")
 
     def __init__(
-        self,
-        state: CastState,
-        choose: Callable[[], Policy | None],
-        by_user: bool,
-        has_ended: Callable[[], bool] | None = None,
-        is_region: bool = False,
+        self, state: CastState, choose: Callable[[], Policy | None], by_user: bool
     ) -> None:
         self._state = state
         self._choose = choose
-        self.by_user = by_user
-        self.has_ended = has_ended
-        self.is_region = is_region
+        self._by_user = by_user
+        self._block = Block(state, USER if by_user else BLOCK)
 
     def __enter__(self) -> None:
-        self._state.push_block(self._choose(), self)
+        policy, state = self._choose(), self._state
+        says = self._by_user and (state.process is not None or state.per_thread)
+        self._block.enter(policy, state.instead_of_torch() if says else ())
 
     def __exit__(self, *exception: object) -> None:
-        self._state.pop(self)
+        self._block.leave()
 
     def __call__(self, function: Callable) -> Callable:
         return functools.wraps(function)(self._decorated(function))
 
     def _again(self) -> PolicyContext:
-        return PolicyContext(self._state, self._choose, self.by_user)
+        return PolicyContext(self._state, self._choose, self._by_user)
 
     def _decorated(self, function: Callable) -> Callable:
         for matches, decorated in _STEPWISE:

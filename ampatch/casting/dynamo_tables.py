@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import wrapt
 
-from .autocast_regions import AutocastRegions
 from .cast_state import CastState
 from .patches import PatchSet
 from .recording import is_opaque_call
@@ -40,7 +39,6 @@ class DynamoTables:
         self,
         patches: PatchSet,
         original: Original,
-        regions: AutocastRegions,
         ask_state: Callable[[], CastState],
     ) -> None:
         self._patches = patches
@@ -49,7 +47,7 @@ class DynamoTables:
             "torch._dynamo.trace_rules": _correct_rules,
             "torch._dynamo.variables.torch": _correct_functions,
             "torch._dynamo.variables.ctx_manager": lambda contexts, patches, original: (
-                _trace_regions(contexts, patches, regions, ask_state)
+                _trace_regions(contexts, patches, ask_state)
             ),
         }
         self._awaited: set[str] = set()
@@ -158,7 +156,6 @@ def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[
 def _trace_regions(
     contexts: ModuleType,
     patches: PatchSet,
-    regions: AutocastRegions,
     ask_state: Callable[[], CastState],
 ) -> None:
     """Dynamo traces regions of torch.autocast by a class of its own, which also enters them.
@@ -175,13 +172,9 @@ def _trace_regions(
 
     def enter(original: Callable) -> Callable:
         def entered(region: Any, tx: Any) -> Any:
-            regions.thread.is_tracing = True
-            try:
-                found = original(region, tx)
-            finally:
-                regions.thread.is_tracing = False
-            device, half, is_on, *_ = region.target_values
-            traced(tx, "enter_region", device, half if is_on else None)
+            found = original(region, tx)
+            _, half, is_on, *_ = region.target_values
+            traced(tx, "enter_region", half if is_on else None)
             return found
 
         return entered

@@ -13,14 +13,8 @@ from typing import Any
 import torch
 
 from ..log import logger
-from . import (
-    autocast_answers,
-    fused_attention,
-    special_ops,
-    user_functions,
-)
-from .autocast_regions import AutocastRegions
-from .autocast_switch import AutocastSwitch
+from . import fused_attention, special_ops, user_functions
+from .autocast_words import AutocastWords
 from .cast_state import CastState
 from .dynamo_tables import DynamoTables
 from .handlers import fresh_tables, overridable
@@ -43,12 +37,9 @@ class Installation:
         self._ask_state = ask_state
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
-        self.regions = AutocastRegions(state)
-        self._switch = AutocastSwitch(state, self.regions)
+        self.autocast = AutocastWords(state)
         self._library_ops = LibraryOps(state, self._patches)
-        self._dynamo = DynamoTables(
-            self._patches, self.replacements.original, self.regions, ask_state
-        )
+        self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
         self._has_apex_rows = False
         self._warned: set[str] = set()
 
@@ -62,9 +53,7 @@ class Installation:
                     self._put_row(row)
             for where, name, make in (
                 *special_ops.module_parts(self._state),
-                *self.regions.places(),
-                *self._switch.places(),
-                *autocast_answers.places(self._state),
+                *self.autocast.places(),
             ):
                 self._put_if_there(where, name, make)
             self._library_ops.install()
@@ -98,7 +87,7 @@ class Installation:
 
     def undo(self) -> None:
         """Leave torch, and names of it in the user's modules, as they were found."""
-        self._switch.end()
+        self.autocast.end()
         self._patches.undo()
         self.replacements.give_back()
         self.missing.clear()

@@ -20,7 +20,6 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.custom_ops import OPERATOR_CLASSES, qualified_name, registered_kernels
 from ..torch_private.devices import autocast_keys
-from .autocast_answers import casting_policy
 from .cast_state import CastState
 from .patches import PatchSet
 from .torch_autocast import autocast_on
@@ -69,12 +68,12 @@ class LibraryOps:
             devices = [
                 device
                 for device in _devices_of(qualified_name(self_))
-                if (policy := casting_policy(state, device)) is not None
+                if (policy := state.policy_on(device)) is not None
                 and (policy.gate is None or policy.gate(args, kwargs))
             ]
             if not devices:
                 return original(self_, *args, **kwargs)
-            with state.under(lambda: None), autocast_on(devices):
+            with state.casts_off, autocast_on(devices):
                 return original(self_, *args, **kwargs)
 
         return __call__

@@ -18,11 +18,12 @@ from ..errors import BannedFunctionError
 from ..torch_private.modules import FLAT_WEIGHTS
 from . import fused_attention
 from .cast_observers import observed, observers
-from .cast_state import FOLLOW, CastState
+from .cast_state import CastState
 from .handlers import unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
 from .rules import cast, castable
+from .stack import FOLLOW
 
 Make = Callable[[Callable], Callable]
 

@@ -16,6 +16,7 @@ from ..errors import type_name
 from .cast_observers import observed, observers
 from .cast_state import CastState
 from .rules import Choose
+from .stack import BLOCK, Block
 from .wrapper import call_in
 
 Make = Callable[[Any], Any]
@@ -53,7 +54,7 @@ def torch_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
         ):
             return call(*args, **kwargs)
         to = choose(args, kwargs, policy)
-        with state.under(lambda: None):
+        with Block(state, BLOCK):
             if to is None:
                 return call(*args, **kwargs)
             return call_in(to, call, patched, args, kwargs, policy)

@@ -22,7 +22,7 @@ from .. import native
 from ..errors import BannedFunctionError
 from ..torch_private.torch_functions import is_mode_on
 from .cast_observers import ObservedCall, observed, observers
-from .cast_state import FOLLOW, CastState
+from .cast_state import CastState
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
 from .recording import Recorded, opaque_call
@@ -40,6 +40,7 @@ from .rules import (
     tensors_in,
     widest,
 )
+from .stack import BLOCK, FOLLOW, Block
 
 if native.part is None:
     _call_cast = _UNUSUAL = None
@@ -169,7 +170,7 @@ def overridden(
             if to is None
             else call_in(to, call, patched, args, kwargs, policy)
         )
-    with state.under(lambda: None):
+    with Block(state, BLOCK):
         output = call_in(to, call, patched, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)
     if found is None:

@@ -20,6 +20,8 @@ from ..casting import (
     handlers,
     kept_copies,
     policy,
+    stack,
+    torch_autocast,
     weight_cache,
 )
 from ..models import (
@@ -73,8 +75,10 @@ _BEHIND_HOOKS = (
     probes,
     registrations,
     sharded_weights,
+    stack,
     submodule_calls,
     tensors,
+    torch_autocast,
     torch_functions,
     torch_modules,
     tracing_tensors,

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calling_frames import calling_frame, is_running
 from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
+from ..casting.stack import calling_frame, is_running
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of

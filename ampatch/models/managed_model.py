@@ -27,6 +27,7 @@ from ..casting.handlers import unseen
 from ..casting.kept_copies import KeptCopies
 from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
+from ..casting.stack import Block
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
@@ -110,6 +111,7 @@ class ManagedModel:
         self.policy = policy
         self._owner = owner
         self._state = state
+        self._block = Block(state)
         self.in_dtype: torch.dtype | None = None
         self.out_dtype: torch.dtype | None = None
         if properties.casts_model:
@@ -145,10 +147,10 @@ class ManagedModel:
             lent = self._lent
             return inputs.is_taken or (lent is not None and lent.is_joined(part))
 
-        def leave(owner: Any, part: nn.Module) -> None:
+        def leave(part: nn.Module) -> None:
             if self._lent is not None:
                 self._lent.end_traced() if is_dynamo_compiling() else self._lent.end(part)
-            self._state.pop(owner)
+            self._block.leave()
 
         return SubmoduleCalls(
             self.model,
@@ -400,9 +402,11 @@ class ManagedModel:
         if lent is not None and lent.has_changed and not is_compiled:
             lent.look()
         policy = self.policy
-        # No push where it would change nothing and cover nothing: `pop` finds no frame then.
-        if state.thread.frames or policy is not state.process:
-            state.enter_forward(policy, self)
+        # Nothing is entered where it would change nothing and cover nothing.
+        if state.thread.stack:
+            state.enter_forward(policy, self._block)
+        elif policy is not state.process:
+            self._block.enter(policy)
         if policy is not None and not is_compiled:
             is_kept = self.kept.is_open and lent is None
             policy.cache.open(self, self._plan, self.kept if is_kept else None)
@@ -429,9 +433,9 @@ class ManagedModel:
         finally:
             self._step = before
 
-    def _enter_submodule(self, owner: Any, part: nn.Module) -> None:
+    def _enter_submodule(self, part: nn.Module) -> None:
         """A part is called from outside."""
-        self._state.push(self.policy, owner)
+        self._block.enter(self.policy)
         if self._lent is not None:
             self._lent.begin_traced(part) if is_dynamo_compiling() else self._lent.begin(part)
 
@@ -448,8 +452,8 @@ class ManagedModel:
             dtype_errors.note(sys.exc_info()[1], self._why_half())
         if lent is not None:
             lent.end_traced() if is_compiled else lent.end(model)
-        if state.thread.frames:
-            state.leave_forward(self)
+        if state.thread.stack:
+            self._block.leave()
         if self.policy is not None and not is_compiled:
             self.policy.cache.close(self, is_whole=output is not None)
         if self._inputs is not None and not is_compiled:

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.cast_state import CastState, torch_switched_off
+from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
+from ..casting.stack import Block
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey
 from ..torch_private.modules import ORTHOGONAL_MAPS
@@ -52,6 +53,7 @@ class ModuleOverride:
     ) -> None:
         self.module = module
         self._state = state
+        self._block = Block(state)
         self._policy = policy
         self._dtype = dtype
         self._cast_in = caster(dtype)
@@ -75,7 +77,7 @@ class ModuleOverride:
             with unseen():
                 return self._enter(module, args, kwargs)
         if self._policy is not None:
-            self._state.push(self._policy, self, torch_switched_off())
+            self._block.enter(self._policy, self._state.instead_of_torch())
         self._running.overrides.append(self)
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 
@@ -84,7 +86,7 @@ class ModuleOverride:
             with unseen():
                 return self._leave(module, args, output)
         if self._policy is not None:
-            self._state.pop(self)
+            self._block.leave()
         running = self._running.overrides
         if running and running[-1] is self:
             running.pop()

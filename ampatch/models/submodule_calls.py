@@ -48,8 +48,8 @@ class SubmoduleCalls:
 
     `is_inside(part)` says whether a forward runs in this thread that the part belongs to: the
     model's own, or that of a model which shares the part.  `make_inputs(name)` makes what casts a
-    part's inputs.  `push(owner, part)` puts the model's policy in force, `pop(owner, part)` takes
-    it out again.  `traced()` has the calls, `(module, ...)`, that are lent weights where Dynamo
+    part's inputs.  `push(part)` puts the model's policy in force, `pop(part)` takes it out
+    again.  `traced()` has the calls, `(module, ...)`, that are lent weights where Dynamo
     traces; None where weights are not lent.
     """
 
@@ -59,8 +59,8 @@ class SubmoduleCalls:
         *,
         is_inside: Callable[[nn.Module], bool],
         make_inputs: Callable[[str], ModelInputs],
-        push: Callable[[Any, nn.Module], None],
-        pop: Callable[[Any, nn.Module], None],
+        push: Callable[[nn.Module], None],
+        pop: Callable[[nn.Module], None],
         traced: Callable[[], list[Any] | None],
     ) -> None:
         self._model = model
@@ -143,7 +143,7 @@ class SubmoduleCalls:
         self._threads.add(threading.get_ident())
         taken = self._inputs[id(module)].take(args, kwargs)
         here.outermost = module
-        self._push(self, module)
+        self._push(module)
         return taken
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -156,7 +156,7 @@ class SubmoduleCalls:
             here.again -= 1
             return None
         here.outermost = None
-        self._pop(self, module)
+        self._pop(module)
         self._inputs[id(module)].write_back()
         return self._for_the_code_around(output)
 
@@ -174,12 +174,12 @@ class SubmoduleCalls:
         if traced is None or traced:
             return None
         taken = self._inputs[id(module)].take(args, kwargs)
-        self._push(self, module)
+        self._push(module)
         return taken
 
     def _leave_traced(self, module: nn.Module, output: Any) -> Any:
         traced = self._traced()
         if not traced or traced[-1][0] is not module:
             return None
-        self._pop(self, module)
+        self._pop(module)
         return self._for_the_code_around(output)

@@ -224,7 +224,7 @@ class Registry:
                 self._apply_special(session, policy)
             self.state.process = outside
             if is_new:
-                installed.regions.begin()
+                installed.autocast.begin()
             self._tools.put_in(needs)
         self._await(fully_shard, needs.models)
         self._await(dynamo_inputs, needs.half_models)

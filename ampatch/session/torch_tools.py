@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..casting import activation_checkpoints, backward_policy
+from ..casting import taken_along
 from ..casting.handlers import FunctionModes
 from ..casting.left_behind import Arrivals
 from ..casting.patches import PatchSet, Replacement
@@ -125,12 +125,17 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "activation checkpoints: the recompute has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
-            lambda: activation_checkpoints.parts(registry.state),
+            lambda: taken_along.checkpoints(registry.state),
         ),
         Tool(
             "autograd Functions: a backward has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
-            lambda: backward_policy.parts(registry.state),
+            lambda: taken_along.functions(registry.state),
+        ),
+        Tool(
+            "replicas of DataParallel: they have the casts of the call",
+            lambda needs: needs.tables,
+            lambda: taken_along.replicas(registry.state),
         ),
         Tool(
             "DataLoader: data are prepared without casts",

@@ -17,7 +17,6 @@ Where to look first:
 * kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;
 * FSDP2's policies and groups of parameters: `sharding`;
 * activation checkpoints: `checkpoints`; the threads of backward passes: `backward_threads`;
-* the DataLoader: `data_loading`; torch's own modules that ask about autocast:
-  `autocast_callers`;
+* the DataLoader: `data_loading`; what torch's own modules say to autocast, and ask it: `autocast`;
 * what linear layers and convolutions do, without a look-up of each weight: `layer_forwards`.
 """

@@ -159,4 +159,4 @@ def test_ctrl_c_in_a_forward_leaves_no_policy_behind(level, way_on):
         ampatch.deactivate()
         outside = plain
     assert now() == outside
-    assert not ampatch.session.session.registry.state.thread.frames
+    assert not ampatch.session.session.registry.state.thread.stack

@@ -298,7 +298,7 @@ def test_what_ctrl_c_left_is_gone_when_the_next_forward_begins(scope, how):
         hook.remove()
     model.function = lambda layer, x: layer(x)
     assert model(X).dtype is (FP32 if level == "O2" else H)
-    assert not STATE.thread.frames and (X @ X.T).dtype is before
+    assert not STATE.thread.stack and (X @ X.T).dtype is before
     if level == "O1":
         with torch.autocast("cpu", dtype=FP16):
             assert model(X).dtype is FP16
@@ -321,7 +321,20 @@ def test_a_block_of_precision_beside_a_region_casts(scope):
             for one in around:
                 stack.enter_context(one)
             assert model(X).dtype is expected, around
-    assert model(X).dtype is H and not STATE.thread.frames
+    assert model(X).dtype is H and not STATE.thread.stack
+
+
+@pytest.mark.parametrize("block", [ampatch.disable_casts, lambda: ampatch.precision("float")])
+@pytest.mark.parametrize("on", [lambda: both(off(), AROUND["enabled"]()), lambda: raw_switch(True)])
+def test_torchs_autocast_within_a_block_casts_alone_in_models_there(block, on):
+    def forward(layer, x):
+        return layer(x).dtype, torch.softmax(x.to(FP16), -1).dtype
+
+    model = o1(forward)
+    with torch.autocast("cpu", dtype=H):
+        expected = forward(model.layer, X)
+    with block(), on():
+        assert model(X) == expected == (H, FP16)
 
 
 def test_ctrl_c_in_a_region_leaves_torchs_autocast_off():
@@ -332,7 +345,7 @@ def test_ctrl_c_in_a_region_leaves_torchs_autocast_off():
     with pytest.raises(KeyboardInterrupt), torch.autocast("cpu", dtype=H):
         model(X)
     STATE.drop_interrupted()
-    assert torch.mm(X, X.t()).dtype is FP32 and not STATE.thread.frames
+    assert torch.mm(X, X.t()).dtype is FP32 and not STATE.thread.stack
 
 
 def test_a_region_belongs_to_its_thread():
@@ -360,7 +373,7 @@ def test_regions_around_sessions():
     with off():
         ampatch.deactivate()
         assert model(X).dtype is FP32
-    assert not STATE.per_thread and not STATE.thread.frames
+    assert not STATE.per_thread and not STATE.thread.stack
     with torch.autocast("cpu", dtype=FP16):
         model = o1()
         assert model(X).dtype is FP16
@@ -420,6 +433,51 @@ def test_a_recomputation_runs_as_its_forward(reentrant, inside):
 
     o1(forward)(X.clone().requires_grad_()).float().sum().backward()
     assert seen == [FP32 if inside else H] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("on", [lambda: torch.autocast("cpu", dtype=H), lambda: raw_switch(True)])
+def test_a_recomputation_in_torchs_autocast_within_a_block(reentrant, on):
+    """torch's autocast casts there, in the recomputation too."""
+    seen = []
+
+    def part(layer, x):
+        seen.append(layer(x).dtype)
+        return layer(x)
+
+    model = o1(lambda layer, x: checkpoint(part, layer, x, use_reentrant=reentrant))
+    with ampatch.disable_casts(), on():
+        output = model(X.clone().requires_grad_())
+    output.float().sum().backward()
+    assert seen == [H, H] and not STATE.thread.stack
+
+
+def test_replicas_of_data_parallel_have_the_casts_of_the_call():
+    """torch enters regions in their threads, to bring back autocast's state there."""
+    seen = []
+
+    def parts(modules, inputs):
+        def run(module, x):
+            with off():  # what torch's own does where its autocast is off
+                seen.append(module(x).dtype)
+
+        threads = [threading.Thread(target=run, args=each) for each in zip(modules, inputs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def forward(layer, x):
+        torch.nn.parallel.parallel_apply([layer, layer], [x, x])
+        return layer(x)
+
+    original, torch.nn.parallel.parallel_apply = torch.nn.parallel.parallel_apply, parts
+    try:
+        o1(forward)(X)
+        ampatch.deactivate()
+    finally:
+        torch.nn.parallel.parallel_apply = original
+    assert seen == [H, H]
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -600,7 +658,7 @@ def test_a_region_in_a_compiled_model(backend):
         with around:
             found = compiled(X)
         assert [y.dtype for y in found] == [y.dtype for y in expected]
-    assert not STATE.per_thread and not STATE.thread.frames
+    assert not STATE.per_thread and not STATE.thread.stack
 
 
 def test_the_raw_switch_turns_our_casts_off_and_on_again():

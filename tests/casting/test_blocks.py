@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ampatch
-from ampatch.casting.cast_state import FOLLOW
+from ampatch.casting.stack import FOLLOW
 
 X = torch.randn(4, 4)
 H, FP32 = torch.bfloat16, torch.float32
@@ -31,7 +31,7 @@ def now() -> torch.dtype:
 
 
 def frames() -> list:
-    return ampatch.session.session.registry.state.thread.frames
+    return ampatch.session.session.registry.state.thread.stack
 
 
 # Decorated generators and coroutines
@@ -202,8 +202,7 @@ def test_a_block_left_in_another_thread_ends_nothing_there():
     thread.start()
     thread.join()
     assert found == [H] and now() is FP32
-    state = ampatch.session.session.registry.state
-    state.pop(frames()[-1][0])  # no other code can
+    frames()[-1].block.leave()  # no other code can
     assert now() is H
 
 

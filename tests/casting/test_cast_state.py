@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import ampatch
-from ampatch.casting.cast_state import FOLLOW, CastState
+from ampatch.casting.cast_state import CastState
 from ampatch.casting.policy import Policy
+from ampatch.casting.stack import FOLLOW, Block
 from ampatch.session.registry import registry
 
 H = torch.bfloat16
@@ -61,7 +62,7 @@ def test_casts_off_is_a_block_without_casts(casting, outer):
             with state.casts_off if is_short else state.under(lambda: None):
                 found.append(seen(state))
             assert seen(state) == before
-        assert not state.thread.frames and not state.per_thread
+        assert not state.thread.stack and not state.per_thread
     if casting or outer in ("another policy", "a policy of the user's"):
         assert found[0] == found[1] and found[0][0] is None
     else:  # nothing casts: nothing is pushed, and no more can be asked than that
@@ -92,7 +93,7 @@ def test_blocks_that_end_in_another_order():
         block.__enter__()
     assert state.current() is OTHER
     block.__exit__(None, None, None)
-    assert state.thread.policy is FOLLOW and not state.per_thread and not state.thread.frames
+    assert state.thread.policy is FOLLOW and not state.per_thread and not state.thread.stack
 
 
 def test_other_threads_go_on_casting():
@@ -107,10 +108,10 @@ def test_other_threads_go_on_casting():
 def test_what_hooks_left_is_dropped_and_a_block_is_not():
     state = in_use(Policy(half_to=H))
     with state.casts_off:
-        state.push(OTHER, "an interrupted forward")
+        Block(state).enter(OTHER)  # a forward that is interrupted
         state.drop_interrupted()
         assert state.current() is None
-    assert not state.thread.frames
+    assert not state.thread.stack
 
 
 def test_a_block_entered_before_anything_casts():
@@ -121,7 +122,7 @@ def test_a_block_entered_before_anything_casts():
         with state.casts_off:
             assert state.current() is None
         assert state.current() is state.process
-    assert not state.thread.frames and not state.per_thread
+    assert not state.thread.stack and not state.per_thread
 
 
 class Calls(nn.Module):
@@ -157,7 +158,7 @@ def test_a_model_within_a_model_within_itself():
     initialized(model, "O1")
     assert model(X).dtype is H
     assert depth[0] is depth[1] is registry.table.managed(model).policy
-    assert not registry.state.thread.frames and not registry.state.per_thread
+    assert not registry.state.thread.stack and not registry.state.per_thread
 
 
 @pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O1", H)])

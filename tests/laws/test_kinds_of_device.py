@@ -18,10 +18,8 @@ HOME = "torch_private/devices.py"
 KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "xla", "npu", "musa")
 
 ALLOWED = {
-    "casting/autocast_answers.py": "torch's functions that name no device mean CUDA",
-    "casting/autocast_switch.py": "as autocast_answers.py",
+    "casting/autocast_words.py": "torch's functions that name no device mean CUDA",
     "cli/sweep.py": "an example in the help of --devices",
-    "casting/torch_autocast.py": "the files of torch's that have its autocast",
     "native/toolchain.py": "which build of torch a native part was built for",
 }
 """Other files that name a kind, each with the reason."""

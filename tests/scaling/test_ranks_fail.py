@@ -59,7 +59,7 @@ def failing_block(rank: int, level: str, accumulated: bool) -> dict:
     except ValueError:
         caught = True
         casts = amp.session.session.registry.state
-        left = casts.process is not None and not casts.per_thread and not casts.thread.frames
+        left = casts.process is not None and not casts.per_thread and not casts.thread.stack
     before = everything(model, optimizer)
     if caught and not accumulated:
         optimizer.step()  # nothing is there to step with

@@ -1,0 +1,267 @@
+"""torch's words about precision, while ampatch casts: `torch.autocast`, the raw switch, questions.
+
+*A region* of `torch.autocast` is an entry in the thread's stack.  One that is disabled casts
+nothing on its device type.  One that is enabled inside a managed forward at O1 says the half type:
+ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's autocast
+casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
+again: see `CastState.enter_forward`.  Code of torch's that restores the autocast state of a
+forward enters regions too: what it runs in them takes its policy along (`taken_along`), which is
+the inner word.
+
+*`torch.set_autocast_enabled`* is a region without a `with` block.  Switched on: torch's autocast
+casts.  Switched off while torch's autocast was off: the call means ampatch's casts.  They are
+off until the switch is on again, which then restores these casts and not torch's autocast.
+
+*`torch.is_autocast_enabled` and `get_autocast_dtype`* answer True and the policy's half type, if
+calls on the device are cast: libraries ask in order to act as under autocast, and `custom_fwd`
+does.  Torch's other modules get torch's answer, since they save the state to restore it, guard on
+it or choose kernels by it.
+
+So one question is put to the frame of the caller: *does torch's own code ask for the state, or set
+it?*  It stands between `set_` and `is_autocast_enabled` and their callers only.  Tried instead:
+answers as to everybody else, which `autocast.__enter__`, checkpoints and Dynamo restore as a state
+of torch's, and which keep transformer layers and CUDA graphs from their fast ways; a flag that is
+set while such code runs, which has no place to be set where a module's forward asks in its middle,
+and runs code of the user's too; a list of what saves, which a newer torch makes longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST
+from ..torch_private.devices import device_types
+from ..torch_private.dynamo import is_compiling
+from .cast_state import CastState
+from .policy import Policy
+from .stack import BACKWARD, REGION, Block
+from .torch_autocast import devices_on, is_enabled, nesting, set_enabled
+
+Make = Callable[[Callable], Callable]
+
+_ENABLED = 2
+"""The position of `enabled` among the arguments of torch.autocast."""
+
+_ELSEWHERE = "_ampatch_elsewhere"
+"""Attribute of a region that is to cast on a device which this machine lacks: it says nothing."""
+
+_EARLIER = "regions that were entered before the patches"
+
+
+class AutocastWords:
+    """What torch's words do to ampatch's casts, in the thread that says them."""
+
+    def __init__(self, state: CastState) -> None:
+        self._state = state
+
+    def places(self) -> list[tuple[str, str, Make]]:
+        """`(where, name, make)` for what enters and leaves regions, switches and answers."""
+        return [
+            (AUTOCAST + ".autocast", "__init__", _note),
+            (AUTOCAST + ".autocast", "__enter__", self._enter),
+            (AUTOCAST + ".autocast", "__exit__", self._exit),
+            ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),
+            ("torch", "set_autocast_cpu_enabled", lambda original: self._set(original, "cpu")),
+            ("torch", "is_autocast_enabled", lambda original: self._enabled(original, "cuda")),
+            ("torch", "is_autocast_cpu_enabled", lambda original: self._enabled(original, "cpu")),
+            ("torch", "get_autocast_dtype", lambda original: self._dtype(original, "cuda")),
+            ("torch", "get_autocast_cpu_dtype", lambda original: self._dtype(original, "cpu")),
+            ("torch", "get_autocast_gpu_dtype", lambda original: self._dtype(original, "cuda")),
+        ]
+
+    def begin(self) -> None:
+        """The patches are installed: a region that this thread is already in counts too.
+
+        Its exit calls no replacement, since the `with` block has looked `__exit__` up before;
+        but torch's own turns the switch.
+        """
+        if nesting() == 0:
+            return
+        found = policy = self._state.current()
+        for device in devices_on():
+            policy = without(policy, device)
+        if policy is found:  # disabled, and for which device is not known
+            policy = None
+        Block(self._state, REGION, of=_EARLIER).enter(policy)
+
+    def end(self) -> None:
+        """The patches go: end what this thread has entered and nothing will be seen to leave."""
+        for entry in list(self._state.thread.stack):
+            if isinstance(entry.block.of, str):
+                entry.block.leave()
+
+    # Regions
+
+    def _enter(self, original: Callable) -> Callable:
+        def enter(region: Any) -> Any:
+            entered = original(region)
+            if not hasattr(region, _ELSEWHERE) and not is_compiling():
+                self._put_under(region, region.device, is_enabled(region.device), region.fast_dtype)
+            return entered
+
+        return enter
+
+    def _exit(self, original: Callable) -> Callable:
+        def exit(region: Any, *exception: Any) -> Any:
+            self._leave(region)
+            return original(region, *exception)
+
+        return exit
+
+    def _put_under(
+        self, region: Any, device: str, is_on: bool = False, half: torch.dtype | None = None
+    ) -> None:
+        """Enter a region for tensors on one type of device; `half` if ampatch may cast there."""
+        state = self._state
+        state.drop_ended()
+        stack, policy = state.thread.stack, state.current()
+        is_custom_bwd = bool(stack) and stack[-1].block.kind == BACKWARD
+        if policy is None or not policy.casts_on(device):
+            pass
+        elif is_custom_bwd and (is_on or not policy.follows_tables):
+            set_enabled(device, False)  # what leaves the region brings back what was before
+        elif is_on and half is not None and policy.follows_tables and policy.gate is None:
+            set_enabled(device, False)
+            policy = policy.in_type(half)
+        else:
+            policy = without(policy, device)
+        Block(state, REGION, of=region).enter(policy)
+
+    def _leave(self, region: Any) -> bool:
+        """Leave the innermost entry for `region`; whether there was one."""
+        for entry in reversed(self._state.thread.stack):
+            if entry.block.of is region:
+                entry.block.leave()
+                return True
+        return False
+
+    # The switch
+
+    def _set(self, original: Callable, usual: str) -> Callable:
+        def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
+            if is_dynamo_compiling():
+                original(*args, **kwargs)
+            elif _is_torch_s(sys._getframe(1)):  # torch.autocast uses it, and is a region itself
+                original(*args, **kwargs)
+                if nesting() == 0:
+                    self._leave(_EARLIER)
+            else:
+                turn = self._turn_on if (*args, *kwargs.values())[-1] else self._turn_off
+                turn(_device_of(args, kwargs, usual), lambda: original(*args, **kwargs))
+
+        return set_autocast_enabled
+
+    def _turn_on(self, device: str, original: Callable[[], None]) -> None:
+        if self._leave(_casts_off(device)):
+            self._leave(_torch_on(device))
+            return
+        original()
+        self._leave(_torch_on(device))
+        self._put_under(_torch_on(device), device)
+
+    def _turn_off(self, device: str, original: Callable[[], None]) -> None:
+        was_on = is_enabled(device)
+        self._leave(_casts_off(device))
+        original()
+        self._leave(_torch_on(device))
+        if not was_on and self._state.policy_on(device) is not None:
+            self._put_under(_casts_off(device), device)
+
+    # Questions
+
+    def _enabled(self, original: Callable, usual: str) -> Callable:
+        def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
+            if original(*args, **kwargs):
+                return True
+            policy = self._state.policy_on(_device_of(args, kwargs, usual))
+            if policy is None or is_dynamo_compiling():
+                return policy is not None and policy.gate is None
+            return _is_told(policy, sys._getframe(1))
+
+        return is_autocast_enabled
+
+    def _dtype(self, original: Callable, usual: str) -> Callable:
+        def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
+            device = _device_of(args, kwargs, usual)
+            policy = self._state.policy_on(device)
+            if policy is None or is_enabled(device):
+                return original(*args, **kwargs)
+            if is_dynamo_compiling():
+                is_told = policy.gate is None
+            else:
+                is_told = _is_told(policy, sys._getframe(1))
+            return policy.half_type if is_told else original(*args, **kwargs)
+
+        return get_autocast_dtype
+
+
+def _note(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __init__(region: Any, *args: Any, **kwargs: Any) -> None:
+        original(region, *args, **kwargs)
+        asked = kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)
+        if asked and region.device not in device_types():
+            setattr(region, _ELSEWHERE, True)
+
+    return __init__
+
+
+def _module(frame: FrameType) -> str:
+    name = frame.f_globals.get("__name__")
+    return name if isinstance(name, str) else ""
+
+
+def _is_torch_s(frame: FrameType) -> bool:
+    return _module(frame).partition(".")[0] == "torch"
+
+
+def _is_told(policy: Policy, frame: FrameType) -> bool:
+    """Whether who asks in the frame is told of the casts.
+
+    Where only some calls are cast the others are not to be; `custom_fwd` is one of the former.
+    """
+    if _module(frame) == AUTOCAST:
+        return not isinstance(frame.f_locals.get("self"), torch.autocast)  # it restores the answer
+    return policy.gate is None and (_module(frame) in ASK_TO_CAST or not _is_torch_s(frame))
+
+
+def _device_of(args: tuple, kwargs: dict, usual: str) -> str:
+    """The device type that a call of torch's autocast functions names, or the `usual` one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, str):
+            return value
+    return usual
+
+
+def _torch_on(device: str) -> str:
+    """What a region stands for in which the switch has turned torch's autocast on."""
+    return sys.intern(f"torch's autocast on {device}, by the switch")
+
+
+def _casts_off(device: str) -> str:
+    """What a region stands for in which the switch has turned ampatch's casts off."""
+    return sys.intern(f"no casts on {device}, by the switch")
+
+
+def without(policy: Policy | None, device: str) -> Policy | None:
+    """`policy`, except for tensors on one type of device; the same if it casts none there."""
+    if policy is None:
+        return None
+    if policy.devices is None:
+        if len(device_types()) == 1:  # whatever device the region names: it can only mean this one
+            return None
+        left = set(device_types())
+    else:
+        left = set(policy.devices)
+    if policy.devices is not None and device not in left:
+        return policy
+    left -= {device, "meta"}
+    return dataclasses.replace(policy, devices=left) if left else None

@@ -1,0 +1,151 @@
+"""A thread's stack of policies: what runs under a policy of its own, the innermost last.
+
+Calls of managed modules, `with` blocks, regions of torch.autocast, recomputations and the
+backward of custom Functions all push here, and the innermost wins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.compiler import is_dynamo_compiling
+
+from .torch_autocast import switch_on
+
+if TYPE_CHECKING:
+    from .cast_state import CastState
+    from .policy import Policy
+
+_OURS = __name__.partition(".")[0] + "."
+
+FOLLOW: Any = object()
+"""In the place of a policy: that of the process counts."""
+
+CALL = "call"
+"""A call of a module, from hook to hook.  Ctrl-C skips hooks: its entry may be left behind."""
+BLOCK = "block"
+"""Code that ampatch runs under a policy; also what takes its policy along to another time."""
+USER = "user"
+"""A `with` block of the user's: it holds in managed models too."""
+REGION = "region"
+"""A region of torch.autocast."""
+BACKWARD = "backward"
+"""The backward of a Function with `custom_fwd`: its `custom_bwd` means the casts of its forward."""
+
+
+class Entry(NamedTuple):
+    """What is in force from here upwards, and what leaving it brings back."""
+
+    block: Block
+    policy: Any  # a Policy, None (no casts), or FOLLOW
+    off: Sequence[str]  # device types on which torch's autocast is off meanwhile
+    caller: FrameType | None  # while it runs so does the call of the module
+
+
+_make = tuple.__new__
+
+
+class Block:
+    """Something that runs under a policy; as a `with` block, without casts.
+
+    `of`: the object that it stands for, where its end is known by that.  One object may be entered
+    many times, also in several threads.  It ends wherever it is in the stack: an interrupted
+    forward may have left its entry above, and blocks in generators end in any order.  A call
+    ends only as the innermost: within a block of the user's it has entered nothing.
+    """
+
+    __slots__ = ("_state", "kind", "of")
+
+    def __init__(self, state: CastState, kind: str = CALL, of: Any = None) -> None:
+        self._state = state
+        self.kind = kind
+        self.of = of
+
+    def enter(self, policy: Policy | None = None, off: Sequence[str] = ()) -> None:
+        """This thread is under `policy` until `leave`.
+
+        `off`: device types for which torch's autocast was switched off, and is on again then.
+        """
+        state, new = self._state, policy
+        thread, is_compiled = state.thread, is_dynamo_compiling()
+        caller: Any = None
+        if not is_compiled and thread.stack:
+            state.drop_ended()
+        found = thread.policy
+        if policy is (state.process if found is FOLLOW else found):
+            new = found
+        if self.kind == CALL:
+            if not is_compiled:
+                caller = sys._getframe(1)  # as `calling_frame`, without the price of a call
+                while caller.f_globals.get("__name__", "").startswith(_OURS):
+                    caller = caller.f_back
+            elif new is found:
+                return  # strict export warns of every write, even of one that is taken back
+        entry = (self, new, off, caller)  # a constructor is a Python call, which Dynamo knows best
+        thread.stack.append(Entry(*entry) if is_compiled else _make(Entry, entry))
+        if new is FOLLOW:
+            return
+        thread.policy = new
+        if is_compiled:  # Dynamo traces attributes, not locks, and runs one thread
+            state.watch(+1)
+            return
+        with state.lock:
+            state.reasons += 1
+            state.per_thread = True
+
+    def leave(self, *exception: object) -> None:
+        """Back to what is beneath; nothing, if this is not in the stack of this thread."""
+        state = self._state
+        thread = state.thread
+        stack = thread.stack
+        place = len(stack) - 1
+        if self.kind != CALL:
+            while place >= 0 and stack[place].block is not self:
+                place -= 1
+        if place < 0 or stack[place].block is not self:
+            return
+        _, policy, off, _ = stack.pop(place)
+        if place < len(stack):
+            self._hand_up(stack, place, off)
+        elif off:
+            switch_on(off)
+        if policy is not FOLLOW:
+            thread.policy = stack[-1].policy if stack else FOLLOW
+            if is_dynamo_compiling():
+                state.watch(-1)
+            else:
+                with state.lock:
+                    state.reasons -= 1
+                    state.per_thread = state.reasons > 0
+
+    def _hand_up(self, stack: list[Entry], place: int, off: Sequence[str]) -> None:
+        """To what is above, and ends later.
+
+        The end of a region brings back what was before it: nothing is left to switch on.
+        """
+        if self.kind == REGION:
+            stack[place:] = [entry._replace(off=()) for entry in stack[place:]]
+        elif off and not stack[place].off:
+            stack[place] = stack[place]._replace(off=off)
+
+    __enter__: Callable[..., None] = enter
+    __exit__ = leave
+
+
+def calling_frame() -> FrameType | None:
+    """The innermost Python frame that is not of ampatch: while a hook runs, the module's call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame = frame.f_back
+    return frame
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Whether a frame is on the stack of this thread."""
+    now: FrameType | None = sys._getframe(1)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is not None

@@ -1,0 +1,185 @@
+"""What runs later, or in another thread, runs under the policy that its call ran under.
+
+*Custom autograd Functions*: each call makes a context, and that is where the policy of its backward
+is kept.  The pass may run in another thread, after the forward's `with` block has ended, or after
+another session has opened with other rules.  So are the half copies that were lent where the
+Function was called (O2): what calls modules again in the backward pass (reversible networks,
+adjoint solvers) finds the forward's own copies, whose gradients it may ask for.  They are let go
+with the graph's buffers.
+
+*Activation checkpoints*: the recompute makes the casts of the forward.  What `checkpoint` itself
+calls is replaced, since its callers hold it already: `checkpoint_wrapper` and transformers in a
+`partial`; and Dynamo knows it by its identity.
+
+*Replicas of DataParallel* run in threads of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.nn.parallel
+import torch.utils.checkpoint
+from torch.autograd.function import BackwardCFunction
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+from ..torch_private.autocast import has_custom_fwd
+from ..torch_private.checkpoints import no_reentry
+from ..torch_private.probes import keeps_graph
+from .cast_state import CastState
+from .patches import Replacement
+from .stack import BACKWARD, BLOCK, USER, Block
+from .torch_autocast import devices_on
+
+_POLICY = "_ampatch_policy"
+_LENT = "_ampatch_lent"
+_BESIDE_TORCH = "_ampatch_beside_torch"
+"""torch's autocast was on too: it is what `custom_bwd` brings back."""
+_UNKNOWN = object()
+
+
+def functions(state: CastState) -> list[Replacement]:
+    """`(owner, name, make)` for what has to be replaced for custom Functions."""
+    return [
+        (BackwardCFunction, "__init__", lambda original: _noting(original, state)),
+        (BackwardCFunction, "apply", lambda original: _under_noted(original, state)),
+    ]
+
+
+def checkpoints(state: CastState) -> list[Replacement]:
+    """`(owner, name, make)` for what has to be replaced for activation checkpoints."""
+    owner = torch.utils.checkpoint
+    name = no_reentry()
+    if name is None:
+        return [(owner, "checkpoint", lambda original: _whole(original, state))]
+    return [
+        (owner, name, lambda original: _without_reentry(original, state)),
+        (owner.CheckpointFunction, "forward", lambda original: _reentrant(original, state)),
+    ]
+
+
+def replicas(state: CastState) -> list[Replacement]:
+    """`(owner, name, make)` for what has to be replaced for DataParallel."""
+    owners = (torch.nn.parallel, importlib.import_module("torch.nn.parallel.data_parallel"))
+    return [
+        (owner, "parallel_apply", lambda original: _in_threads(original, state)) for owner in owners
+    ]
+
+
+def _noting(original: Callable, state: CastState) -> Callable:
+    def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        is_plain = state.process is None and not state.per_thread  # the answer, without two calls
+        policy = None if is_plain else state.of_forward()
+        setattr(self, _POLICY, policy)
+        if policy is not None and policy.gate is not None and devices_on():
+            setattr(self, _BESIDE_TORCH, True)
+        if state.thread.lent:
+            setattr(self, _LENT, tuple(state.thread.lent))
+
+    return __init__
+
+
+def _under_noted(original: Callable, state: CastState) -> Callable:
+    def apply(self: BackwardCFunction, *args: Any) -> Any:
+        if getattr(self, _LENT, ()) and not is_dynamo_compiling():
+            with _forwards_copies(self):
+                return apply(self, *args)
+        policy: Any = getattr(self, _POLICY, _UNKNOWN)
+        if policy is None and state.process is None and not state.per_thread:
+            return original(self, *args)
+        if policy is _UNKNOWN or is_dynamo_compiling():
+            return original(self, *args)
+        means_ours = has_custom_fwd(self) and not hasattr(self, _BESIDE_TORCH)
+        if policy is state.current() and not means_ours:
+            return original(self, *args)
+        block = Block(state, BACKWARD if means_ours else BLOCK)
+        block.enter(policy)
+        try:
+            return original(self, *args)
+        finally:
+            block.leave()
+
+    return apply
+
+
+@contextmanager
+def _forwards_copies(context: Any) -> Iterator[None]:
+    """They are in place meanwhile; they are let go unless the graph is kept."""
+    lent = getattr(context, _LENT)
+    setattr(context, _LENT, ())
+    try:
+        with ExitStack() as stack:
+            for lending in lent:
+                stack.enter_context(lending.again())
+            yield
+    finally:
+        if keeps_graph():
+            setattr(context, _LENT, lent)
+
+
+def _along(function: Callable, state: CastState) -> Callable:
+    """`function` under the policy of now; torch's autocast is as it finds it."""
+    policy, kind = state.of_forward(), USER if state.under_user_control() else BLOCK
+
+    def along(*args: Any, **kwargs: Any) -> Any:
+        block = Block(state, kind)
+        block.enter(policy)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            block.leave()
+
+    return along
+
+
+def _repeatable(function: Callable, state: CastState) -> Callable:
+    """`function` under the policy of now, with half copies of weights of its own."""
+    if is_compiling():
+        return function
+    along = function
+    policy = state.of_forward()
+    if policy is not None:
+        along = policy.cache.apart()(along)
+    for lending in state.thread.lent:
+        along = lending.again()(along)
+    return _along(along, state)
+
+
+def _without_reentry(original: Callable, state: CastState) -> Callable:
+    def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
+        policy = state.of_forward()
+        around = original(_repeatable(function, state), *args, **kwargs)
+        if policy is None or is_compiling():
+            yield from around
+            return
+        with policy.cache.apart():
+            yield from around
+
+    return generator
+
+
+def _reentrant(original: Any, state: CastState) -> Any:
+    run = original.__func__
+
+    def forward(ctx: Any, function: Callable, *args: Any) -> Any:
+        return run(ctx, _repeatable(function, state), *args)
+
+    return staticmethod(forward)
+
+
+def _whole(original: Callable, state: CastState) -> Callable:
+    def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        return original(_repeatable(function, state), *args, **kwargs)
+
+    return checkpoint
+
+
+def _in_threads(original: Callable, state: CastState) -> Callable:
+    def parallel_apply(modules: Sequence[Callable], *args: Any, **kwargs: Any) -> Any:
+        return original([_along(module, state) for module in modules], *args, **kwargs)
+
+    return parallel_apply
