@@ -26,8 +26,9 @@ class BuildNative(build_ext):
     def get_ext_filename(self, fullname):
         """A name that says which torch it is for, so that no other loads it."""
         folders = fullname.split(".")[:-1]
-        name = self._toolchain()["file_name"]((NATIVE / "native.cpp").read_bytes())
-        return os.path.join(*folders, name)
+        toolchain = self._toolchain()
+        source = b"".join((NATIVE / name).read_bytes() for name in toolchain["SOURCES"])
+        return os.path.join(*folders, toolchain["file_name"](source))
 
     def build_extension(self, ext):
         """Compile it in a process of its own, and move it to its place."""

@@ -11,7 +11,7 @@ A leaf: it knows the environment, the log and torch.  Where to look first:
 * what it is called, what it needs and by which command it is made: `toolchain`;
 * how it is compiled: `building`, and in a process of its own `in_child`.
 
-The functions are in `native.cpp`.
+The functions are in the headers, by what they are for; `native.cpp` lists them.
 """
 
 from __future__ import annotations

@@ -107,10 +107,10 @@ def _make(target: Path, again: bool, verbose: bool, watch: Watch) -> None:
 
 def _compile(folder: Path, verbose: bool, watch: Watch) -> Path:
     """The library, made in `folder` and imported once."""
-    source = folder / toolchain.SOURCE
-    source.write_bytes(loading.source())
+    for name, text in loading.sources().items():
+        (folder / name).write_bytes(text)
     output = folder / "output.txt"
-    status = _run(toolchain.command(source, folder), None if verbose else output, watch)
+    status = _run(toolchain.command(folder / toolchain.SOURCES[0], folder), None if verbose else output, watch)
     if status != 0:
         said = ["It is above."]
         if not verbose:

@@ -96,11 +96,10 @@ def _other_builds() -> str:
     return f"stale: built for {found[-1]}, this is {ours}"
 
 
-def source() -> bytes:
-    """The C++ source."""
-    found = pkgutil.get_data(__package__, toolchain.SOURCE)
-    assert found is not None
-    return found
+def sources() -> dict[str, bytes]:
+    """The C++ sources by their names."""
+    found = {name: pkgutil.get_data(__package__, name) for name in toolchain.SOURCES}
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def cache() -> Path:
@@ -110,7 +109,7 @@ def cache() -> Path:
 
 def built_file() -> Path:
     """Where in the cache the build that matches lies, or would lie."""
-    return cache() / toolchain.file_name(source())
+    return cache() / toolchain.file_name(b"".join(sources().values()))
 
 
 def matching() -> Path | None:

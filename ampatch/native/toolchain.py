@@ -19,13 +19,15 @@ from pathlib import Path
 import torch
 
 NAME = "_ampatch_native"
-SOURCE = "native.cpp"
+SOURCES = ("native.cpp", "call.h", "copies.h", "entries.h", "gradients.h", "weights.h")
+"""The first one is compiled, and includes the others."""
+
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 _FILE = re.compile(rf"{NAME}-(?P<versions>.+)-[0-9a-f]{{16}}\.[^/]*(so|pyd)")
 
 
 def file_name(source: bytes) -> str:
-    """The name of the build of `source` for this torch, Python and platform, and of no other."""
+    """The name of the build of all sources, one after the other, for this torch, Python and platform, and of no other."""
     return f"{NAME}-{versions()}-{_hash(source)}{SUFFIX}"
 
 

@@ -32,8 +32,9 @@ def test_type_checkers_are_told_that_the_package_has_types(built):
 
 
 def test_the_native_part_is_installed_as_source(built):
-    source = Path("native", "native.cpp")
-    assert (built / source).read_bytes() == (ROOT / "ampatch" / source).read_bytes()
+    for name in toolchain.SOURCES:
+        source = Path("native", name)
+        assert (built / source).read_bytes() == (ROOT / "ampatch" / source).read_bytes()
 
 
 def test_the_source_archive_has_the_native_part(tmp_path):
@@ -41,7 +42,7 @@ def test_the_source_archive_has_the_native_part(tmp_path):
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     listed = (tmp_path / "ampatch.egg-info" / "SOURCES.txt").read_text().splitlines()
-    assert {"ampatch/native/native.cpp", "ampatch/native/in_child.py"} <= set(listed)
+    assert {f"ampatch/native/{name}" for name in (*toolchain.SOURCES, "in_child.py")} <= set(listed)
 
 
 def test_every_module_is_installed(built):

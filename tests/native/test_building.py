@@ -75,7 +75,7 @@ def test_a_python_without_the_gil_is_refused(monkeypatch):
     ids=["does not compile", "does not load"],
 )
 def test_a_failure_shows_the_last_lines_and_leaves_a_note(cache, monkeypatch, source, said):
-    monkeypatch.setattr(loading, "source", lambda: source)
+    monkeypatch.setattr(loading, "sources", lambda: {"native.cpp": source})
     with pytest.raises(AmpatchError, match="does not compile or load here") as caught:
         building.build()
     assert said in str(caught.value)

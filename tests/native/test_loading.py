@@ -86,8 +86,8 @@ def test_a_wrong_value_is_named_and_initialize_raises_it(cache, caplog, monkeypa
 def test_a_build_of_other_source_is_stale(cache, caplog, monkeypatch, asked):
     monkeypatch.setenv("AMPATCH_NATIVE", asked)
     put(loading.built_file())
-    source = loading.source()
-    monkeypatch.setattr(loading, "source", lambda: source + b"\n")
+    sources = loading.sources()
+    monkeypatch.setattr(loading, "sources", lambda: {**sources, "call.h": b"\n"})
     status, said = load(caplog)
     assert status.reason == (
         "stale: built from other source or for another build of torch: run 'ampatch build'"

@@ -1,0 +1,263 @@
+// A patched call: `call_cast` is `casting/wrapper.py` for the usual kinds of arguments.
+#pragma once
+
+#include <torch/csrc/Size.h>
+
+#include <algorithm>
+
+#include "weights.h"
+
+namespace {
+
+PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
+
+struct Names {
+  PyObject *thread, *forward, *graphed, *plain, *in_inference, *used, *hits, *misses, *cast, *plan,
+      *bucket_of, *touched, *alone, *kept, *is_compiling;
+};
+Names names;
+
+PyObject* compiler = nullptr;  // the module torch.compiler
+
+// As `probes.is_recording`; also if that cannot be told.
+bool is_recording() {
+  constexpr auto transform = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
+  if (is_traced() || c10::impl::tls_is_dispatch_key_included(transform)) return true;
+  THPObjectPtr flag(PyObject_GetAttr(compiler, names.is_compiling));
+  if (!flag) PyErr_Clear();
+  return flag.get() != Py_False;
+}
+
+// The types that a call's arguments may have beside tensors, and tuples of these.
+bool is_scalar(PyObject* value) {
+  PyTypeObject* type = Py_TYPE(value);
+  return value == Py_None || type == &PyLong_Type || type == &PyFloat_Type ||
+      type == &PyBool_Type || type == &PyUnicode_Type || type == &THPDtypeType ||
+      type == &PyComplex_Type || type == &THPSizeType;
+}
+
+class Caster {
+ public:
+  Caster(ScalarType to, PyObject* to_object, PyObject* cache, PyObject* devices)
+      : to_(to), to_object_(to_object), cache_(cache), devices_(devices) {}
+
+  // Whether `cast` knows this kind of argument.  A list in lists in lists, `deepest` of them, is
+  // none: it may hold itself.
+  static bool is_usual(PyObject* value, int deepest = 8) {
+    if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
+    if (is_scalar(value)) return true;
+    if (!is_sequence(value) || deepest == 0) return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+      if (!is_usual(PySequence_Fast_GET_ITEM(value, i), deepest - 1)) return false;
+    }
+    return true;
+  }
+
+  // A new reference to what the call gets for a usual `value`; nullptr: an error is set.
+  PyObject* cast(PyObject* value) {
+    if (is_plain_tensor(value)) return cast_tensor(value);
+    if (is_sequence(value)) return cast_inside(value);
+    return Py_NewRef(value);
+  }
+
+ private:
+  // A Tensor or a Parameter, and no subclass of these.
+  static bool is_plain_tensor(PyObject* value) {
+    const auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+    return type == THPVariableClass || type == ParameterClass;
+  }
+
+  static bool is_sequence(PyObject* value) {
+    return PyTuple_CheckExact(value) || PyList_CheckExact(value);
+  }
+
+  PyObject* cast_tensor(PyObject* value) {
+    const Tensor& tensor = THPVariable_Unpack(value);
+    const ScalarType from = tensor.scalar_type();
+    if (from == to_ || (from != at::kFloat && from != at::kHalf && from != at::kBFloat16) ||
+        !is_covered(tensor)) {
+      return Py_NewRef(value);
+    }
+    if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == ParameterClass) {
+      return cast_weight(value, tensor);
+    }
+    Tensor made;
+    {
+      pybind11::gil_scoped_release no_gil;
+      made = tensor.to(to_);
+    }
+    return THPVariable_Wrap(std::move(made));
+  }
+
+  // The same object where nothing inside changes; the caller's is left as it is.
+  PyObject* cast_inside(PyObject* sequence) {
+    THPObjectPtr items(PySequence_Tuple(sequence));  // a list may change meanwhile
+    if (!items) return nullptr;
+    const Py_ssize_t size = PyTuple_GET_SIZE(items.get());
+    const bool is_list = PyList_CheckExact(sequence);
+    THPObjectPtr made(is_list ? PyList_New(size) : PyTuple_New(size));
+    if (!made) return nullptr;
+    bool has_changed = false;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* item = PyTuple_GET_ITEM(items.get(), i);
+      PyObject* value = cast(item);
+      if (value == nullptr) return nullptr;
+      has_changed = has_changed || value != item;
+      is_list ? PyList_SET_ITEM(made.get(), i, value) : PyTuple_SET_ITEM(made.get(), i, value);
+    }
+    return has_changed ? made.release() : Py_NewRef(sequence);
+  }
+
+  bool is_covered(const Tensor& tensor) const {
+    if (devices_ == Py_None) return true;
+    if (!PyAnySet_Check(devices_)) return false;
+    const std::string kind = c10::DeviceTypeName(tensor.device().type(), true);
+    THPObjectPtr name(PyUnicode_FromStringAndSize(kind.data(), kind.size()));
+    if (!name) throw python_error();
+    return PySet_Contains(devices_, name) == 1;
+  }
+
+  // As `WeightCache.cast`: the copy made earlier in this forward, if it still serves.
+  PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
+    if (!forward_) {
+      THPObjectPtr thread(got(cache_, names.thread));
+      forward_ = got(thread, names.forward);
+    }
+    PyObject* half = nullptr;
+    if (forward_.get() != Py_None && !tensor.is_inference()) half = in_forward(weight, tensor);
+    if (half != nullptr) return half;
+    return PyObject_CallMethodObjArgs(cache_, names.cast, weight, to_object_, nullptr);
+  }
+
+  // nullptr, with no error set: `WeightCache.cast` must decide.
+  PyObject* in_forward(PyObject* weight, const Tensor& tensor) {
+    const bool in_graph = tensor.requires_grad() && at::GradMode::is_enabled();
+    THPObjectPtr copies(got(forward_, in_graph ? names.graphed : names.plain));
+    THPObjectPtr id(checked(PyLong_FromVoidPtr(weight)));
+    PyObject* entry = PyDict_GetItemWithError(copies, id);
+    if (entry == nullptr) {
+      if (PyErr_Occurred()) throw python_error();
+      return is_cast_alone(weight, id) ? cast_alone(weight, tensor, copies, id) : nullptr;
+    }
+    PyObject* half = PyTuple_GET_ITEM(entry, 0);
+    const auto version = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 1));
+    if (version != static_cast<long long>(tensor._version()) ||
+        THPVariable_Unpack(half).scalar_type() != to_) {
+      return nullptr;
+    }
+    if (!c10::InferenceMode::is_enabled() && is_true(names.in_inference)) return nullptr;
+    THPObjectPtr result(Py_NewRef(half));
+    note(names.used, id);
+    count(names.hits);
+    return Py_NewRef(result.get());
+  }
+
+  // Whether it is known here that no other weight is cast with this one, as
+  // `weight_cache._together` says, and that its copy is kept.
+  bool is_cast_alone(PyObject* weight, PyObject* id) {
+    if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
+        is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {
+      return false;
+    }
+    THPObjectPtr touched(got(forward_, names.touched));
+    if (PySet_Contains(touched, id) != 0) return false;
+    THPObjectPtr plan(got(forward_, names.plan));
+    if (plan.get() == Py_None) return true;
+    THPObjectPtr bucket_of(got(plan, names.bucket_of));
+    if (PyDict_GetItemWithError(bucket_of, id) != nullptr) return has_hooks(weight);
+    THPObjectPtr alone(got(forward_, names.alone));
+    if (PyErr_Occurred() || PyDict_SetDefault(alone, id, weight) == nullptr) throw python_error();
+    return true;
+  }
+
+  // As `WeightCache._make` for one weight.
+  PyObject* cast_alone(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
+    THPObjectPtr version(checked(PyLong_FromLongLong(tensor._version())));
+    Tensor made;
+    {
+      pybind11::gil_scoped_release no_gil;
+      made = tensor.to(to_);
+    }
+    THPObjectPtr half(checked(THPVariable_Wrap(std::move(made))));
+    THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));
+    THPObjectPtr kept(got(forward_, names.kept));
+    if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept, weight) != 0) {
+      throw python_error();
+    }
+    note(names.used, id);
+    count(names.misses);
+    return Py_NewRef(half.get());
+  }
+
+  static PyObject* checked(PyObject* made) {
+    if (made == nullptr) throw python_error();
+    return made;
+  }
+
+  static PyObject* got(PyObject* object, PyObject* name) {
+    return checked(PyObject_GetAttr(object, name));
+  }
+
+  bool is_true(PyObject* name) {
+    THPObjectPtr flag(got(forward_, name));
+    return flag.get() == Py_True;
+  }
+
+  void note(PyObject* name, PyObject* id) {
+    THPObjectPtr ids(got(forward_, name));
+    if (PySet_Add(ids, id) != 0) throw python_error();
+  }
+
+  void count(PyObject* name) {
+    THPObjectPtr number(got(cache_, name));
+    THPObjectPtr more(checked(PyLong_FromLongLong(PyLong_AsLongLong(number) + 1)));
+    if (PyObject_SetAttr(cache_, name, more) != 0) throw python_error();
+  }
+
+  const ScalarType to_;
+  PyObject* const to_object_;
+  PyObject* const cache_;
+  PyObject* const devices_;
+  THPObjectPtr forward_;
+};
+
+// call_cast(function, args, kwargs, dtype, cache, devices): calls `function` with its tensors cast.
+// UNUSUAL: an argument is none of the usual kinds, and nothing was called.
+PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 6 && PyTuple_CheckExact(args[1]) && PyDict_CheckExact(args[2]) &&
+          THPDtype_Check(args[3]),
+      "call_cast(function, args: tuple, kwargs: dict, dtype: torch.dtype, cache, devices)");
+  Caster caster(
+      reinterpret_cast<THPDtype*>(args[3])->scalar_type, args[3], args[4], args[5]);
+  const Py_ssize_t positional = PyTuple_GET_SIZE(args[1]);
+  PyObject *name = nullptr, *given = nullptr;
+  Py_ssize_t place = 0;
+  for (Py_ssize_t i = 0; i < positional; ++i) {
+    if (!Caster::is_usual(PyTuple_GET_ITEM(args[1], i))) return Py_NewRef(UNUSUAL);
+  }
+  while (PyDict_Next(args[2], &place, &name, &given)) {
+    if (!Caster::is_usual(given)) return Py_NewRef(UNUSUAL);
+  }
+  THPObjectPtr cast_args(PyTuple_New(positional));
+  if (!cast_args) return nullptr;
+  for (Py_ssize_t i = 0; i < positional; ++i) {
+    PyObject* value = caster.cast(PyTuple_GET_ITEM(args[1], i));
+    if (value == nullptr) return nullptr;
+    PyTuple_SET_ITEM(cast_args.get(), i, value);
+  }
+  if (PyDict_GET_SIZE(args[2]) == 0) return PyObject_Call(args[0], cast_args, nullptr);
+  THPObjectPtr cast_kwargs(PyDict_New());
+  if (!cast_kwargs) return nullptr;
+  place = 0;
+  while (PyDict_Next(args[2], &place, &name, &given)) {
+    THPObjectPtr value(caster.cast(given));
+    if (!value) return nullptr;
+    if (PyDict_SetItem(cast_kwargs, name, value) != 0) return nullptr;
+  }
+  return PyObject_Call(args[0], cast_args, cast_kwargs);
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace

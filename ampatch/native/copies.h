@@ -1,0 +1,150 @@
+// Copies of tensors in another dtype: natively for small ones in host memory, else by ATen.
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+
+constexpr c10::DispatchKeySet kPlainCpu({
+    c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+    c10::DispatchKey::AutocastCPU});
+
+// On the CPU a call of an operator costs as much as converting some thousand numbers.
+constexpr int64_t kFewNumbers = 4096;
+
+// Whether its numbers are in host memory.  Memory that was freed (`storage.resize_(0)`) is for ATen
+// to refuse.
+bool is_in_memory(const Tensor& tensor) {
+  return tensor.key_set() == kPlainCpu && tensor.unsafeGetTensorImpl()->storage_initialized();
+}
+
+// Whether the numbers of a tensor may be read and written here, in the order of its memory.
+bool is_small(const Tensor& tensor) {
+  return is_in_memory(tensor) && tensor.numel() <= kFewNumbers &&
+      tensor.is_non_overlapping_and_dense();
+}
+
+uint16_t bfloat16_nan = 0x7fc0;  // what ATen makes of any NaN here: its vector units have their own
+
+// FP32 to bfloat16, to the nearest, ties to even: as c10::BFloat16.
+void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
+  const uint16_t nan = bfloat16_nan;
+  for (int64_t i = 0; i < size; ++i) {
+    const uint32_t bits = from[i];
+    const uint32_t half = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to[i] = (bits & 0x7fffffff) > 0x7f800000 ? nan : static_cast<uint16_t>(half);
+  }
+}
+
+// The import may be within modes and transforms, which would make a tensor without numbers.
+void learn_nan() {
+  const c10::impl::ForceDispatchKeyGuard plain(
+      c10::default_included_set, c10::default_excluded_set);
+  const Tensor nan = at::full({16}, NAN, at::TensorOptions(at::kFloat)).to(at::kBFloat16);
+  bfloat16_nan = *static_cast<const uint16_t*>(nan.const_data_ptr());
+}
+
+void widen(uint32_t* to, const uint16_t* from, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) to[i] = static_cast<uint32_t>(from[i]) << 16;
+}
+
+// A copy made here; undefined where ATen must make it.
+Tensor small_copy(const Tensor& tensor, ScalarType dtype) {
+  const ScalarType from = tensor.scalar_type();
+  const bool narrows = from == at::kFloat && dtype == at::kBFloat16;
+  if (!(narrows || (from == at::kBFloat16 && dtype == at::kFloat)) || !is_small(tensor)) return {};
+  Tensor made = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), dtype);
+  if (narrows) {
+    narrow(static_cast<uint16_t*>(made.mutable_data_ptr()),
+           static_cast<const uint32_t*>(tensor.const_data_ptr()), tensor.numel());
+  } else {
+    widen(static_cast<uint32_t*>(made.mutable_data_ptr()),
+          static_cast<const uint16_t*>(tensor.const_data_ptr()), tensor.numel());
+  }
+  return made;
+}
+
+// New tensors with these values in `dtype`, outside the graph.
+std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const bool may_be_here = !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  std::vector<Tensor> made, rest_made, rest;
+  made.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    made.push_back(may_be_here ? small_copy(tensor, dtype) : Tensor());
+    if (made.back().defined()) continue;
+    made.back() = at::empty_like(tensor, tensor.options().dtype(dtype));
+    rest_made.push_back(made.back());
+    rest.push_back(tensor);
+  }
+  if (!rest.empty()) at::_foreach_copy_(rest_made, rest);
+  return made;
+}
+
+std::vector<Tensor> tensors_of(PyObject* list) {
+  std::vector<Tensor> tensors;
+  const Py_ssize_t size = PyList_GET_SIZE(list);
+  tensors.reserve(size);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    tensors.push_back(THPVariable_Unpack(PyList_GET_ITEM(list, i)));
+  }
+  return tensors;
+}
+
+PyObject* list_of(std::vector<Tensor> tensors) {
+  THPObjectPtr list(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
+  if (!list) return nullptr;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* tensor = THPVariable_Wrap(std::move(tensors[i]));
+    if (tensor == nullptr) return nullptr;
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), tensor);
+  }
+  return list.release();
+}
+
+// Whether all of a small tensor's FP32 numbers lie within (-limit, limit); NaN does not.
+bool lies_within(const Tensor& tensor, float limit) {
+  const float* numbers = tensor.const_data_ptr<float>();
+  bool is_within = true;
+  for (int64_t i = 0; i < tensor.numel(); ++i) is_within &= std::fabs(numbers[i]) < limit;
+  return is_within;
+}
+
+// fitting_copy(tensor, dtype, limit): a small FP32 tensor in bfloat16, if its numbers lie within
+// (-limit, limit).  None: one does not, or it is for ATen, autograd or a mode to make the copy.
+PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 3 && THPVariable_Check(args[0]) && THPDtype_Check(args[1]) && PyFloat_Check(args[2]),
+      "fitting_copy(tensor: Tensor, dtype: torch.dtype, limit: float)");
+  const Tensor& tensor = THPVariable_Unpack(args[0]);
+  const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
+  const bool is_recorded = (tensor.requires_grad() && at::GradMode::is_enabled()) ||
+      tensor._fw_grad(/*level=*/0).defined();
+  if (is_recorded || dtype != at::kBFloat16 || tensor.scalar_type() != at::kFloat ||
+      c10::impl::TorchDispatchModeTLS::any_modes_set() || !is_small(tensor) ||
+      !lies_within(tensor, static_cast<float>(PyFloat_AS_DOUBLE(args[2])))) {
+    Py_RETURN_NONE;
+  }
+  return THPVariable_Wrap(small_copy(tensor, dtype));
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace

@@ -1,0 +1,205 @@
+// The node that casts weights: FP32 in, half copies out.
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include "copies.h"
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+PyObject* note_missing = nullptr;  // called with a plan's number and the ids of weights
+
+constexpr c10::DispatchKeySet kWrappers({
+    c10::DispatchKey::Python,
+    c10::DispatchKey::Functionalize,
+    c10::DispatchKey::Batched,
+    c10::DispatchKey::FuncTorchBatched,
+    c10::DispatchKey::FuncTorchGradWrapper,
+});
+
+bool is_plain(const Tensor& grad) {
+  return grad.defined() && grad.layout() == at::kStrided && !grad.key_set().has_any(kWrappers);
+}
+
+bool is_traced() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer) ||
+      c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
+}
+
+// FP32 weights in, half copies out; a missing gradient is passed on as missing.
+struct CastTogether : public torch::autograd::Function<CastTogether> {
+  static constexpr bool is_traceable = true;  // by compiled autograd
+
+  // Autograd's own way to make the node; `with_node` is a faster one.
+  static variable_list forward(
+      AutogradContext* ctx, at::TensorList weights, int64_t dtype, int64_t plan,
+      const std::vector<int64_t>& ids) {
+    prepare(ctx, plan, ids);
+    return copies_of(weights, static_cast<ScalarType>(dtype));
+  }
+
+  static void prepare(AutogradContext* ctx, int64_t plan, const std::vector<int64_t>& ids) {
+    ctx->set_materialize_grads(false);
+    if (plan < 0) return;
+    ctx->saved_data["plan"] = plan;
+    ctx->saved_data["ids"] = ids;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list widened;
+    if (!at::GradMode::is_enabled() && !is_traced() &&
+        std::all_of(grads.begin(), grads.end(), is_plain)) {
+      widened = copies_of(grads, at::kFloat);
+    } else {
+      tell_missing(ctx, grads);
+      for (const Tensor& grad : grads) {
+        widened.push_back(grad.defined() ? grad.to(at::kFloat) : Tensor());
+      }
+    }
+    widened.resize(widened.size() + 3);  // for the arguments of `forward` that are no tensors
+    return widened;
+  }
+
+  static void tell_missing(AutogradContext* ctx, const variable_list& grads) {
+    const auto plan = ctx->saved_data.find("plan");
+    if (plan == ctx->saved_data.end()) return;
+    const auto ids = ctx->saved_data.at("ids").toIntVector();
+    pybind11::gil_scoped_acquire gil;
+    THPObjectPtr missing(PyList_New(0));
+    if (!missing) throw python_error();
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (grads[i].defined()) continue;
+      THPObjectPtr id(PyLong_FromLongLong(ids[i]));
+      if (!id || PyList_Append(missing, id) != 0) throw python_error();
+    }
+    if (PyList_GET_SIZE(missing.get()) == 0) return;
+    THPObjectPtr done(PyObject_CallFunction(
+        note_missing, "LO", static_cast<long long>(plan->second.toInt()), missing.get()));
+    if (!done) throw python_error();
+  }
+};
+
+using CastNode = torch::autograd::CppNode<CastTogether>;
+using EdgeTarget = decltype(torch::autograd::Edge::function);
+
+// Half copies of weights, each with an edge to the node that leads back to them.
+// Where this torch keeps nodes as this code knows it, the node is made here: `Function::apply`
+// keeps sizes of each tensor for the zeros of missing gradients, which are not wanted.
+template <typename Target>
+variable_list in_graph(
+    const variable_list& weights, ScalarType dtype, int64_t plan, const std::vector<int64_t>& ids) {
+  if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
+    auto halves = copies_of(weights, dtype);
+    auto node = c10::make_intrusive<CastNode>();
+    CastTogether::prepare(&node->ctx_, plan, ids);
+    node->is_variable_input_.assign(weights.size(), true);
+    node->set_ctx_grad_fn(node);
+    node->set_next_edges(torch::autograd::collect_next_edges(weights));
+    torch::autograd::set_history(halves, node);
+    return halves;
+  } else {
+    return CastTogether::apply(
+        at::TensorList(weights), static_cast<int64_t>(dtype), plan, ids);
+  }
+}
+
+// cast_together(weights, dtype, plan): half copies of a list of FP32 weights, in the graph.
+// `plan` is the number that `note_missing` is called with, or -1.
+PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyLong_Check(args[2]),
+      "cast_together(weights: list, dtype: torch.dtype, plan: int)");
+  const std::vector<Tensor> weights = tensors_of(args[0]);
+  const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
+  const int64_t plan = PyLong_AsLongLong(args[2]);
+  std::vector<int64_t> ids;
+  if (plan >= 0) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
+      ids.push_back(reinterpret_cast<int64_t>(PyList_GET_ITEM(args[0], i)));
+    }
+  }
+  std::vector<Tensor> halves;
+  {
+    pybind11::gil_scoped_release no_gil;
+    halves = in_graph<EdgeTarget>(weights, dtype, plan, ids);
+  }
+  return list_of(std::move(halves));
+  END_HANDLE_TH_ERRORS
+}
+
+// copies(tensors, dtype): as the node's copies, outside the graph.
+PyObject* copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
+      "copies(tensors: list, dtype: torch.dtype)");
+  const std::vector<Tensor> tensors = tensors_of(args[0]);
+  const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
+  std::vector<Tensor> made;
+  {
+    pybind11::gil_scoped_release no_gil;
+    made = copies_of(tensors, dtype);
+  }
+  return list_of(std::move(made));
+  END_HANDLE_TH_ERRORS
+}
+
+bool has_hooks(PyObject* tensor) {
+  const auto* variable = reinterpret_cast<THPVariable*>(tensor);
+  const auto holds = [](PyObject* hooks) {
+    const int answer = hooks == nullptr ? 0 : PyObject_IsTrue(hooks);
+    if (answer < 0) throw python_error();
+    return answer == 1;
+  };
+  return holds(variable->backward_hooks) || holds(variable->post_accumulate_grad_hooks);
+}
+
+// are_alike(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
+PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 2 && THPVariable_Check(args[0]) && PyList_Check(args[1]),
+      "are_alike(weight: Tensor, bucket: list)");
+  const Tensor& weight = THPVariable_Unpack(args[0]);
+  const bool wanted = weight.requires_grad();
+  if (reinterpret_cast<PyObject*>(Py_TYPE(args[0])) != ParameterClass ||
+      weight.scalar_type() != at::kFloat || !weight.is_leaf() ||
+      weight.layout() != at::kStrided || has_hooks(args[0])) {
+    Py_RETURN_FALSE;
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); ++i) {
+    PyObject* one = PyList_GET_ITEM(args[1], i);
+    if (!THPVariable_Check(one) || THPVariable_Unpack(one).requires_grad() != wanted ||
+        has_hooks(one)) {
+      Py_RETURN_FALSE;
+    }
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// on_missing(function): have `function(plan, ids)` called for weights that a pass did not reach.
+PyObject* on_missing(PyObject*, PyObject* function) {
+  Py_INCREF(function);
+  Py_XSETREF(note_missing, function);
+  Py_RETURN_NONE;
+}
+
+PyObject* observers = nullptr;
+
+// watch(list): the list of those that look at casts.
+PyObject* watch(PyObject*, PyObject* list) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyList_CheckExact(list), "watch(observers: list)");
+  Py_INCREF(list);
+  Py_XSETREF(observers, list);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace
