@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 from collections import Counter
@@ -18,6 +17,7 @@ from ..log import logger
 from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
+from ..scaling.scaled_backward import PlainBackward
 from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
 from ..scaling.step_counts import StepCounts
 from ..session.registry import registry
@@ -79,7 +79,7 @@ def scale_loss(
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
     if not session.properties.enabled:
-        return contextlib.nullcontext(loss)
+        return PlainBackward(loss)
     return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
 
 

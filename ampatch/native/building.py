@@ -110,7 +110,8 @@ def _compile(folder: Path, verbose: bool, watch: Watch) -> Path:
     for name, text in loading.sources().items():
         (folder / name).write_bytes(text)
     output = folder / "output.txt"
-    status = _run(toolchain.command(folder / toolchain.SOURCES[0], folder), None if verbose else output, watch)
+    command = toolchain.command(folder / toolchain.SOURCES[0], folder)
+    status = _run(command, None if verbose else output, watch)
     if status != 0:
         said = ["It is above."]
         if not verbose:

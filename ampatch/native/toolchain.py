@@ -27,7 +27,10 @@ _FILE = re.compile(rf"{NAME}-(?P<versions>.+)-[0-9a-f]{{16}}\.[^/]*(so|pyd)")
 
 
 def file_name(source: bytes) -> str:
-    """The name of the build of all sources, one after the other, for this torch, Python and platform, and of no other."""
+    """The name of the build of these sources for this torch, Python and platform, and of no other.
+
+    `source`: all of them, one after the other.
+    """
     return f"{NAME}-{versions()}-{_hash(source)}{SUFFIX}"
 
 

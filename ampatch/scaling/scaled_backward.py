@@ -13,6 +13,22 @@ from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
 
 
+class PlainBackward:
+    """Context manager: yields the loss as it is, and does nothing.
+
+    Dynamo, which traces it, fails where a `contextlib.nullcontext` of a tensor has a backward pass.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self._loss = loss
+
+    def __enter__(self) -> Tensor:
+        return self._loss
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
 class ScaledBackward:
     """Context manager: yields the scaled loss, then unscales the gradients it led to.
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import fit_state
-from ..scaling.scaled_backward import ScaledBackward, with_sharers
+from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
 from ..scaling.skip_report import SkipReports
 from . import policies, rank_settings, table
 from .policies import Policies
@@ -288,7 +288,7 @@ class Session:
             observers.notify("on_block", scaler)
         block: AbstractContextManager[Tensor]
         if scaler.is_one:
-            block = nullcontext(loss)
+            block = PlainBackward(loss)
         else:
             managed, others = self._partners(managed)
             block = ScaledBackward(

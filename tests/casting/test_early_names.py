@@ -228,6 +228,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
         ("torch.backends.mha", "get_fastpath_enabled"),
         ("torch.utils.checkpoint", checkpoints.no_reentry()),
         ("torch.jit", "script"),
+        *((where, "parallel_apply") for where in PARALLEL),
         ("torch.nn.functional", "multi_head_attention_forward"),
         *(("torch", name) for name in AUTOCAST_S),
         *((where, name) for where in MODES_IN for name in ("_push_mode", "_pop_mode")),
@@ -252,6 +253,7 @@ AUTOCAST_S = (
 )  # fmt: skip
 
 
+PARALLEL = ("torch.nn.parallel", "torch.nn.parallel.data_parallel")
 MODES_IN = ("torch.overrides", "torch.utils._device")
 OVERRIDES = (
     "get_ignored_functions", "get_testing_overrides", "_get_overridable_functions",
