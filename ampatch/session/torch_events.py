@@ -59,8 +59,7 @@ class TorchEvents:
         own = set(map(id, model.parameters()))
         given: set[int] = set()
         for managed in self._models():
-            if managed.conversions:
-                given |= managed.give_back(own)
+            given |= managed.give_back(own)
         for optimizer in self._optimizers() if given else ():
             fit_state(optimizer.optimizer, given)
 

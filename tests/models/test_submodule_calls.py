@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from small_training import in_threads, managed, step
 from torch import nn
 
 import ampatch
@@ -68,9 +69,7 @@ CALLS = {
 
 
 def start(level, dtype=torch.bfloat16, model=None):
-    model = Net() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+    return managed(Net() if model is None else model, level, dtype)
 
 
 @HALF_LEVELS
@@ -84,22 +83,6 @@ def test_parts_and_methods_take_float_inputs(level, name, half):
         )
         model(X)
         plain(X)
-
-
-def test_they_train(half):
-    """The gradients of a loss on a part reach the optimizer."""
-    (model, optimizer), plain = start("O2", half), Net()
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        with ampatch.scale_loss(model.encode(X).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        theirs.zero_grad()
-        plain.encode(X).square().mean().backward()
-        theirs.step()
-    for (name, ours), other in zip(model.state_dict().items(), plain.state_dict().values()):
-        torch.testing.assert_close(ours, other, rtol=0.05, atol=0.02, msg=name)
 
 
 @HALF_LEVELS
@@ -172,9 +155,7 @@ def test_in_its_own_forward_a_model_has_no_hooks_on_its_parts(level, threads):
 
     model, _ = start(level, model=Counting())
     if threads > 1:
-        thread = threading.Thread(target=lambda: model(X))
-        thread.start()
-        thread.join()
+        in_threads(lambda: model(X))
         counts.clear()
     model(X)
     outside = len(model.layer._forward_pre_hooks) + len(model.layer._forward_hooks)
@@ -209,8 +190,7 @@ def test_recomputation_gets_the_inputs_of_its_forward(level, reentrant):
             return torch.utils.checkpoint.checkpoint(self.inner, x, mask, use_reentrant=reentrant)
 
     model, optimizer = start(level, model=Outer())
-    with ampatch.scale_loss(model(X.clone()).sum(), optimizer) as scaled:
-        scaled.backward()
+    step(model(X.clone()).sum(), optimizer)
     assert dtypes == [torch.float32] * 2
 
 
@@ -237,9 +217,7 @@ def test_another_dtype_is_refused_and_nothing_changed(opt_level, name):
     for parameter_name, parameter in model.named_parameters():
         known, dtype, value = before[parameter_name]
         assert parameter is known and parameter.dtype is dtype and torch.equal(parameter, value)
-    with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(model(X).float().sum(), optimizer)
 
 
 def test_float_changes_nothing_but_at_o3(opt_level):
@@ -260,11 +238,18 @@ def test_what_changes_no_dtype_works(opt_level):
     assert model.requires_grad_() is model and model.share_memory() is model
     other = nn.Linear(2, 2)
     assert other.half().weight.dtype is torch.float16  # it is unmanaged
-    with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(model(X).float().sum(), optimizer)
     ampatch.deactivate()
     assert model.double().head.weight.dtype is torch.float64
+
+
+@contextlib.contextmanager
+def swapping(does):
+    torch.__future__.set_swap_module_params_on_conversion(does)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @HALF_LEVELS
@@ -272,18 +257,12 @@ def test_swapping_parameters_on_conversion(level):
     """`set_swap_module_params_on_conversion(True)` exchanges what is inside the parameters."""
     model, optimizer = start(level)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    with swapping(True):
         model.to("cpu")
         model.to(memory_format=torch.channels_last)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for _ in range(2):
-        optimizer.zero_grad()
-        with ampatch.scale_loss(model(X).square().sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(model(X).square().sum(), optimizer)
     after = model.state_dict()
     assert not torch.equal(after["head.weight"], before["head.weight"])
     assert torch.equal(after["head.weight"], model.head.weight)
@@ -300,11 +279,8 @@ def test_moving_a_model_with_gradients_keeps_them(half):
         with ampatch.scale_loss(model(X).square().sum(), optimizer) as scaled:
             scaled.backward()
         if swaps is not None:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
-            try:
+            with swapping(swaps):
                 model.to(memory_format=torch.channels_last).to("cpu")
-            finally:
-                torch.__future__.set_swap_module_params_on_conversion(False)
         optimizer.step()
         ends.append([value.clone() for value in model.state_dict().values()])
         ampatch.deactivate()
