@@ -65,6 +65,19 @@ def dtypes(model):
     return {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
+class Made(nn.Module):
+    """Parts by name, and what the forward does: `Made(lambda self, x: self.a(x), a=layer)`."""
+
+    def __init__(self, does, **parts):
+        super().__init__()
+        self.does = does
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **kwargs):
+        return self.does(self, *args, **kwargs)
+
+
 def in_threads(*calls):
     """What each call returns, or its error; each in a thread of its own."""
     found = [None] * len(calls)

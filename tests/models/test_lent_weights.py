@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from small_training import in_threads, managed, step
+from small_training import Made, in_threads, managed, step
 from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.utils.checkpoint import checkpoint
@@ -117,17 +117,12 @@ def test_a_model_inside_another_joins_it():
     """No casts between them: its output is half there, and FP32 when it is called by itself."""
     inner, first = start()
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.head, self.between = inner, nn.Linear(2, 2), None
+    def forward(self, x):
+        hidden = self.inner(x)
+        self.between = hidden.dtype
+        return self.head(hidden)
 
-        def forward(self, x):
-            hidden = self.inner(x)
-            self.between = hidden.dtype
-            return self.head(hidden)
-
-    outer, _second = start(Outer())
+    outer, _second = start(Made(forward, inner=inner, head=nn.Linear(2, 2)))
     assert outer(inputs()).dtype is torch.float32 and outer.between is HALF
     assert inner(inputs()).dtype is torch.float32
     assert is_float(outer)
@@ -211,22 +206,36 @@ def test_gradients_arrive_while_earlier_layers_are_computed():
     """A node made before the forward would run last, and all half gradients would wait for it."""
     there = []
 
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(80))  # several buckets
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 1:
+                x.register_hook(lambda grad: there.extend(p.grad for p in self.parameters()))
+        return x
 
-        def forward(self, x):
-            for number, layer in enumerate(self.layers):
-                x = layer(x)
-                if number == 1:
-                    x.register_hook(lambda grad: there.extend(p.grad for p in self.parameters()))
-            return x
-
-    model, _ = start(Deep())
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(80))  # several buckets
+    model, _ = start(Made(forward, layers=layers))
     model(inputs()).sum().backward()
     assert [grad is not None for grad in there[-32:]] == [True] * 32
     assert [grad is not None for grad in there[:4]] == [False] * 4
+
+
+def test_a_layers_backward_hook_finds_the_gradients_that_it_finds_in_float():
+    """A node of many weights would give them all at its end: below such hooks each has its own."""
+    found = []
+    for is_managed in (False, True):
+        model, seen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), []
+        if is_managed:
+            start(model)
+        for layer in model:
+            layer.register_full_backward_hook(
+                lambda *call, model=model, seen=seen: seen.append(
+                    [weight.grad is not None for weight in model.parameters()]
+                )
+            )
+        model(inputs().requires_grad_()).sum().backward()
+        found.append(seen)
+    assert found[0] == found[1] and len(found[0]) == 4
 
 
 def test_replicas_have_tables_of_their_own():
@@ -488,19 +497,11 @@ def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itsel
 def test_a_method_may_mix_a_parts_result_with_a_weight_of_its_own():
     """As CLIP's `encode_text`: the weight is FP32 there, and so is what parts return."""
 
-    class Projects(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(4, 8)
-            self.projection = nn.Parameter(torch.randn(8, 2))
-
-        def encode(self, x):
-            return self.layer(x) @ self.projection
-
-    model, optimizer = start(Projects())
-    expected = copy.deepcopy(model).encode(inputs())
-    found = model.encode(inputs())
+    torch.manual_seed(0)
+    parts = {"layer": nn.Linear(4, 8), "projection": nn.Parameter(torch.randn(8, 2))}
+    model, optimizer = start(Made(lambda self, x: self.layer(x) @ self.projection, **parts))
+    expected = model.does(copy.deepcopy(model), inputs())
+    found = model.does(model, inputs())
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     found.sum().backward()
@@ -646,14 +647,14 @@ def test_nan_weights_are_not_taken_for_written_ones(caplog):
 
 def test_a_backward_of_one_part_may_call_another_part():
     """The forward's copies are in place then, and the other part lends within."""
-    model, _ = start(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
-    one, other = model
-    expected, found = other(inputs()), []
-
-    def call():
-        found.append(other(inputs()))
-
-    one.register_forward_hook(lambda part, args, out: InBackward.apply(out, call))
+    found = []
+    one = Made(
+        lambda self, x: InBackward.apply(x * self.weight, lambda: found.append(other(inputs()))),
+        weight=nn.Parameter(torch.ones(4)),
+    )
+    other = nn.Linear(4, 4)
+    model, _ = start(nn.ModuleList([one, other]))
+    expected = other(inputs())
     one(inputs().requires_grad_()).sum().backward()
     assert torch.equal(found[0], expected) and is_float(model)
     assert other(inputs()).dtype is torch.float32  # nobody waits for a turn

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from small_training import in_threads, managed, step
+from small_training import Made, in_threads, managed, step
 from torch import nn
 
 import ampatch
@@ -103,15 +103,7 @@ def test_large_inputs_of_a_part_count(level):
     )
     big = torch.full((3, 4), 1e5)
 
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(x / 1e5)
-
-    inner = nn.Sequential(Scaled())
+    inner = nn.Sequential(Made(lambda self, x: self.layer(x / 1e5), layer=nn.Linear(4, 4)))
     plain = copy.deepcopy(inner)
     start(level, torch.float16, inner)
     torch.testing.assert_close(inner[0](big).float(), plain[0](big), rtol=0.02, atol=0.02)
@@ -119,18 +111,13 @@ def test_large_inputs_of_a_part_count(level):
 
 @HALF_LEVELS
 def test_a_part_may_call_itself_and_may_fail(level):
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def deep(self, x, depth):
+        if depth < 0:
+            raise ValueError("too deep")
+        x = self.layer(x)
+        return self(x, depth - 1) if depth else x
 
-        def forward(self, x, depth):
-            if depth < 0:
-                raise ValueError("too deep")
-            x = self.layer(x)
-            return self(x, depth - 1) if depth else x
-
-    model, _ = start(level, model=nn.Sequential(Deep()))
+    model, _ = start(level, model=nn.Sequential(Made(deep, layer=nn.Linear(4, 4))))
     for _ in range(2):
         assert model[0](X, 3).shape == (3, 4)
         with pytest.raises(ValueError, match="too deep"):
@@ -144,16 +131,11 @@ def test_in_its_own_forward_a_model_has_no_hooks_on_its_parts(level, threads):
     """Where weights are lent and several threads call the model, the hooks stay: these wait."""
     counts = []
 
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def count(self, x):
+        counts.append(len(self.layer._forward_pre_hooks) + len(self.layer._forward_hooks))
+        return self.layer(x)
 
-        def forward(self, x):
-            counts.append(len(self.layer._forward_pre_hooks) + len(self.layer._forward_hooks))
-            return self.layer(x)
-
-    model, _ = start(level, model=Counting())
+    model, _ = start(level, model=Made(count, layer=nn.Linear(4, 4)))
     if threads > 1:
         in_threads(lambda: model(X))
         counts.clear()
@@ -170,26 +152,16 @@ def test_recomputation_gets_the_inputs_of_its_forward(level, reentrant):
     """A mask that is in FP32 within the forward is so in its recomputation."""
     dtypes = []
 
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def inner(self, x, mask):
+        dtypes.append(mask.dtype)
+        return self.layer(x) + mask.to(x.dtype)
 
-        def forward(self, x, mask):
-            dtypes.append(mask.dtype)
-            return self.layer(x) + mask.to(x.dtype)
+    def outer(self, x):
+        mask, x = torch.full((3, 4), 0.5), x.requires_grad_()
+        return torch.utils.checkpoint.checkpoint(self.inner, x, mask, use_reentrant=reentrant)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x):
-            mask = torch.full((3, 4), 0.5)
-            x = x.requires_grad_()
-            return torch.utils.checkpoint.checkpoint(self.inner, x, mask, use_reentrant=reentrant)
-
-    model, optimizer = start(level, model=Outer())
+    model = Made(outer, inner=Made(inner, layer=nn.Linear(4, 4)))
+    model, optimizer = start(level, model=model)
     step(model(X.clone()).sum(), optimizer)
     assert dtypes == [torch.float32] * 2
 
@@ -241,6 +213,15 @@ def test_what_changes_no_dtype_works(opt_level):
     step(model(X).float().sum(), optimizer)
     ampatch.deactivate()
     assert model.double().head.weight.dtype is torch.float64
+
+
+def test_a_move_that_exchanges_what_is_inside_keeps_parameters_and_torchs_setting(opt_level):
+    model, optimizer = start(opt_level)
+    before = list(model.parameters())
+    model.to("meta")
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert before[0].is_meta and optimizer.param_groups[0]["params"][0] is before[0]
+    assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
 @contextlib.contextmanager
