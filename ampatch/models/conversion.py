@@ -55,7 +55,7 @@ class ConvertedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._entries: dict[int, Converted] = {}
+        self.entries: dict[int, Converted] = {}
 
     def convert(
         self, dtype: torch.dtype, stays_float: StaysFloat, leave: Collection[int] = ()
@@ -77,36 +77,32 @@ class ConvertedWeights:
             ]
             for tensor in tensors:
                 found, key = tensor.dtype, id(tensor)
-                if found not in CASTABLE or found is target or key in leave or key in self._entries:
+                if found not in CASTABLE or found is target or key in leave or key in self.entries:
                     continue
                 data = _data.__get__(tensor)
-                self._entries[key] = Converted(tensor, found, data, tensor.grad)
+                self.entries[key] = Converted(tensor, found, data, tensor.grad)
                 place = (*_place(data), target)
                 set_data(tensor, in_place.setdefault(place, data.to(target)))
-        if self._entries:
+        if self.entries:
             _flatten_rnns(self._model)
-
-    def ids(self) -> set[int]:
-        """Of what is changed."""
-        return set(self._entries)
 
     def dtype_before(self, tensor: Tensor) -> torch.dtype:
         """That of the user."""
-        entry = self._entries.get(id(tensor))
+        entry = self.entries.get(id(tensor))
         return tensor.dtype if entry is None else entry.dtype
 
     def forget(self, ids: Collection[int]) -> dict[int, Converted]:
         """These are no longer this model's to change back; `remember` ends that."""
-        return {key: self._entries.pop(key) for key in set(ids) & set(self._entries)}
+        return {key: self.entries.pop(key) for key in set(ids) & set(self.entries)}
 
     def remember(self, entries: dict[int, Converted]) -> None:
         """As if `forget` had not been called."""
-        self._entries.update(entries)
+        self.entries.update(entries)
 
     def forget_originals(self) -> None:
         """Let go of the unconverted values."""
-        for key, entry in self._entries.items():
-            self._entries[key] = entry._replace(original=entry.tensor, grad=None)
+        for key, entry in self.entries.items():
+            self.entries[key] = entry._replace(original=entry.tensor, grad=None)
 
     def restore(self, ids: Collection[int]) -> None:
         """Change these back."""
@@ -115,11 +111,11 @@ class ConvertedWeights:
 
     def restore_all(self, undo: UndoAll) -> None:
         """Change all back."""
-        for entry in self._entries.values():
+        for entry in self.entries.values():
             undo.do(_restore, entry)
-        if self._entries:
+        if self.entries:
             _flatten_rnns(self._model)
-        self._entries.clear()
+        self.entries.clear()
 
 
 def _restore(entry: Converted) -> None:

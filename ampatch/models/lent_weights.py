@@ -58,8 +58,10 @@ def lent_as(weight: Any) -> torch.dtype | None:
 
 def lent_in(model: nn.Module) -> set[int]:
     """Ids of the parameters of a model that other models lend."""
-    lent = [lender.ids() for lender in list(lenders.values())]
-    return set(map(id, model.parameters())).intersection(set().union(*lent))
+    own, found = set(map(id, model.parameters())), set()
+    for lender in list(lenders.values()):
+        found |= own & (lender.ids() if lender.has_changed else lender.known)
+    return found
 
 
 def parameter_behind(tensor: Tensor) -> Tensor | None:
@@ -80,7 +82,8 @@ def _note_registration(module: nn.Module, name: str, value: Any) -> None:
 
 def _watch_registrations() -> None:
     """Have torch tell of registrations while there are lenders."""
-    are_there = bool(list(lenders.values()))  # its length may count one that has just died
+    one = next(iter(lenders.values()), None)  # the length may count one that has just died
+    are_there = one is not None
     if are_there and not _registration_hooks:
         _registration_hooks.append(register_module_parameter_registration_hook(_note_registration))
         _registration_hooks.append(register_module_module_registration_hook(_note_registration))
@@ -122,7 +125,7 @@ class LentWeights:
         self._state = state
         self._at_change = at_change
         self._trees: dict[int, Tree] = {}  # by the ids of their roots
-        self._ids: set[int] = set()  # of the weights of the whole model, when last looked at
+        self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.has_changed = False  # the model has got parameters or parts since
         self._turns = Turns(type(model).__name__, self._end)
         self.casts = LentCasts(model, dtype, kept)
@@ -151,7 +154,7 @@ class LentWeights:
             if not self._state.thread.lent:  # else copies of another model may be in the places
                 self._trees[id(root)] = tree
                 if root is self._model:
-                    self._ids = tree.ids
+                    self.known = tree.ids
         return tree
 
     def part(self, root: nn.Module) -> Tree:
@@ -160,9 +163,9 @@ class LentWeights:
 
     def ids(self) -> set[int]:
         """Of the weights that the forward computes with half copies of."""
-        if self.running is None:
+        if self.has_changed and self.running is None:
             self._tree_of(self._model)
-        return self._ids
+        return self.known
 
     def lends(self, weight: Any) -> bool:
         """Whether the forward computes with a half copy of this weight."""

@@ -100,7 +100,7 @@ class ManagedModel:
         self._overrides = overrides
         self._running = Running()
         self.sharded = ShardedWeights(model, properties)
-        self._converted = ConvertedWeights(model)
+        self.conversions = ConvertedWeights(model)
         self.lent: LentWeights | None = None
         self.kept = KeptCopies(model)
         self._stays_float: StaysFloat = lambda module: False
@@ -121,7 +121,7 @@ class ManagedModel:
         self.sharded.take(stays_float)
         shared = lent_in(self.model)
         if not self.properties.lends_weights:
-            self._converted.convert(dtype, stays_float, shared | sharded_parameters(self.model))
+            self.conversions.convert(dtype, stays_float, shared | sharded_parameters(self.model))
         if self.properties.lends_weights or shared:
             self._lend()
         if dtype not in HALF_TYPES:
@@ -160,9 +160,9 @@ class ManagedModel:
 
         Returns the ids of those that were converted.
         """
-        mine = self._converted.ids() & set(shared)
+        mine = set(self.conversions.entries) & set(shared)
         if mine:
-            self._converted.restore(mine)
+            self.conversions.restore(mine)
             self._lend()
         return mine
 
@@ -192,7 +192,7 @@ class ManagedModel:
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
-        return self._converted.ids() | self.sharded.converted()
+        return set(self.conversions.entries) | self.sharded.converted()
 
     def overridden(self) -> set[nn.Module]:
         """The submodules that run in a precision of their own."""
@@ -200,7 +200,7 @@ class ManagedModel:
 
     def forget_originals(self) -> None:
         """Let go of the unconverted values."""
-        self._converted.forget_originals()
+        self.conversions.forget_originals()
 
     def install(self) -> None:
         """Hang the hooks on the model."""
@@ -244,7 +244,7 @@ class ManagedModel:
             self.lent = None
         undo = UndoAll("ampatch: a model's weights get their dtypes back")
         undo.do(self.sharded.release)
-        self._converted.restore_all(undo)
+        self.conversions.restore_all(undo)
         undo.end()
 
     # Sharding
@@ -265,7 +265,7 @@ class ManagedModel:
         fits(call, given, self.properties, self.model in modules)
         if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
             self._keep_float(modules)
-        made = self.sharded.being_made(modules, given, ignored, self._stays_float, self._converted)
+        made = self.sharded.being_made(modules, given, ignored, self._stays_float, self.conversions)
         with made as policy:
             yield policy
 

@@ -59,7 +59,8 @@ class TorchEvents:
         own = set(map(id, model.parameters()))
         given: set[int] = set()
         for managed in self._models():
-            given |= managed.give_back(own)
+            if managed.conversions.entries:
+                given |= managed.give_back(own)
         for optimizer in self._optimizers() if given else ():
             fit_state(optimizer.optimizer, given)
 
