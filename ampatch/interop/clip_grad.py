@@ -28,40 +28,32 @@ def replacements(
     `ready(tensors)` unscales the gradients of these tensors that `delay_unscale` left scaled.
     `zeroed(ids)` is called with the ids of the parameters that have lost theirs.
     """
-    places: list[tuple[Any, str, Callable]] = [
-        (nn.Module, "zero_grad", lambda original: _zero_grad(original, before, zeroed))
-    ]
-    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-        places.extend(
-            (owner, name, lambda original: _when_ready(original, before, ready))
+
+    def zeroing(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+            before()
+            original(self, set_to_none)
+            zeroed(set(map(id, self.parameters())))
+
+        return zero_grad
+
+    def when_ready(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            before()
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            ready(parameters)
+            return original(parameters, *args, **kwargs)
+
+        return clip
+
+    return [
+        (nn.Module, "zero_grad", zeroing),
+        *(
+            (owner, name, when_ready)
+            for owner in (torch.nn.utils, torch.nn.utils.clip_grad)
             for name in _CLIPPING
             if inspect.isfunction(getattr(owner, name, None))
-        )
-    return places
-
-
-def _zero_grad(
-    original: Callable, before: Callable[[], None], zeroed: Callable[[set[int]], None]
-) -> Callable:
-    @functools.wraps(original)
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        before()
-        original(self, set_to_none)
-        zeroed(set(map(id, self.parameters())))
-
-    return zero_grad
-
-
-def _when_ready(
-    original: Callable, before: Callable[[], None], ready: Callable[[list[Tensor]], None]
-) -> Callable:
-    @functools.wraps(original)
-    def when_ready(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        before()
-        if isinstance(parameters, Tensor):
-            parameters = [parameters]
-        parameters = list(parameters)
-        ready(parameters)
-        return original(parameters, *args, **kwargs)
-
-    return when_ready
+        ),
+    ]

@@ -8,83 +8,22 @@ to be skipped run eagerly there.  They are still traced where a compiled functio
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from itertools import chain
 from types import CodeType, ModuleType
 
-from ..casting import (
-    batched_casts,
-    cast_state,
-    contexts,
-    handlers,
-    kept_copies,
-    policy,
-    stack,
-    torch_autocast,
-    weight_cache,
-)
-from ..models import (
-    conversion,
-    entries,
-    hooks,
-    io_casting,
-    lent_casts,
-    lent_places,
-    lent_weights,
-    managed_model,
-    module_overrides,
-    registrations,
-    sharded_weights,
-    submodule_calls,
-    turns,
-)
-from ..torch_private import (
-    devices,
-    dtensors,
-    dynamo,
-    foreach,
-    nodes,
-    probes,
-    tensors,
-    torch_functions,
-    tracing_tensors,
-)
-from ..torch_private import modules as torch_modules
+from ..torch_private import dynamo
 
-_BEHIND_HOOKS = (
-    batched_casts,
-    cast_state,
-    contexts,
-    conversion,
-    entries,
-    handlers,
-    hooks,
-    io_casting,
-    kept_copies,
-    lent_casts,
-    lent_places,
-    lent_weights,
-    managed_model,
-    module_overrides,
-    policy,
-    devices,
-    dtensors,
-    foreach,
-    nodes,
-    probes,
-    registrations,
-    sharded_weights,
-    stack,
-    submodule_calls,
-    tensors,
-    torch_autocast,
-    torch_functions,
-    torch_modules,
-    tracing_tensors,
-    turns,
-    weight_cache,
-)
+_BEHIND_HOOKS = {
+    "casting": "batched_casts cast_state contexts handlers kept_copies policy stack "
+    "torch_autocast weight_cache",
+    "models": "conversion entries hooks io_casting lending lent_casts lent_places lent_weights "
+    "lent_writes managed_model module_overrides sharded_weights submodule_calls turns values",
+    "torch_private": "devices dtensors foreach modules nodes probes tensors torch_functions "
+    "tracing_tensors",
+}
 
 
 def run_eagerly(*others: ModuleType) -> None:
@@ -92,7 +31,13 @@ def run_eagerly(*others: ModuleType) -> None:
 
     `others` are modules that hooks reach through what they were given to call.
     """
-    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, (*_BEHIND_HOOKS, *others))))
+    package = __name__.rpartition(".interop")[0]
+    behind = [
+        importlib.import_module(f"{package}.{room}.{name}")
+        for room, names in _BEHIND_HOOKS.items()
+        for name in names.split()
+    ]
+    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, (*behind, *others))))
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

@@ -21,10 +21,10 @@ from ..casting.cast_state import CastState
 from ..casting.patches import Replacement
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
-from ..models.conversion import cast_tensors, caster
 from ..models.lent_weights import lent_as
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import any_float, scripted_parts
+from ..models.values import cast_tensors, caster
 
 _LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.names}
 _OPERATOR = re.compile(r"\baten::(\w+)\(")

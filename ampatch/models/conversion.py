@@ -1,23 +1,18 @@
-"""O0, O2, O3: models whose weights, inputs and outputs are converted.
+"""O3, and O0 of half models: weights and buffers whose dtype is changed, and changed back.
 
-The parameters stay the same objects, only their `.data` changes, because
-optimizers, schedulers and scripts hold references to them.  Hooks, not a
-replaced `forward`, do the work around a call: they survive deepcopy, pickle
-and DataParallel replicas.
+The parameters stay the same objects, only their `.data` changes, because optimizers, schedulers
+and scripts hold references to them.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 
+from ..errors import UndoAll
 from ..torch_private.dtensors import exchange_data
 from ..torch_private.modules import (
     BATCH_NORMS,
@@ -25,98 +20,12 @@ from ..torch_private.modules import (
     TORCH_BATCH_NORMS,
     TORCH_INSTANCE_NORMS,
 )
+from .lent_places import StaysFloat
+from .values import CASTABLE
 
 _NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NORMS)}
 
 _data: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
-
-CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-"""What is ever converted: not float64, and not the floats of 8 bits."""
-
-
-def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None = None) -> Any:
-    """`value` with `convert` applied to each tensor in it; container types are kept.
-
-    Looks into mappings (`ModelOutput`-like ones too), lists, tuples,
-    namedtuples and dataclasses; anything else is returned as it is, and so is
-    a container in which nothing changed.  A torch.fx proxy counts as a tensor.
-    Lists and mutable mappings of which a copy is made are noted in `copied`: the
-    original, the copy, and another copy of its items.
-    """
-    if isinstance(value, (Tensor, torch.fx.Proxy)):
-        return convert(value)
-    if isinstance(value, Mapping):
-        items = {key: map_tensors(item, convert, copied) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        mapped = _with_items(value, items)
-        if copied is not None and isinstance(value, MutableMapping):
-            copied.append((value, mapped, items))
-        return mapped
-    if isinstance(value, (list, tuple)):
-        listed = [map_tensors(item, convert, copied) for item in value]
-        if all(new is old for new, old in zip(listed, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):
-            return type(value)(*listed)
-        mapped = type(value)(listed)
-        if copied is not None and isinstance(value, list):
-            copied.append((value, mapped, listed))
-        return mapped
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(value, convert, copied)
-    return value
-
-
-def _with_items(value: Any, items: dict) -> Any:
-    if type(value) in (dict, OrderedDict):
-        return type(value)(items)
-    if not isinstance(value, MutableMapping):
-        return type(value)(items)
-    try:
-        mapped = copy.copy(value)
-    except TypeError:  # copying calls its constructor, and that asks for more
-        mapped = type(value).__new__(type(value))
-        vars(mapped).update(vars(value))
-    for key, item in items.items():
-        mapped[key] = item
-    return mapped
-
-
-def _map_dataclass(value: Any, convert: Callable, copied: list | None) -> Any:
-    old = {
-        f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
-    }
-    items = {name: map_tensors(item, convert, copied) for name, item in old.items()}
-    if all(items[name] is old[name] for name in items):
-        return value
-    mapped = copy.copy(value)
-    for name, item in items.items():
-        object.__setattr__(mapped, name, item)  # it may be frozen
-    return mapped
-
-
-def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Converts FP32 and half tensors to `dtype` and leaves the others alone.
-
-    Where torch.fx is recording, the conversion of whatever a proxy stands for is recorded.
-    """
-
-    def convert(tensor: Any) -> Any:
-        if isinstance(tensor, torch.fx.Proxy):
-            record = tensor.tracer.create_proxy
-            return record("call_function", cast_tensors, (tensor, dtype), {})
-        return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor
-
-    return convert
-
-
-def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with each FP32 or half tensor in it converted to `dtype`."""
-    if type(value) is Tensor:
-        found = value.dtype
-        return value.to(dtype) if found is not dtype and found in CASTABLE else value
-    return map_tensors(value, caster(dtype))
 
 
 class Converted(NamedTuple):
@@ -126,11 +35,6 @@ class Converted(NamedTuple):
     dtype: torch.dtype
     original: Tensor
     grad: Tensor | None
-
-
-def is_instance_norm(module: nn.Module) -> bool:
-    """Whether it is an InstanceNorm that is no TorchScript."""
-    return isinstance(module, INSTANCE_NORMS)
 
 
 def has_statistics(module: nn.Module) -> bool:
@@ -146,44 +50,82 @@ def has_statistics(module: nn.Module) -> bool:
     return isinstance(module, BATCH_NORMS)
 
 
-def convert_weights(
-    model: nn.Module,
-    dtype: torch.dtype,
-    skip: Callable[[nn.Module], bool],
-    skipped_dtype: torch.dtype = torch.float32,
-    leave: Collection[int] = (),
-) -> list[Converted]:
-    """Convert parameters in FP32 or half in place; returns what was changed, and from what.
+class ConvertedWeights:
+    """The weights and buffers of one model whose dtype is changed, by their ids."""
 
-    Modules for which `skip` is true go to `skipped_dtype` instead.  FP32 buffers stay as
-    they are, but for the statistics of a norm, whose kernels want them in the dtype
-    of its weights.  Tensors shared between modules are converted once, and parameters that share
-    their memory go on sharing it.  Those in `leave` (ids) stay as they are.
-    """
-    converted: dict[int, Converted] = {}
-    in_place: dict[tuple, Tensor] = {}
-    for module in model.modules():
-        target = skipped_dtype if skip(module) else dtype
-        tensors: list[Tensor] = list(module.parameters(recurse=False))
-        tensors += [
-            buffer
-            for buffer in module.buffers(recurse=False)
-            if buffer.dtype is not torch.float32 or has_statistics(module)
-        ]
-        for tensor in tensors:
-            if (
-                tensor.dtype in CASTABLE
-                and tensor.dtype is not target
-                and id(tensor) not in converted
-                and id(tensor) not in leave
-            ):
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.entries: dict[int, Converted] = {}
+
+    def convert(
+        self, dtype: torch.dtype, stays_float: StaysFloat, leave: Collection[int] = ()
+    ) -> None:
+        """Convert parameters in FP32 or half in place, to FP32 where `stays_float`.
+
+        FP32 buffers stay as they are, but for the statistics of a norm, whose kernels want them in
+        the dtype of its weights.  Tensors shared between modules are converted once, and parameters
+        that share their memory go on sharing it.  Those in `leave` (ids) stay as they are.
+        """
+        in_place: dict[tuple, Tensor] = {}
+        for module in self._model.modules():
+            target = torch.float32 if stays_float(module) else dtype
+            tensors: list[Tensor] = list(module.parameters(recurse=False))
+            tensors += [
+                buffer
+                for buffer in module.buffers(recurse=False)
+                if buffer.dtype is not torch.float32 or has_statistics(module)
+            ]
+            for tensor in tensors:
+                found, key = tensor.dtype, id(tensor)
+                if found not in CASTABLE or found is target or key in leave or key in self.entries:
+                    continue
                 data = _data.__get__(tensor)
-                converted[id(tensor)] = Converted(tensor, tensor.dtype, data, tensor.grad)
+                self.entries[key] = Converted(tensor, found, data, tensor.grad)
                 place = (*_place(data), target)
                 set_data(tensor, in_place.setdefault(place, data.to(target)))
-    if converted:
-        flatten_rnns(model)
-    return list(converted.values())
+        if self.entries:
+            _flatten_rnns(self._model)
+
+    def dtype_before(self, tensor: Tensor) -> torch.dtype:
+        """That of the user."""
+        entry = self.entries.get(id(tensor))
+        return tensor.dtype if entry is None else entry.dtype
+
+    def forget(self, ids: Collection[int]) -> dict[int, Converted]:
+        """These are no longer this model's to change back; `remember` ends that."""
+        return {key: self.entries.pop(key) for key in set(ids) & set(self.entries)}
+
+    def remember(self, entries: dict[int, Converted]) -> None:
+        """As if `forget` had not been called."""
+        self.entries.update(entries)
+
+    def forget_originals(self) -> None:
+        """Let go of the unconverted values."""
+        for key, entry in self.entries.items():
+            self.entries[key] = entry._replace(original=entry.tensor, grad=None)
+
+    def restore(self, ids: Collection[int]) -> None:
+        """Change these back."""
+        for entry in self.forget(ids).values():
+            _restore(entry)
+
+    def restore_all(self, undo: UndoAll) -> None:
+        """Change all back."""
+        for entry in self.entries.values():
+            undo.do(_restore, entry)
+        if self.entries:
+            _flatten_rnns(self._model)
+        self.entries.clear()
+
+
+def _restore(entry: Converted) -> None:
+    tensor, dtype, original, grad = entry
+    if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
+        tensor.grad = None
+        exchange_data(tensor, original)
+        tensor.grad = grad
+    else:
+        set_data(tensor, tensor.detach().to(dtype))
 
 
 def _place(data: Tensor) -> tuple:
@@ -193,32 +135,15 @@ def _place(data: Tensor) -> tuple:
     return data.data_ptr(), data.dtype, data.shape, data.stride()
 
 
-def float_buffers(model: nn.Module, skip: Callable[[nn.Module], bool]) -> dict[str, Tensor]:
+def float_buffers(model: nn.Module, stays_float: StaysFloat) -> dict[str, Tensor]:
     """The FP32 buffers, by name, that meet half tensors in a half model's forward."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()
-        if not skip(module)
+        if not stays_float(module)
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.dtype is torch.float32
     }
-
-
-def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether FP32 `values` would be lost in `dtype`, not merely rounded.
-
-    That is so for finite values that overflow, and for whole numbers that it cannot count.  Waits
-    for the device.  Tensors on "meta" have no values to lose.
-    """
-    if values.is_meta:
-        return False
-    values = values.detach()
-    if values.layout is not torch.strided:
-        values = (values.coalesce() if values.is_sparse else values).values()
-    large = values[values.isfinite() & (values.abs() >= 2 / torch.finfo(dtype).eps)]
-    whole = bool((large == large.round()).all())
-    rounded = large.to(dtype).to(values.dtype)
-    return bool(rounded.isinf().any()) or (whole and bool((rounded != large).any()))
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
@@ -229,7 +154,7 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
         tensor.grad = grad.to(data.dtype)
 
 
-def flatten_rnns(model: nn.Module) -> None:
+def _flatten_rnns(model: nn.Module) -> None:
     """cuDNN wants the weights of an RNN in one piece; new data is not."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .hooks import drop_plain_hooks
 from .lent_weights import parameter_behind
@@ -51,8 +51,11 @@ class ModelCopies:
 
     def plain_view(self) -> nn.Module:
         """As `plain_copy`, with the very parameters and buffers; torch.jit.script compiles it."""
-        tensors = (*self._model.parameters(), *self._model.buffers())
-        return self.plain_copy({id(one): _itself(one) for one in tensors})
+        memo = {}
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            parameter = parameter_behind(tensor)  # where a forward that runs has a copy in place
+            memo[id(tensor)] = tensor if parameter is None else parameter
+        return self.plain_copy(memo)
 
     def _reduce(self, protocol: int) -> Any:
         """Pickle takes a plain view; `copy.copy`, which asks here too, shares weights and hooks."""
@@ -64,21 +67,7 @@ class ModelCopies:
         ):  # a class that pickles in its own way
             return _kept(self.plain_view()).__reduce_ex__(protocol)
         shared = {name: value for name, value in state.items() if name not in _OWN_METHODS}
-        return make, args, _SharedState(shared, self._plain_state(protocol))
-
-    def _plain_state(self, protocol: int) -> Callable[[], dict]:
-        def state() -> dict:
-            plain = _kept(self.plain_view())
-            reduced: Any = type(plain).__reduce_ex__(plain, protocol)
-            return reduced[2]
-
-        return state
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    """The parameter, where a forward that runs has a copy in its place."""
-    parameter = parameter_behind(tensor)
-    return tensor if parameter is None else parameter
+        return make, args, _SharedState(shared, self.plain_view)
 
 
 def _kept(plain: nn.Module) -> nn.Module:
@@ -90,11 +79,13 @@ def _kept(plain: nn.Module) -> nn.Module:
 
 
 class _SharedState(dict):
-    """A model's attributes as they are, for `copy.copy`; pickled, what `plain()` gives."""
+    """A model's attributes as they are, for `copy.copy`; pickled, those of `view()`."""
 
-    def __init__(self, shared: dict, plain: Callable[[], dict]) -> None:
+    def __init__(self, shared: dict, view: Callable[[], nn.Module]) -> None:
         super().__init__(shared)
-        self._plain = plain
+        self._view = view
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return dict, (self._plain(),)
+        plain = _kept(self._view())
+        reduced: Any = type(plain).__reduce_ex__(plain, protocol)
+        return dict, (reduced[2],)

@@ -8,12 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..torch_private.modules import (
-    HOOK_FLAGS,
-    HOOK_TABLES,
-    register_load_hook,
-    register_state_dict_hook,
-)
+from ..torch_private.modules import HOOK_FLAGS, HOOK_TABLES
 
 
 class Hook(functools.partial):
@@ -46,13 +41,3 @@ def drop_plain_hooks(module: nn.Module) -> None:
 
 def _is_plain(hook: Any) -> bool:
     return hook is plain_hook or getattr(hook, "hook", None) is plain_hook
-
-
-def add_state_dict_hook(module: nn.Module, call: Callable) -> Any:
-    """Run `call(module, state_dict, prefix, metadata)` after `state_dict()`, before others."""
-    return register_state_dict_hook(module, Hook(call))
-
-
-def add_load_hook(module: nn.Module, call: Callable) -> Any:
-    """Have `call(module, state_dict, prefix, ...)` run before the module loads its own tensors."""
-    return register_load_hook(module, Hook(call))

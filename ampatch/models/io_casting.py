@@ -20,7 +20,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.probes import is_recording
-from .conversion import CASTABLE, caster, half_cannot_hold, map_tensors
+from .values import CASTABLE, caster, half_cannot_hold, map_tensors
 
 _fitting_copy = getattr(native.part, "fitting_copy", None)
 """`(tensor, dtype, limit)`: the copy of a small tensor with values within the limit; or None."""

@@ -31,51 +31,40 @@ class LentCasts:
         self._kept = kept
 
     def of(self, tree: Tree) -> list[Tensor]:
+        """The copies of the parameters of a tree, in their order."""
         if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
             with torch.inference_mode(False), torch.no_grad():
                 return self.of(tree)
         if is_recording():
             return [parameter.to(self._dtype) for parameter in tree.parameters]
-        if torch.is_grad_enabled():
-            return self._in_graph(tree)
-        if self._kept.is_open:
+        in_graph = torch.is_grad_enabled()
+        if self._kept.is_open and not in_graph:
             return self._kept.of_all(tree.groups, self._dtype)
-        made = self._of_blocks(tree) if tree.blocks else []
-        for bucket in tree.buckets:
-            made += cast_together(bucket, self._dtype, in_graph=False)
-        return made
-
-    def _of_blocks(self, tree: Tree) -> list[Tensor]:
+        alone = tree.below_hooks() if in_graph and any(tree.hook_tables) else ()
+        are_together = in_graph and self._model.training and may_use_all(self._model)
         made: list[Tensor] = []
-        for block in tree.blocks:
-            copies = cast_in_one_block(block, self._dtype)
-            run_when_ready(copies[0])
-            made += copies
-        return made
-
-    def _outside_graphs(self, weights: list[Tensor]) -> Sequence[Tensor]:
-        if self._kept.is_open:
-            return self._kept.of(weights, self._dtype)
-        return cast_together(weights, self._dtype, in_graph=False)
-
-    def _in_graph(self, tree: Tree) -> list[Tensor]:
-        alone = tree.below_hooks() if any(tree.hook_tables) else ()
-        are_together = self._model.training and may_use_all(self._model)
-        made = self._of_blocks(tree) if tree.blocks else []
-        for bucket in tree.buckets:
-            if are_together and not alone and are_alike(bucket[0], bucket):
-                made += self._cast(bucket)
+        for weights, in_block in tree.groups:
+            if in_block:
+                copies = cast_in_one_block(weights, self._dtype)
+                run_when_ready(copies[0])
+                made += copies
+            elif not in_graph:
+                made += cast_together(weights, self._dtype, in_graph=False)
+            elif are_together and not alone and are_alike(weights[0], weights):
+                made += self._cast(weights)
             else:
-                made += self._apart(bucket, alone if are_together else None)
+                made += self._apart(weights, alone if are_together else None)
         return made
 
     def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Weights that all want a gradient, or none of which does."""
-        if not weights[0].requires_grad:
-            return self._outside_graphs(weights)
-        made = cast_in_graph(weights, self._dtype)
-        run_when_ready(made[0])
-        return made
+        if weights[0].requires_grad:
+            made = cast_in_graph(weights, self._dtype)
+            run_when_ready(made[0])
+            return made
+        if self._kept.is_open:
+            return self._kept.of(weights, self._dtype)
+        return cast_together(weights, self._dtype, in_graph=False)
 
     def _apart(self, bucket: list[Tensor], alone: Collection[int] | None) -> list[Tensor]:
         """Some of a bucket go by themselves: those with hooks, in `alone` (ids; None: all), ..."""

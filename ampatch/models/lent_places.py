@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ..torch_private.modules import (
 from . import entries
 
 StaysFloat = Callable[[nn.Module], bool]
+"""Whether a module computes with FP32 weights in a half model."""
 
 
 class Place(NamedTuple):
@@ -28,29 +29,28 @@ class Place(NamedTuple):
     parameter: Tensor
 
 
-def is_lent(parameter: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether it is a weight that a half copy can stand in for."""
-    return parameter is not None and parameter.dtype is torch.float32
-
-
-def may_be_lent(root: nn.Module, stays_float: StaysFloat) -> Iterator[nn.Module]:
-    """The parts of a module whose weights are lent.
+def all_places(root: nn.Module, stays_float: StaysFloat) -> list[Place]:
+    """The entries of a module and its parts, as they are now, but for those of FP32 parts.
 
     TorchScript has its weights where nothing can be put in their place.
     """
+    places: list[Place] = []
     for module in root.modules():
         if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module)):
-            yield module
-
-
-def places_in(root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> list[Place]:
-    """The places of a module and its parts, as they are now, but for weights in `leave` (ids)."""
-    places: list[Place] = []
-    for module in may_be_lent(root, stays_float):
-        for name, parameter in module._parameters.items():
-            if is_lent(parameter) and not (leave and id(parameter) in leave):
-                places.append(Place(module._parameters, name, parameter))
+            for name, parameter in module._parameters.items():
+                places.append(Place(module._parameters, name, parameter))  # type: ignore[arg-type]
     return places
+
+
+def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
+    """Those of weights that half copies can stand in for, but for the weights in `leave` (ids)."""
+    return [
+        place
+        for place in places
+        if place.parameter is not None
+        and place.parameter.dtype is torch.float32
+        and not (leave and id(place.parameter) in leave)
+    ]
 
 
 class Tree:
@@ -61,32 +61,27 @@ class Tree:
 
     def __init__(self, root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> None:
         self.root = root
-        self.modules = set(map(id, root.modules()))
-        self.rnns: list[nn.RNNBase] = []
+        modules = list(root.modules())
+        self.modules = set(map(id, modules))
         self.is_old = False  # a module in it has got a parameter or a submodule
-        seen: list[tuple[dict, str, Tensor | None]] = []
-        for module in may_be_lent(root, stays_float):
-            seen += [(module._parameters, name, one) for name, one in module._parameters.items()]
-            if isinstance(module, nn.RNNBase):
-                self.rnns.append(module)
-        self.places = places_in(root, stays_float, leave)
-        self._seen = tuple(map(list, zip(*seen, strict=True))) or ([], [], [])
-        found = {id(place.parameter): place.parameter for place in self.places}
-        # Together the buckets are `parameters`, in this order.
-        self.blocks = self._blocks(found)
-        self.buckets = divide(list(found.values()))
-        self.groups = [
-            *((one, True) for one in self.blocks),
-            *((one, False) for one in self.buckets),
+        seen = all_places(root, stays_float)
+        self._seen = _columns(seen)
+        places = lent_of(seen, leave)
+        self._tables, self._names, weights = _columns(places)
+        found = {id(weight): weight for weight in weights}
+        self.ids = set(found)
+        self._rnns = [
+            one for one in modules if isinstance(one, nn.RNNBase) and not stays_float(one)
         ]
+        # Together the groups are `parameters`, in this order; of each: whether it is in one block.
+        self.groups = [(one, True) for one in self._blocks(found)]
+        self.groups += [(one, False) for one in divide(list(found.values()))]
         self.parameters = [one for weights, _ in self.groups for one in weights]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._sources = [order[id(place.parameter)] for place in self.places]
-        self._tables = [place.table for place in self.places]
-        self._names = [place.name for place in self.places]
+        self._sources = [order[id(weight)] for weight in weights]
         self.attributes: list[dict] = list(map(vars, self.parameters))
         self.hook_tables = [*GLOBAL_BACKWARD_TABLES]
-        for module in root.modules():
+        for module in modules:
             self.hook_tables += backward_tables(module)
 
     def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
@@ -95,7 +90,7 @@ class Tree:
         cuDNN wants them so, else it copies them, and warns, at every forward.
         """
         blocks: list[list[Tensor]] = []
-        for rnn in self.rnns:
+        for rnn in self._rnns:
             weights = flat_weights(rnn)
             if weights and all(id(weight) in found for weight in weights):
                 blocks.append([found.pop(id(weight)) for weight in weights])
@@ -120,11 +115,11 @@ class Tree:
             assert instead_of is not None
             mixed = zip(self.found(), self._sources, strict=True)
             self.put_found([tensors[i] if one is instead_of[i] else one for one, i in mixed])
-        elif self.rnns:
+        elif self._rnns:
             self._list_rnns()
 
     def _list_rnns(self) -> None:
-        for rnn in self.rnns:
+        for rnn in self._rnns:
             list_weights(rnn)
 
     def put_found(self, tensors: list[Any]) -> None:
@@ -137,3 +132,8 @@ class Tree:
     def found(self) -> list[Any]:
         """What is in the places now."""
         return list(map(dict.get, self._tables, self._names))
+
+
+def _columns(places: list[Place]) -> tuple[list[dict], list[str], list[Tensor]]:
+    """Tables, names and parameters."""
+    return tuple(map(list, zip(*places, strict=True))) or ([], [], [])  # type: ignore[return-value]

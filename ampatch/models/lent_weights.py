@@ -16,8 +16,6 @@ FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -26,149 +24,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
-from ..casting.stack import calling_frame, is_running
-from ..log import logger
-from ..torch_private.devices import has_values, is_captured
-from ..torch_private.dtensors import local_of
-from ..torch_private.modules import REPLICA, list_weights
-from ..torch_private.probes import computes_with_fakes, is_recording
-from . import entries
-from .hooks import add_load_hook, add_state_dict_hook
+from ..casting.stack import is_running
+from ..torch_private.modules import (
+    REPLICA,
+    list_weights,
+    register_load_hook,
+    register_state_dict_hook,
+)
+from .hooks import Hook
+from .lending import Lending
 from .lent_casts import LentCasts
-from .lent_places import Place, StaysFloat, Tree, is_lent, places_in
-from .registrations import registrations
+from .lent_places import Place, StaysFloat, Tree, all_places, lent_of
+from .lent_writes import LentWrites
 from .turns import Turns
 
 lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictionary()
 """By the ids of their models, which they hold."""
 
-_version_of = operator.attrgetter("_version")
-
-
-class Lending:
-    """The half copies of one call, one for each parameter of `tree`."""
-
-    def __init__(
-        self, tree: Tree, copies: list[Tensor], owner: LentWeights, thread: threading.Thread
-    ) -> None:
-        self.tree = tree
-        self.copies = copies
-        self.thread = thread
-        self.caller = calling_frame()  # if this frame runs no longer, the call was interrupted
-        self.is_in_place = False
-        self.late: list[tuple[Place, Tensor]] = []  # copies for parts that the forward has made
-        self.begun_as: dict[int, Tensor] = {}  # copies that are compared in the end, by place
-        self._versions = list(map(_version_of, copies))
-        self._owner = owner
-
-    @functools.cached_property
-    def behind(self) -> dict[int, Tensor]:
-        """The parameters by the ids of their copies."""
-        return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
-
-    def _put_again(self) -> None:
-        self.tree.put(self.copies)
-        self.is_in_place = True
-        for place, copy in self.late:
-            place.table[place.name] = copy
-
-    def lend_late(self, part: nn.Module) -> None:
-        """The forward has put a new part into the model: from now on its weights are lent too."""
-        known: dict[int, Tensor] = {}
-        for place in self._owner.places_in(part):
-            weight = place.parameter
-            copy = known.setdefault(id(weight), weight.to(self._owner.dtype))
-            place.table[place.name] = copy
-            self.behind[id(copy)] = weight
-            self.late.append((place, copy))
-
-    def _take_back_late(self) -> None:
-        for place, copy in self.late:
-            if place.table.get(place.name) is copy:
-                place.table[place.name] = place.parameter
-                if not copy.is_inference() and copy._version:
-                    self._owner.carry(copy, place.parameter)
-
-    def take_back(self) -> None:
-        """Put the parameters back; what the forward wrote into copies goes to them."""
-        self.is_in_place = False
-        if self.late:
-            self._take_back_late()
-        parameters, copies = self.tree.parameters, self.copies
-        self.tree.put(parameters, instead_of=copies)
-        if list(map(_version_of, copies)) != self._versions:
-            for parameter, copy, version in zip(parameters, copies, self._versions, strict=True):
-                if copy._version != version:
-                    self._owner.carry(copy, parameter)
-        for index in self._written_unseen() if self.begun_as else ():
-            self._owner.carry(copies[index], parameters[index])
-            self._owner.compared.add(id(parameters[index]))
-
-    def _written_unseen(self) -> list[int]:
-        """The copies that are compared, and differ.  Waits once for the device."""
-        home = next(iter(self.begun_as.values())).device
-        flags = [
-            _differ(before, local_of(self.copies[index]).detach()).any().to(home)
-            for index, before in self.begun_as.items()
-        ]
-        return [index for index, flag in zip(self.begun_as, torch.stack(flags).tolist()) if flag]
-
-    def compare(self, only: Collection[int] | None) -> None:
-        """See writes through `.data` too, into the copies of these parameters (ids), or of all."""
-        for index, (parameter, copy) in enumerate(
-            zip(self.tree.parameters, self.copies, strict=True)
-        ):
-            is_wanted = only is None or id(parameter) in only
-            if is_wanted and has_values(copy.device) and not is_captured(copy):
-                self.begun_as[index] = local_of(copy).detach().clone()
-
-    def end_if_interrupted(self) -> None:
-        """Take back what a call left that never ended: Ctrl-C skips hooks."""
-        if not is_running(self.caller):
-            self._owner.drop(self)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """The copies are in place meanwhile: what the forward did is done once more."""
-        if self.is_in_place:
-            yield
-            return
-        with self._owner.reserved() as lent:
-            found = self.tree.found()
-            self._put_again()
-            lent.append(self)  # what is called and noted here is as within the forward
-            try:
-                yield
-            finally:
-                lent.remove(self)
-                self.is_in_place = False
-                self.tree.put_found(found)
-                self._take_back_late()
-
-
-def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Elementwise; a NaN equals any NaN."""
-    return (one != other) & ~(one.isnan() & other.isnan())
+_registration_hooks: list[Any] = []  # of torch's, while there are lenders
 
 
 def lent_as(weight: Any) -> torch.dtype | None:
     """The type of the copies of a weight that some model lends; None of anything else."""
-    for lender in list(lenders.values()):
-        if any(weight is one for one in lender.whole().parameters):
-            return lender.dtype
-    return None
+    return next((one.dtype for one in list(lenders.values()) if one.lends(weight)), None)
 
 
 def lent_in(model: nn.Module) -> set[int]:
     """Ids of the parameters of a model that other models lend."""
     own, found = set(map(id, model.parameters())), set()
     for lender in list(lenders.values()):
-        if lender.has_changed:
-            lender.whole()
-        found |= own & lender.lent
+        found |= own & (lender.ids() if lender.has_changed else lender.known)
     return found
 
 
@@ -182,13 +74,21 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
     return None
 
 
-def _note_registration(module: nn.Module, value: Any) -> None:
+def _note_registration(module: nn.Module, name: str, value: Any) -> None:
     """A module gets a parameter or a submodule, perhaps in a forward of the model that it is in."""
     for lender in list(lenders.values()):
         lender.note_registration(module, value)
 
 
-registrations.tell = _note_registration
+def _watch_registrations() -> None:
+    """Have torch tell of registrations while there are lenders."""
+    one = next(iter(lenders.values()), None)  # the length may count one that has just died
+    are_there = one is not None
+    if are_there and not _registration_hooks:
+        _registration_hooks.append(register_module_parameter_registration_hook(_note_registration))
+        _registration_hooks.append(register_module_module_registration_hook(_note_registration))
+    while _registration_hooks and not are_there:
+        _registration_hooks.pop().remove()
 
 
 def _save_parameters(module: nn.Module, state_dict: dict, prefix: str, metadata: Any) -> None:
@@ -198,11 +98,6 @@ def _save_parameters(module: nn.Module, state_dict: dict, prefix: str, metadata:
         parameter = None if entry is None else parameter_behind(entry)
         if parameter is not None and isinstance(saved, Tensor):
             state_dict[prefix + name] = parameter if saved is entry else parameter.detach()
-
-
-def _remove(handles: tuple[Any, ...]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 class LentWeights:
@@ -220,67 +115,78 @@ class LentWeights:
         leave: Callable[[], Collection[int]],
         state: CastState,
         kept: KeptCopies,
-        at_change: Callable[[], None],
+        at_change: Callable[[], object],
     ) -> None:
         self._model = model
         self.dtype = dtype
         self._stays_float = stays_float
         self._leave = leave
-        self._state = state
-        self._trees: dict[int, Tree] = {}
-        self._turns = Turns(type(model).__name__, self._running_in, self._end)
-        self._casts = LentCasts(model, dtype, kept)
-        self.running: Lending | None = None
-        self._at_change = at_change
-        self._kept = kept  # while it is open, they serve all forwards that record no graph
-        self.compared: set[int] = set()  # ids of weights that forwards write into through `.data`
-        self._forwards, self._next_look = 0, 1  # with a graph
-        self.lent: set[int] = set()  # ids of the weights of the whole model, when last looked at
-        self.has_changed = False  # the model has got parameters or parts since
-        self._has_warned = False
-        self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
         self._left: Collection[int] = ()  # what `leave` has said
+        self._state = state
+        self._at_change = at_change
+        self._trees: dict[int, Tree] = {}  # by the ids of their roots
+        self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
+        self.has_changed = False  # the model has got parameters or parts since
+        self._turns = Turns(type(model).__name__, self._end)
+        self.casts = LentCasts(model, dtype, kept)
+        self.writes = LentWrites(model, kept)
+        self._kept = kept  # while it is open, they serve all forwards that record no graph
+        self.running: Lending | None = None
+        self._roots: list[nn.Module] = []  # of the calls that run, the outermost first
         # What calls that Dynamo traces have exchanged, the outermost first.
         self.traced: list[tuple[nn.Module, list[Place]]] = []
         # Plain: Dynamo compiles frames of a weak dictionary's methods.
-        self._hooked: dict[nn.Module, Any] = {}
+        self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
         lenders[id(model)] = self
-        registrations.watch()
-        self._stop_watching = weakref.finalize(self, registrations.stop)
-        self.whole()
+        _watch_registrations()
+        weakref.finalize(self, _watch_registrations)
+        self._tree_of(model)
 
-    def tree_of(self, root: nn.Module) -> Tree:
+    # Where the weights are
+
+    def _tree_of(self, root: nn.Module) -> Tree:
         """The places of the model, or of a part of it, as they are now."""
         tree = self._trees.get(id(root))
         if tree is None or tree.root is not root or not tree.is_valid():
             self._left = self._leave()
-            tree = Tree(root, self._stays_float, self._left)
+            tree = self.part(root)
             self._watch_state_dicts(root)
             if not self._state.thread.lent:  # else copies of another model may be in the places
                 self._trees[id(root)] = tree
                 if root is self._model:
-                    self.lent = set(map(id, tree.parameters))
+                    self.known = tree.ids
         return tree
+
+    def part(self, root: nn.Module) -> Tree:
+        """Where FP32 weights stand in a part of the model, which may be new."""
+        return Tree(root, self._stays_float, self._left)
+
+    def ids(self) -> set[int]:
+        """Of the weights that the forward computes with half copies of."""
+        if self.has_changed and self.running is None:
+            self._tree_of(self._model)
+        return self.known
+
+    def lends(self, weight: Any) -> bool:
+        """Whether the forward computes with a half copy of this weight."""
+        return id(weight) in self.ids()
 
     def _watch_state_dicts(self, root: nn.Module) -> None:
         own = set(root.modules())
         gone = [module for module in self._hooked if root is self._model and module not in own]
         for module in gone:
-            _remove(self._hooked.pop(module))
+            for handle in self._hooked.pop(module):
+                handle.remove()
         for module in own:
             if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
                 self._hooked[module] = (
-                    add_state_dict_hook(module, _save_parameters),
-                    add_load_hook(module, self._before_load),
+                    register_state_dict_hook(module, Hook(_save_parameters)),
+                    register_load_hook(module, Hook(self._before_load)),
                 )
 
     def _before_load(self, *args: Any) -> None:
         """A checkpoint is about to be loaded, perhaps after a forward that Ctrl-C has ended."""
         self._state.end_interrupted()
-
-    def places_in(self, root: nn.Module) -> list[Place]:
-        """Where FP32 weights stand now that the model lends, found without a tree."""
-        return places_in(root, self._stays_float, self._left)
 
     def note_registration(self, module: nn.Module, value: Any) -> None:
         """A module has got a parameter or a submodule: those that have it are to be looked at."""
@@ -298,26 +204,23 @@ class LentWeights:
         ):
             running.lend_late(value)
 
-    def whole(self) -> Tree:
-        """The places of the whole model."""
-        return self.tree_of(self._model)
-
-    def lends(self, parameter: Tensor) -> bool:
-        """Whether the forward computes with a half copy of this weight."""
-        return any(one is parameter for one in self.whole().parameters)
-
     def look(self) -> None:
         """A forward of the model is about to begin, which has other parameters or parts by now."""
         if self.running is None:
             self.has_changed = False
-            self.whole()
+            self._tree_of(self._model)
             self._at_change()
 
-    def begin(self, root: nn.Module) -> None:
+    # Around a call
+
+    def begin(self, root: nn.Module, is_traced: bool) -> None:
         """A call of the model or of a part of it begins; the outermost one lends.
 
-        Where Dynamo traces, `begin_traced` does.
+        `is_traced`: by Dynamo.
         """
+        if is_traced:
+            self._begin_traced(root)
+            return
         if REPLICA in vars(root):
             self._lend_to_replica(root)
             return
@@ -329,41 +232,24 @@ class LentWeights:
                 self._roots.append(root)
                 return
             self._end()
-        self._turns.begin()
+        self._turns.begin(thread.itself)
         try:
             if self._kept.is_open:
                 self._kept.check()
-            tree = self.tree_of(root)
-            lending = Lending(tree, self._casts.of(tree), self, thread.itself)
-            # What is noted on a parameter (`p.lr_mult`) is read and written on its copy too.
-            entries.share_attributes(lending.copies, tree.attributes)
-            if torch.is_grad_enabled():
-                self._forwards += 1
-            if self._forwards >= self._next_look or self.compared:
-                self._compare(lending)
+            lending = Lending(self._tree_of(root), self, thread.itself)
             self.running, self._roots = lending, [root]
             thread.lent.append(lending)
-            tree.put(lending.copies)
+            lending.tree.put(lending.copies)
             lending.is_in_place = True
         except BaseException:
             self._end()
             raise
 
-    def _compare(self, lending: Lending) -> None:
-        """See writes through `.data`, of modules that are known to make them.
-
-        All are looked at in training forwards 1, 10, 100, ...: some begin after a warm-up.
-        """
-        if is_recording() or computes_with_fakes():
-            return
-        is_due = torch.is_grad_enabled() and self._forwards >= self._next_look
-        if is_due:
-            self._next_look *= 10
-        if is_due or self.compared:
-            lending.compare(None if is_due else self.compared)
-
-    def end(self, root: nn.Module) -> None:
+    def end(self, root: nn.Module, is_traced: bool) -> None:
         """A call has ended."""
+        if is_traced:
+            self._end_traced()
+            return
         running = self.running
         if running is None or running.thread is not self._state.thread.itself:
             return
@@ -374,19 +260,26 @@ class LentWeights:
         if not self._roots:
             self._end()
 
-    def _running_in(self) -> threading.Thread | None:
-        return None if self.running is None else self.running.thread
+    def _end(self) -> None:
+        lending, self.running, self._roots = self.running, None, []
+        try:
+            if lending is not None:
+                if lending in self._state.thread.lent:
+                    self._state.thread.lent.remove(lending)
+                lending.take_back()
+        finally:
+            self._turns.end()
+
+    def drop(self, lending: Lending) -> None:
+        """End that call: it was interrupted."""
+        if self.running is lending:
+            self._end()
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[list[Any]]:
         """No other thread lends meanwhile; gives what is lent in this one."""
         with self._turns.reserved():
             yield self._state.thread.lent
-
-    def drop(self, lending: Lending) -> None:
-        """That call was interrupted."""
-        if self.running is lending:
-            self._end()
 
     def is_joined(self, module: nn.Module) -> bool:
         """Whether the model, or a part of it, is in another one that lends in this thread.
@@ -399,39 +292,6 @@ class LentWeights:
         key = id(module)
         return any(key in lending.tree.modules for lending in lent if lending is not running)
 
-    def _end(self) -> None:
-        lending, self.running, self._roots = self.running, None, []
-        try:
-            if lending is not None:
-                if lending in self._state.thread.lent:
-                    self._state.thread.lent.remove(lending)
-                lending.take_back()
-        finally:
-            self._turns.end()
-
-    def carry(self, copy: Tensor, parameter: Tensor) -> None:
-        """Write into a parameter what was written into its copy; the rest keeps its FP32 values."""
-        with torch.no_grad():
-            same = parameter.to(copy.dtype) == copy
-            parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
-        if self._kept.is_open:
-            self._kept.settle()
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn_of_rounding(parameter)
-
-    def _warn_of_rounding(self, written: Tensor) -> None:
-        names = [name for name, one in self._model.named_parameters() if one is written]
-        logger.warning(
-            "%s writes into its weights in its own forward (%s). At O2 it has half copies there: "
-            "what is written is rounded to %s, and small changes, as of an average, are lost. "
-            "Write outside of the forward, or keep that part in FP32: "
-            'overrides={"name.*": "float"}.',
-            type(self._model).__name__,
-            names[0] if names else "a weight",
-            self.dtype,
-        )
-
     def close(self) -> None:
         """Nothing is lent any more."""
         if self.running is not None:
@@ -439,9 +299,10 @@ class LentWeights:
         self._trees.clear()
         if lenders.get(id(self._model)) is self:
             del lenders[id(self._model)]
-        self._stop_watching()
+        _watch_registrations()
         for handles in self._hooked.values():
-            _remove(handles)
+            for handle in handles:
+                handle.remove()
 
     def _lend_to_replica(self, replica: nn.Module) -> None:
         """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
@@ -449,16 +310,15 @@ class LentWeights:
             if self._stays_float(own):
                 continue
             for name, weight in list(vars(part).items()):
-                if isinstance(weight, Tensor) and name in own._parameters and is_lent(weight):
+                if name in own._parameters and getattr(weight, "dtype", None) is torch.float32:
                     vars(part)[name] = weight.to(self.dtype)
             if isinstance(part, nn.RNNBase):
                 list_weights(part)
 
-    # Where Dynamo traces
+    # Where Dynamo traces: places are found anew, since it guards on what it has read
 
-    def begin_traced(self, root: nn.Module) -> None:
-        """As `begin`, found anew: Dynamo guards on what it has read, and a tree may be old."""
-        places = self.places_in(root)
+    def _begin_traced(self, root: nn.Module) -> None:
+        places = lent_of(all_places(root, self._stays_float), self._left)
         copies: dict[int, Tensor] = {}
         for table, name, weight in places:
             if id(weight) not in copies:
@@ -466,8 +326,6 @@ class LentWeights:
             table[name] = copies[id(weight)]
         self.traced.append((root, places))
 
-    def end_traced(self) -> None:
-        """As `end`."""
-        _, places = self.traced.pop()
-        for table, name, parameter in places:
+    def _end_traced(self) -> None:
+        for table, name, parameter in self.traced.pop()[1]:
             table[name] = parameter

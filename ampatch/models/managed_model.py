@@ -13,7 +13,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -31,41 +31,17 @@ from ..casting.stack import Block
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
-from ..torch_private.dtensors import exchange_data
 from ..torch_private.torch_functions import is_mode_on
-from .conversion import (
-    Converted,
-    cast_tensors,
-    convert_weights,
-    flatten_rnns,
-    float_buffers,
-    half_cannot_hold,
-    set_data,
-)
+from .conversion import ConvertedWeights, float_buffers
 from .copies import ModelCopies
 from .hooks import Hook
 from .io_casting import ModelInputs
+from .lent_places import StaysFloat
 from .lent_weights import LentWeights, lent_in
 from .module_overrides import ModuleOverride, Running
-from .sharded_weights import (
-    Place,
-    ShardedWeights,
-    fits,
-    places_in,
-    sharded_parameters,
-)
-from .steps import Step
-from .submodule_calls import SubmoduleCalls, is_traced_by_fx
-
-
-class MakesOverrides(Protocol):
-    """The policies of a session, for a part of a model that is to run in another precision."""
-
-    def module_override(
-        self, module: nn.Module, precision: str, properties: Properties, state: CastState
-    ) -> ModuleOverride:
-        """What has a part of a model run in a precision of its own: "float" or "half"."""
-
+from .sharded_weights import ShardedWeights, fits, sharded_parameters
+from .submodule_calls import Step, SubmoduleCalls, is_traced_by_fx
+from .values import cast_tensors, half_cannot_hold
 
 _SHOWN = 5  # weights named in a warning
 
@@ -80,12 +56,10 @@ torch from swapping it.
 class Owner(Protocol):
     """What a managed model needs of the session that it is in."""
 
+    policies: Any  # whose `module_override` has a part of a model run in a precision of its own
+
     def mix(self, managed: ManagedModel) -> None:
         """FP32 values are to meet half ones in the forward: give it a policy that lets them."""
-
-    @property
-    def policies(self) -> MakesOverrides:
-        """The session's."""
 
 
 class ManagedModel:
@@ -119,69 +93,46 @@ class ManagedModel:
         if properties.cast_model_outputs is not None:
             self.out_dtype = properties.cast_model_outputs
         self._inputs: ModelInputs | None = None
-        self._submodule_calls: SubmoduleCalls | None = None
+        self._parts: SubmoduleCalls | None = None
         if self.in_dtype is not None:
-            self._inputs = self._make_inputs(type(model).__name__, self.in_dtype)
+            self._inputs = self.inputs_of()
             if self.in_dtype in HALF_TYPES:
-                self._submodule_calls = self._make_submodule_calls(self._inputs, self.in_dtype)
+                self._parts = SubmoduleCalls(self)
         self._step: Step | None = None
         self._overrides = overrides
         self._running = Running()
         self.sharded = ShardedWeights(model, properties)
-        self._lent: LentWeights | None = None
+        self.conversions = ConvertedWeights(model)
+        self.lent: LentWeights | None = None
         self.kept = KeptCopies(model)
-        self.conversions: list[Converted] = []
-        self._stays_float: Callable[[nn.Module], bool] = lambda module: False
-        self._dtypes: dict[int, torch.dtype] = {}
-        self.mixes = False  # FP32 buffers meet half tensors in its forward
+        self._stays_float: StaysFloat = lambda module: False
+        self._mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
         self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
         self._copies = ModelCopies(model)
         self._plan = Plan(model) if policy is not None and policy.follows_tables else None
 
-    def _make_inputs(self, name: str, dtype: torch.dtype) -> ModelInputs:
-        return ModelInputs(name, dtype, lambda: self._owner.mix(self))
-
-    def _make_submodule_calls(self, inputs: ModelInputs, dtype: torch.dtype) -> SubmoduleCalls:
-        def is_inside(part: nn.Module) -> bool:
-            lent = self._lent
-            return inputs.is_taken or (lent is not None and lent.is_joined(part))
-
-        def leave(part: nn.Module) -> None:
-            if self._lent is not None:
-                self._lent.end_traced() if is_dynamo_compiling() else self._lent.end(part)
-            self._block.leave()
-
-        return SubmoduleCalls(
-            self.model,
-            is_inside=is_inside,
-            make_inputs=lambda name: self._make_inputs(name, dtype),
-            push=self._enter_submodule,
-            pop=leave,
-            traced=lambda: None if self._lent is None else self._lent.traced,
-        )
-
     # Put in, take out
 
-    def convert(self, skip: Callable[[nn.Module], bool]) -> None:
+    def convert(self, stays_float: StaysFloat) -> None:
         """Lend the weights in the model's dtype, or convert weights and buffers to it."""
         dtype = self.in_dtype
         if dtype is None:
             return
-        self._stays_float = skip
-        self.sharded.take(skip)
+        self._stays_float = stays_float
+        self.sharded.take(stays_float)
         shared = lent_in(self.model)
         if not self.properties.lends_weights:
-            leave = shared | sharded_parameters(self.model)
-            self.conversions = convert_weights(self.model, dtype, skip, leave=leave)
-        if self.properties.lends_weights or (shared and dtype in HALF_TYPES):
-            self._lend(dtype)
-        self._dtypes = {id(entry.tensor): entry.dtype for entry in self.conversions}
+            self.conversions.convert(dtype, stays_float, shared | sharded_parameters(self.model))
+        if self.properties.lends_weights or shared:
+            self._lend()
         if dtype not in HALF_TYPES:
             return
-        buffers = float_buffers(self.model, skip)
-        self._look_at_buffers()
-        lost = [name for name, buffer in buffers.items() if half_cannot_hold(buffer, dtype)]
+        lost = [
+            name
+            for name, buffer in self._look_at_buffers().items()
+            if half_cannot_hold(buffer, dtype)
+        ]
         if lost:
             logger.warning(
                 "%s: FP32 buffers stay in FP32; these hold values that %s could not: %s.",
@@ -190,40 +141,32 @@ class ManagedModel:
                 ", ".join(lost),
             )
 
-    def _look_at_buffers(self) -> None:
-        """Whether FP32 buffers meet half tensors in its forward."""
+    def _look_at_buffers(self) -> dict[str, Tensor]:
+        """The FP32 buffers by name.  What has a dimension meets half tensors in the forward."""
         buffers = float_buffers(self.model, self._stays_float)
-        self.mixes = any(buffer.dim() for buffer in buffers.values())
-
-    def _parts_have_changed(self) -> None:
-        """The model has got other parameters or parts (a parametrization, say)."""
-        mixed = self.mixes
-        self._look_at_buffers()
-        if self.mixes and not mixed:
+        mixed, self._mixes = self._mixes, any(buffer.dim() for buffer in buffers.values())
+        if self._mixes and not mixed:
             self._owner.mix(self)
+        return buffers
 
-    def _lend(self, dtype: torch.dtype) -> None:
-        leave = functools.partial(sharded_parameters, self.model)
-        self._lent = LentWeights(
-            *(self.model, dtype, self._stays_float, leave, self._state, self.kept),
-            at_change=self._parts_have_changed,
-        )
+    def _lend(self) -> None:
+        if self.lent is None and self.in_dtype in HALF_TYPES:
+            leave = functools.partial(sharded_parameters, self.model)
+            self.lent = LentWeights(
+                *(self.model, self.in_dtype, self._stays_float, leave, self._state, self.kept),
+                at_change=self._look_at_buffers,
+            )
 
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
 
         Returns the ids of those that were converted.
         """
-        mine = [entry for entry in self.conversions if id(entry.tensor) in shared]
-        if not mine or self.in_dtype is None:
-            return set()
-        self.conversions = [entry for entry in self.conversions if id(entry.tensor) not in shared]
-        for entry in mine:
-            self._restore(entry)
-            self._dtypes.pop(id(entry.tensor))
-        if self._lent is None and self.in_dtype in HALF_TYPES:
-            self._lend(self.in_dtype)
-        return {id(entry.tensor) for entry in mine}
+        mine = set(self.conversions.entries) & set(shared)
+        if mine:
+            self.conversions.restore(mine)
+            self._lend()
+        return mine
 
     def warn_of_half_weights(self) -> None:
         """O1 and O2 train FP32 parameters; those that were given in half are trained in half."""
@@ -247,11 +190,11 @@ class ManagedModel:
 
     def lends(self, parameter: Tensor) -> bool:
         """Whether the forward computes with half copies of this weight."""
-        return self._lent is not None and self._lent.lends(parameter)
+        return self.lent is not None and self.lent.lends(parameter)
 
     def converted(self) -> set[int]:
-        """Ids of the tensors whose dtype is, or until `uninstall` was, changed."""
-        return set(self._dtypes) | self.sharded.converted()
+        """Ids of the tensors whose dtype is changed."""
+        return set(self.conversions.entries) | self.sharded.converted()
 
     def overridden(self) -> set[nn.Module]:
         """The submodules that run in a precision of their own."""
@@ -259,9 +202,7 @@ class ManagedModel:
 
     def forget_originals(self) -> None:
         """Let go of the unconverted values."""
-        self.conversions = [
-            entry._replace(original=entry.tensor, grad=None) for entry in self.conversions
-        ]
+        self.conversions.forget_originals()
 
     def install(self) -> None:
         """Hang the hooks on the model."""
@@ -273,11 +214,9 @@ class ManagedModel:
         handles = self._handles  # each at once: what follows may raise
         handles.append(model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
         handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
-        if self._submodule_calls is not None:
-            lent = self._lent
-            has_halves = lent is None or not self.properties.lends_weights
-            own = None if lent is None or has_halves else set(map(id, lent.whole().parameters))
-            self._handles.extend(self._submodule_calls.install(own))
+        if self._parts is not None:
+            lent = self.lent if self.properties.lends_weights else None
+            handles += self._parts.install(None if lent is None else lent.ids())
         for override in self._overrides:
             self._handles.extend(override.install(self._running))
         self._copies.install()
@@ -298,30 +237,17 @@ class ManagedModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._submodule_calls is not None:
-            self._submodule_calls.forget()
+        if self._parts is not None:
+            self._parts.forget()
         self.kept.end()
         self._copies.uninstall()
-        if self._lent is not None:
-            self._lent.close()
-            self._lent = None
+        if self.lent is not None:
+            self.lent.close()
+            self.lent = None
         undo = UndoAll("ampatch: a model's weights get their dtypes back")
         undo.do(self.sharded.release)
-        for entry in self.conversions:
-            undo.do(self._restore, entry)
-        if self.conversions:
-            flatten_rnns(self.model)
-        self.conversions = []
+        self.conversions.restore_all(undo)
         undo.end()
-
-    def _restore(self, entry: Converted) -> None:
-        tensor, dtype, original, grad = entry
-        if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
-            tensor.grad = None
-            exchange_data(tensor, original)
-            tensor.grad = grad
-        else:
-            set_data(tensor, tensor.detach().to(dtype))
 
     # Sharding
 
@@ -337,22 +263,13 @@ class ManagedModel:
             yield given
             self._note_places()
             return
-        call = "torch.distributed.fsdp.fully_shard"
-        is_whole = self.model in modules
-        fits(f"{call}(mp_policy=...)", given, self.properties, is_whole)
+        call = "torch.distributed.fsdp.fully_shard(mp_policy=...)"
+        fits(call, given, self.properties, self.model in modules)
         if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
             self._keep_float(modules)
-        places = places_in(modules, ignored | sharded_parameters(self.model))
-        kept = self.conversions, self._dtypes
-        before = self._fit_shards(places)
-        try:
-            yield self.sharded.policy(given, is_whole)
-        except BaseException:
-            self.conversions, self._dtypes = kept
-            for parameter, data in before:
-                set_data(parameter, data)
-            raise
-        self.sharded.adopt(given, self._as_given(places, kept[1]), self._stays_float)
+        made = self.sharded.being_made(modules, given, ignored, self._stays_float, self.conversions)
+        with made as policy:
+            yield policy
 
     def _keep_float(self, modules: list[nn.Module]) -> None:
         """These parts run in FP32 from now on."""
@@ -365,26 +282,36 @@ class ManagedModel:
             self._overrides.append(override)
             self._handles.extend(override.install(self._running))
 
-    def _fit_shards(self, places: list[Place]) -> list[tuple[Tensor, Tensor]]:
-        """Half parameters whose shards are to be FP32 are; returns them with the data they had."""
-        before = []
-        for module, _, parameter, dtype in places:
-            wanted = self.sharded.storage_dtype(module, self._stays_float)
-            if dtype in HALF_TYPES and dtype is not wanted:
-                before.append((parameter, parameter.detach()))
-                set_data(parameter, parameter.detach().to(wanted))
-        gone = {id(place.parameter) for place in places}
-        self.conversions = [entry for entry in self.conversions if id(entry.tensor) not in gone]
-        self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key not in gone}
-        return before
+    # What parts of the model ask
 
-    def _as_given(self, places: list[Place], dtypes: dict[int, torch.dtype]) -> list[Place]:
-        return [one._replace(dtype=dtypes.get(id(one.parameter), one.dtype)) for one in places]
+    def inputs_of(self, part: str = "") -> ModelInputs:
+        """What casts the inputs of the model, or of a part."""
+        assert self.in_dtype is not None
+        name = type(self.model).__name__
+        mix = functools.partial(self._owner.mix, self)
+        return ModelInputs(f"{name}.{part}" if part else name, self.in_dtype, mix)
+
+    def is_inside(self, part: nn.Module) -> bool:
+        """Whether a forward runs in this thread that the part belongs to."""
+        taken = self._inputs is not None and self._inputs.is_taken
+        return taken or (self.lent is not None and self.lent.is_joined(part))
+
+    def enter_part(self, part: nn.Module, is_traced: bool) -> None:
+        """A part is called from outside."""
+        self._block.enter(self.policy)
+        if self.lent is not None:
+            self.lent.begin(part, is_traced)
+
+    def leave_part(self, part: nn.Module, is_traced: bool) -> None:
+        """That call ends."""
+        if self.lent is not None:
+            self.lent.end(part, is_traced)
+        self._block.leave()
 
     # Around a forward
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        is_compiled, lent, state = is_dynamo_compiling(), self._lent, self._state
+        is_compiled, lent, state = is_dynamo_compiling(), self.lent, self._state
         if state.modes and not is_compiled and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
@@ -397,8 +324,8 @@ class ManagedModel:
         taken = None
         if self._inputs is not None:
             taken = self._inputs.take(args, kwargs)
-            if self._submodule_calls is not None and not is_compiled:
-                self._submodule_calls.step_aside()
+            if self._parts is not None and not is_compiled:
+                self._parts.step_aside()
         if lent is not None and lent.has_changed and not is_compiled:
             lent.look()
         policy = self.policy
@@ -413,34 +340,28 @@ class ManagedModel:
             if policy.devices is not None:
                 self._note_device(policy.devices)
         if lent is not None and not is_traced_by_fx(args, kwargs):
-            lent.begin_traced(model) if is_compiled else lent.begin(model)
+            lent.begin(model, is_compiled)
         return taken
 
     @contextlib.contextmanager
     def in_step(self, is_sent_through_call: bool) -> Iterator[None]:
-        """Context manager: a framework runs code around the model; see `steps.py`.
+        """Context manager: a framework runs code around the model; see `Step`.
 
         At levels without half weights it changes nothing.
         """
-        if self._submodule_calls is None:
+        if self._parts is None:
             yield
             return
-        before = self._step
-        self._step = Step(self._submodule_calls, self.out_dtype, is_sent_through_call)
+        before, self._step = self._step, Step(is_sent_through_call)
+        results = self._parts.results_are(self.out_dtype)
         try:
-            with self._step:
-                yield
+            yield
         finally:
+            self._parts.results_are(results)
             self._step = before
 
-    def _enter_submodule(self, part: nn.Module) -> None:
-        """A part is called from outside."""
-        self._block.enter(self.policy)
-        if self._lent is not None:
-            self._lent.begin_traced(part) if is_dynamo_compiling() else self._lent.begin(part)
-
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        is_compiled, lent, state = is_dynamo_compiling(), self._lent, self._state
+        is_compiled, lent, state = is_dynamo_compiling(), self.lent, self._state
         if state.modes and not is_compiled and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
@@ -451,15 +372,15 @@ class ManagedModel:
         if output is None and not is_compiled:  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half())
         if lent is not None:
-            lent.end_traced() if is_compiled else lent.end(model)
+            lent.end(model, is_compiled)
         if state.thread.stack:
             self._block.leave()
         if self.policy is not None and not is_compiled:
             self.policy.cache.close(self, is_whole=output is not None)
         if self._inputs is not None and not is_compiled:
             self._inputs.write_back()
-            if self._submodule_calls is not None:
-                self._submodule_calls.come_back()
+            if self._parts is not None:
+                self._parts.come_back()
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
     def _why_half(self) -> str:

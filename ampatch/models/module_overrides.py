@@ -21,12 +21,14 @@ from ..casting.special_ops import record_attention
 from ..casting.stack import Block
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey
-from ..torch_private.modules import ORTHOGONAL_MAPS
+from ..torch_private.modules import INSTANCE_NORMS, ORTHOGONAL_MAPS
 from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_mode_on
-from .conversion import cast_tensors, caster, has_statistics, is_instance_norm, map_tensors
+from .conversion import has_statistics
 from .hooks import Hook
+from .lent_places import StaysFloat
 from .sharded_weights import float_modules
+from .values import cast_tensors, caster, map_tensors
 
 
 class Running(threading.local):
@@ -171,7 +173,11 @@ def precisions(
             found.setdefault(module, "float")
     if properties.keeps_norms:
         for module in model.modules():
-            if module is not model and is_instance_norm(module) and has_statistics(module):
+            if (
+                module is not model
+                and isinstance(module, INSTANCE_NORMS)
+                and has_statistics(module)
+            ):
                 found.setdefault(module, "float")
     return found
 
@@ -187,7 +193,7 @@ def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:
 
 def stays_float(
     model: nn.Module, properties: Properties, found: dict[nn.Module, str]
-) -> Callable[[nn.Module], bool]:
+) -> StaysFloat:
     """Says of a module whether it computes with FP32 weights when the model goes to half."""
     lends, keeps = properties.lends_weights, properties.keeps_norms
     floats: set[nn.Module] = set()

@@ -7,8 +7,9 @@ becomes that policy.  Without master weights (O3) the shards themselves are half
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import AmpatchError, UndoAll
 from ..torch_private.sharding import Sharded, Sharding, convert_shards, shardings
-
-StaysFloat = Callable[[nn.Module], bool]
+from .conversion import ConvertedWeights, set_data
+from .lent_places import StaysFloat
 
 
 def float_modules(model: nn.Module) -> list[nn.Module]:
@@ -57,25 +58,13 @@ def fits(call: str, policy: Any, properties: Properties, is_whole: bool) -> None
         )
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """Where a module has a parameter that is about to be sharded, and its dtype by the user."""
 
     module: nn.Module
     name: str
     parameter: Tensor
     dtype: torch.dtype
-
-
-def places_in(modules: list[nn.Module], ignored: set[int]) -> list[Place]:
-    """The parameters of modules and their parts, each once; but for those in `ignored` (ids)."""
-    found = {
-        id(parameter): Place(module, name, parameter, parameter.dtype)
-        for outer in modules
-        for module in outer.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) not in ignored
-    }
-    return list(found.values())
 
 
 class ShardedWeights:
@@ -88,13 +77,13 @@ class ShardedWeights:
         self._taken: set[int] = set()  # ids of states, which `_undo` keeps alive
         self._dtypes: dict[int, torch.dtype] = {}  # before a change, by ids of parameters
 
-    def storage_dtype(self, module: nn.Module, stays_float: StaysFloat) -> torch.dtype:
+    def _storage_dtype(self, module: nn.Module, stays_float: StaysFloat) -> torch.dtype:
         """In which dtype the shards of a module's own parameters are kept."""
         half = self._properties.cast_model_type
         in_float = self._properties.master_weights is not False or stays_float(module)
         return torch.float32 if half is None or in_float else half
 
-    def policy(self, given: Any, is_whole: bool) -> Any:
+    def _policy(self, given: Any, is_whole: bool) -> Any:
         """What a policy of the user becomes under the level."""
         half = self._properties.cast_model_type
         if half not in HALF_TYPES:
@@ -128,11 +117,11 @@ class ShardedWeights:
             known = held.parameter.dtype
             if known not in (torch.float32, *HALF_TYPES):
                 return known
-            return self.storage_dtype(held.module, stays_float)
+            return self._storage_dtype(held.module, stays_float)
 
         changed = [held for held in sharding.held() if dtype_of(held) is not held.parameter.dtype]
         self._dtypes |= {id(held.parameter): held.parameter.dtype for held in changed}
-        policy = self.policy(sharding.policy, self._model in sharding.modules)
+        policy = self._policy(sharding.policy, self._model in sharding.modules)
         self._undo.append(sharding.put(policy, stays_float))
         convert_shards(sharding, dtype_of)
         self._undo.append(lambda: convert_shards(sharding, self._dtype_before))
@@ -152,15 +141,45 @@ class ShardedWeights:
                     "and initialize then."
                 )
 
-    def adopt(self, given: Any, places: list[Place], stays_float: StaysFloat) -> None:
-        """`fully_shard` was called with a policy that the level made of `given`.
+    @contextlib.contextmanager
+    def being_made(
+        self,
+        modules: list[nn.Module],
+        given: Any,
+        ignored: set[int],
+        stays_float: StaysFloat,
+        converted: ConvertedWeights,
+    ) -> Iterator[Any]:
+        """`fully_shard` is called inside for parts of the model; gives the policy for it.
 
-        It has replaced the parameters in `places`.
+        `given` is the user's policy; parameters in `ignored` (ids) are not sharded.  The others are
+        replaced: they leave `converted`, and half ones whose shards are to be FP32 are so before.
         """
-        for place in places:
-            parameter = place.module.get_parameter(place.name)
-            if parameter.dtype is not place.dtype:
-                self._dtypes[id(parameter)] = place.dtype
+        left = ignored | sharded_parameters(self._model)
+        places = {
+            id(parameter): _Place(module, name, parameter, converted.dtype_before(parameter))
+            for outer in modules
+            for module in outer.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) not in left
+        }
+        forgotten, before = converted.forget(places), []
+        for module, _, parameter, _ in places.values():
+            wanted = self._storage_dtype(module, stays_float)
+            if parameter.dtype in HALF_TYPES and parameter.dtype is not wanted:
+                before.append((parameter, parameter.detach()))
+                set_data(parameter, parameter.detach().to(wanted))
+        try:
+            yield self._policy(given, self._model in modules)
+        except BaseException:
+            converted.remember(forgotten)
+            for parameter, data in before:
+                set_data(parameter, data)
+            raise
+        for module, name, _, dtype in places.values():
+            parameter = module.get_parameter(name)
+            if parameter.dtype is not dtype:
+                self._dtypes[id(parameter)] = dtype
         for sharding in shardings(self._model):
             if id(sharding.state) not in self._taken:
                 self._undo.append(_with_policy(sharding, given))

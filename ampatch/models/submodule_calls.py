@@ -2,16 +2,16 @@
 
 The outermost part that is called gets its inputs as the model's own forward would.  Where weights
 are lent it returns FP32, as the weights are that a method reads.  Of a model with half weights what
-it returns stays in half, as these are; but in the steps of a framework (`steps.py`) it has the
-dtype of the model's results, since a loss follows.  While the model's own forward runs these hooks
-are taken out, so that they cost it nothing.
+it returns stays in half, as these are; but in the steps of a framework it has the dtype of the
+model's results, since a loss follows.  While the model's own forward runs these hooks are taken
+out, so that they cost it nothing.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import torch
 import torch.fx
@@ -22,10 +22,56 @@ from ..config.opt_levels import HALF_TYPES
 from ..torch_private.modules import forward_tables
 from ..torch_private.probes import current_backward_pass
 from . import entries
-from .conversion import cast_tensors
 from .hooks import Hook
 from .io_casting import ModelInputs
-from .lent_weights import lenders
+from .lent_weights import LentWeights, lenders
+from .values import cast_tensors
+
+
+class Whole(Protocol):
+    """The model that the parts are of."""
+
+    model: nn.Module
+    lent: LentWeights | None
+
+    def inputs_of(self, name: str) -> ModelInputs:
+        """What casts the inputs of a part."""
+
+    def is_inside(self, part: nn.Module) -> bool:
+        """Whether a forward that the part belongs to runs in this thread.
+
+        That is the model's own, or that of a model which shares the part.
+        """
+
+    def enter_part(self, part: nn.Module, is_traced: bool) -> None:
+        """Put the model's policy in force and lend the weights of a part."""
+
+    def leave_part(self, part: nn.Module, is_traced: bool) -> None:
+        """End that."""
+
+
+class Step:
+    """One step of a framework, which calls the model or parts of it.
+
+    Lightning's `training_step` is a method of the model and computes the loss too.  Under
+    DistributedDataParallel the framework sends it through the model's own `__call__`
+    (`is_sent_through_call`): the first call is then not the model's forward, nothing is to be cast
+    around it.
+    """
+
+    def __init__(self, is_sent_through_call: bool) -> None:
+        self._is_sent = is_sent_through_call
+        self._calls: list[bool] = []  # that run now: whether it is the step
+
+    def enters(self) -> bool:
+        """The model is called; whether that is the step."""
+        self._calls.append(self._is_sent)
+        self._is_sent = False
+        return self._calls[-1]
+
+    def leaves(self) -> bool:
+        """A call of the model ends; whether that was the step."""
+        return bool(self._calls) and self._calls.pop()
 
 
 class _Here(threading.local):
@@ -44,31 +90,10 @@ def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
 
 
 class SubmoduleCalls:
-    """Hooks on the submodules of one half model.
+    """Hooks on the submodules of one half model."""
 
-    `is_inside(part)` says whether a forward runs in this thread that the part belongs to: the
-    model's own, or that of a model which shares the part.  `make_inputs(name)` makes what casts a
-    part's inputs.  `push(part)` puts the model's policy in force, `pop(part)` takes it out
-    again.  `traced()` has the calls, `(module, ...)`, that are lent weights where Dynamo
-    traces; None where weights are not lent.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        is_inside: Callable[[nn.Module], bool],
-        make_inputs: Callable[[str], ModelInputs],
-        push: Callable[[nn.Module], None],
-        pop: Callable[[nn.Module], None],
-        traced: Callable[[], list[Any] | None],
-    ) -> None:
-        self._model = model
-        self._is_inside = is_inside
-        self._make_inputs = make_inputs
-        self._push = push
-        self._pop = pop
-        self._traced = traced
+    def __init__(self, whole: Whole) -> None:
+        self._whole = whole
         self._threads = {threading.get_ident()}  # that have called the model, or made this
         self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
@@ -76,13 +101,13 @@ class SubmoduleCalls:
         self._ids: list[int] = []
         self._hooks: list[Any] = []
 
-    def install(self, lent: Collection[int] | None = None) -> list[Any]:
+    def install(self, lent: Collection[int] | None) -> list[Any]:
         """Hang the hooks on the parts with half weights, or with those in `lent` (ids).
 
         Returns their handles.
         """
         handles: list[Any] = []
-        for name, module in self._model.named_modules():
+        for name, module in self._whole.model.named_modules():
             if not name or isinstance(module, torch.jit.ScriptModule):
                 continue
             if not any(
@@ -90,7 +115,7 @@ class SubmoduleCalls:
                 for parameter in module.parameters()
             ):
                 continue
-            self._inputs[id(module)] = self._make_inputs(f"{type(self._model).__name__}.{name}")
+            self._inputs[id(module)] = self._whole.inputs_of(name)
             before, after = Hook(self._enter), Hook(self._leave)
             pre = module.register_forward_pre_hook(before, with_kwargs=True)
             post = module.register_forward_hook(after, always_call=True)
@@ -119,67 +144,50 @@ class SubmoduleCalls:
         """
         self._here.outermost, self._here.again = None, 0
         self._threads.add(threading.get_ident())
-        if len(self._threads) > 1 and self._traced() is not None:
-            return
-        entries.take_out(self._tables, self._ids)
+        if len(self._threads) == 1 or self._whole.lent is None:
+            entries.take_out(self._tables, self._ids)
 
     def come_back(self) -> None:
         """The model's own forward has ended."""
         entries.put_in(self._tables, self._ids, self._hooks)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if is_dynamo_compiling():
-            return self._enter_traced(module, args, kwargs)
-        here = self._here
-        if self._is_inside(module) or id(module) in lenders:
-            return None
-        if here.outermost is not None:
-            here.again += here.outermost is module
-            return None
-        if current_backward_pass() != -1 and self._traced() is None:
-            return None  # a recomputation of converted weights: its inputs are the forward's
-        if is_traced_by_fx(args, kwargs):
-            return None
-        self._threads.add(threading.get_ident())
+        here, lent, is_traced = self._here, self._whole.lent, is_dynamo_compiling()
+        if is_traced:
+            if lent is None or lent.traced:
+                return None
+        else:
+            if self._whole.is_inside(module) or id(module) in lenders:
+                return None
+            if here.outermost is not None:
+                here.again += here.outermost is module
+                return None
+            if lent is None and current_backward_pass() != -1:
+                return None  # a recomputation of converted weights: its inputs are the forward's
+            if is_traced_by_fx(args, kwargs):
+                return None
+            self._threads.add(threading.get_ident())
         taken = self._inputs[id(module)].take(args, kwargs)
-        here.outermost = module
-        self._push(module)
+        if not is_traced:
+            here.outermost = module
+        self._whole.enter_part(module, is_traced)
         return taken
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        here = self._here
-        if is_dynamo_compiling():
-            return self._leave_traced(module, output)
-        if here.outermost is not module:
-            return None
-        if here.again:
-            here.again -= 1
-            return None
-        here.outermost = None
-        self._pop(module)
-        self._inputs[id(module)].write_back()
-        return self._for_the_code_around(output)
-
-    def _for_the_code_around(self, output: Any) -> Any:
-        """Where weights are lent these are FP32 there, beside what a part returns."""
-        result = self._here.result if self._traced() is None else torch.float32
+        here, lent, is_traced = self._here, self._whole.lent, is_dynamo_compiling()
+        if is_traced:
+            if lent is None or not lent.traced or lent.traced[-1][0] is not module:
+                return None
+            self._whole.leave_part(module, is_traced)
+        else:
+            if here.outermost is not module:
+                return None
+            if here.again:
+                here.again -= 1
+                return None
+            here.outermost = None
+            self._whole.leave_part(module, is_traced)
+            self._inputs[id(module)].write_back()
+        # Lent weights are FP32 in the code around, beside what a part returns.
+        result = here.result if lent is None else torch.float32
         return None if result is None else cast_tensors(output, result)
-
-    # Where Dynamo traces a function that calls a part
-
-    def _enter_traced(
-        self, module: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict] | None:
-        traced = self._traced()
-        if traced is None or traced:
-            return None
-        taken = self._inputs[id(module)].take(args, kwargs)
-        self._push(module)
-        return taken
-
-    def _leave_traced(self, module: nn.Module, output: Any) -> Any:
-        traced = self._traced()
-        if not traced or traced[-1][0] is not module:
-            return None
-        self._pop(module)
-        return self._for_the_code_around(output)

@@ -17,47 +17,41 @@ _waiting: dict[threading.Thread, Turns] = {}
 
 
 class Turns:
-    """Whose turn it is.
+    """Whose turn it is: `holder`'s, or nobody's.
 
-    `running()` is the thread whose forward runs, or None.  `abandon()` ends the turn of one that is
-    not alive.  `name` is the model's, for the error.
+    `abandon()` ends the turn of a thread that is not alive.  `name` is the model's, for the error.
     """
 
-    def __init__(
-        self,
-        name: str,
-        running: Callable[[], threading.Thread | None],
-        abandon: Callable[[], None],
-    ) -> None:
+    def __init__(self, name: str, abandon: Callable[[], None]) -> None:
         self._name = name
-        self._running = running
         self._abandon = abandon
         self._lock = threading.Lock()
-        self._reserved_by: threading.Thread | None = None
-        self._nested = 0  # calls within what has reserved it
+        self.holder: threading.Thread | None = None
+        self._nested = 0  # turns within the holder's own
 
-    def begin(self) -> None:
+    def begin(self, me: threading.Thread) -> None:
         """Wait for one's turn.  Raises `AmpatchError` if that cannot come."""
         if not self._lock.acquire(False):
-            self._wait(threading.current_thread())
+            if self.holder is me:
+                self._nested += 1
+                return
+            self._wait(me)
+        self.holder = me
 
     def _wait(self, me: threading.Thread) -> None:
-        if self._reserved_by is me:
-            self._nested += 1
-            return
         _waiting[me] = self
         try:
             begun = time.monotonic()
             while not self._lock.acquire(timeout=0.1):
-                running = self._running()
-                if running is None:
+                holder = self.holder
+                if holder is None:
                     continue
-                if not running.is_alive():
+                if not holder.is_alive():
                     self._abandon()
                 elif self._waits_for(me) or time.monotonic() - begun > PATIENCE:
                     raise AmpatchError(
                         f"{self._name}: a forward in thread {me.name!r} waits for "
-                        f"one in thread {running.name!r}, which does not end: at O2 the "
+                        f"one in thread {holder.name!r}, which does not end: at O2 the "
                         "forwards of one model in several threads take turns. Call the model in "
                         "one thread, or a copy.deepcopy of it in each."
                     )
@@ -69,6 +63,7 @@ class Turns:
         if self._nested:
             self._nested -= 1
         else:
+            self.holder = None
             self._lock.release()
 
     def _waits_for(self, thread: threading.Thread) -> bool:
@@ -76,24 +71,18 @@ class Turns:
         seen: set[int] = set()
         held: Turns | None = self
         while held is not None and id(held) not in seen:
-            running = held._running()
-            if running is None or running is thread:
-                return running is thread
+            if held.holder is None or held.holder is thread:
+                return held.holder is thread
             seen.add(id(held))
-            held = _waiting.get(running)
+            held = _waiting.get(held.holder)
         return False
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
         """Context manager: it is this thread's turn, whatever it calls."""
         me = threading.current_thread()
-        if me in (self._reserved_by, self._running()):
-            yield
-            return
-        self.begin()
-        self._reserved_by = me
+        self.begin(me)
         try:
             yield
         finally:
-            self._reserved_by = None
             self.end()

@@ -219,8 +219,6 @@ class Session:
             registry.events.give_back_shared(model)
         if properties.casts_model:
             managed.convert(module_overrides.stays_float(model, properties, found))
-            if managed.mixes:
-                self.mix(managed)
         managed.warn_of_half_weights()
         managed.install()
         fx_jit.note_scripted_parts(managed)

@@ -41,7 +41,7 @@ class TorchEvents:
         own = set(map(id, model.parameters()))
         given: set[int] = set()
         for managed in self._registry.models():
-            if managed.conversions:
+            if managed.conversions.entries:
                 given |= managed.give_back(own)
         for optimizer in self._registry.optimizers() if given else ():
             fit_state(optimizer.optimizer, given)

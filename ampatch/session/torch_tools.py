@@ -18,12 +18,9 @@ from ..interop import (
     ddp,
     fully_shard,
     fx_jit,
-    lent_copies,
     module_dtype,
-    parameter_data,
     rank_agreement,
-    tensor_hooks,
-    uneven_inputs,
+    tensor_methods,
 )
 from ..scaling.optimizers.all_steps import NotifyOfSteps
 from ..torch_private import dynamo_inputs, layer_forwards
@@ -95,7 +92,7 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "DistributedDataParallel: ranks agree on settings",
             lambda needs: needs.active,
-            lambda: ddp.replacements(
+            lambda: ddp.at_wrapping(
                 functools.partial(rank_agreement.agree_at_wrapping, registry.ranks),
                 events.is_lent,
             ),
@@ -104,18 +101,18 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "DistributedDataParallel.join: loss scales of the rank that trained on",
             lambda needs: needs.optimizers,
-            lambda: uneven_inputs.replacements(registry.ranks),
+            lambda: ddp.at_join(registry.ranks),
             is_over_tables=True,
         ),
         Tool(
             "parameter.data: writes that raise no version",
             lambda needs: needs.tables,
-            lambda: parameter_data.replacements(events.note_data_access),
+            lambda: tensor_methods.data(events.note_data_access),
         ),
         Tool(
             "tensor.register_hook: weights are cast one by one from there on",
             lambda needs: needs.tables,
-            lambda: tensor_hooks.replacements(events.note_hook),
+            lambda: tensor_methods.hooks(events.note_hook),
         ),
         Tool(
             "torch.fx and torch.jit.script: casts in graphs, or a warning",
@@ -150,7 +147,7 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "copies and pickles made within a forward: of the parameters, not of lent copies",
             lambda needs: needs.half_models,
-            lent_copies.replacements,
+            tensor_methods.copies,
         ),
         Tool(
             "torch.compile: half copies of weights go into graphs, without a warning",

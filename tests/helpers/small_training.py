@@ -1,8 +1,9 @@
-"""A small model, its batches, its FP32 gradients, and one backward pass through `scale_loss`."""
+"""Small models, their batches, their FP32 gradients, and steps through `scale_loss`."""
 
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,71 @@ def start(level, kind=torch.optim.SGD, dtype=torch.float16, seed=0, options=None
     settings = {"verbosity": 0, "init_scale": 1024.0, **settings}
     ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
     return model, optimizer
+
+
+def managed(model, level, dtype=torch.bfloat16, kind=torch.optim.SGD, lr=0.1, **settings):
+    """A model and an optimizer of its parameters, initialized."""
+    optimizer = kind(model.parameters(), lr=lr)
+    settings = {"verbosity": 0, **settings}
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
+    return model, optimizer
+
+
+def step(loss, optimizer):
+    """One step on the gradients of a loss."""
+    optimizer.zero_grad()
+    with ampatch.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def with_norms(seed=0):
+    """Layers, norms, and a buffer of the user's."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model.register_buffer("offset", torch.randn(2))
+    return model
+
+
+def train_with_norms(model, optimizer, steps=3):
+    for _ in range(steps):
+        step(model(torch.randn(8, 3)).float().square().mean(), optimizer)
+
+
+def dtypes(model):
+    return {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+class Made(nn.Module):
+    """Parts by name, and what the forward does: `Made(lambda self, x: self.a(x), a=layer)`."""
+
+    def __init__(self, does, **parts):
+        super().__init__()
+        self.does = does
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **kwargs):
+        return self.does(self, *args, **kwargs)
+
+
+def in_threads(*calls):
+    """What each call returns, or its error; each in a thread of its own."""
+    found = [None] * len(calls)
+
+    def work(index, call):
+        try:
+            found[index] = call()
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=work, args=one) for one in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
 
 
 def backward(model, optimizer, batch, factor=1.0, **options):

@@ -7,6 +7,7 @@ import copy
 import pickle
 
 import pytest
+import small_training
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,19 +52,21 @@ def one_pass(model, optimizer, number: int, heads: int, blocks: bool) -> None:
         loss.backward()
 
 
+def scale_of(way: dict) -> float:
+    return way.get("scale", 256.0 if way.get("blocks", True) else 1.0)
+
+
+def initialized(level: str, dtype, scale: float, affine: bool = True):
+    return small_training.managed(Net(affine), level, dtype, loss_scale=scale)
+
+
 def managed(level: str, dtype, scale: float, affine: bool = True, **options):
-    model = Net(affine)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, dtype=dtype, loss_scale=scale, verbosity=0)
+    model, optimizer = initialized(level, dtype, scale, affine)
     return DistributedDataParallel(model, **options), optimizer
 
 
 def heads_of(part: int, unused: bool) -> int:
     return 3 if not unused else 2 if part < MICRO - 1 else 1
-
-
-def scale_of(way: dict) -> float:
-    return way.get("scale", 256.0 if way.get("blocks", True) else 1.0)
 
 
 def averaged(rank: int, level: str, dtype, way: dict) -> list:
@@ -83,16 +86,13 @@ def averaged(rank: int, level: str, dtype, way: dict) -> list:
     return [None if grad is None else grad.clone() for grad in grads]
 
 
-def same_passes(dtype, way: dict) -> list:
+def same_passes(dtype, way: dict, count: int = MICRO, affine: bool = True) -> list:
     """The same half passes in one process, one by one, averaged in FP64."""
     blocks, unused = way.get("blocks", True), way.get("unused", False)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scale = scale_of(way)
-    amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, loss_scale=scale, verbosity=0)
+    model, optimizer = initialized("O2", dtype, scale_of(way), affine)
     total: list = [None for _ in model.parameters()]
     for rank in range(2):
-        for part in range(MICRO):
+        for part in range(count):
             optimizer.zero_grad()
             one_pass(model, optimizer, 100 * rank + part, heads_of(part, unused), blocks)
             for index, param in enumerate(model.parameters()):
@@ -177,23 +177,9 @@ def with_a_hook(rank: int, name: str, level: str) -> dict:
 def test_a_hook_of_the_script_decides(ranks, name):
     one, two = ranks(with_a_hook, name, "O2")
     assert all(map(torch.equal, one["weights"], two["weights"]))
-    exact = averages_of_one_pass(affine=name != "powerSGD_hook")
+    exact = same_passes(BF16, {}, count=1, affine=name != "powerSGD_hook")
     for ours, theirs in zip(one["grads"], exact, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0.05, atol=2e-3)
-
-
-def averages_of_one_pass(affine: bool) -> list:
-    model = Net(affine)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, loss_scale=256.0, verbosity=0)
-    total = [torch.zeros_like(param, dtype=torch.float64) for param in model.parameters()]
-    for rank in range(2):
-        optimizer.zero_grad()
-        one_pass(model, optimizer, 100 * rank, 3, True)
-        for sum_, param in zip(total, model.parameters(), strict=True):
-            sum_ += param.grad.double() / 2
-    amp.deactivate()
-    return total
 
 
 def changed_inside(rank: int) -> list:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
+import small_training
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from ampatch.torch_private.ddp import store_of_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
+BF16 = torch.bfloat16
 PLAIN = {"opt_level": "O1", "verbosity": 0}
 DYNAMIC = {**PLAIN, "dtype": torch.bfloat16, "loss_scale": "dynamic"}
 APEX = "apex"
@@ -45,10 +47,7 @@ def train(model, optimizer, steps):
     for step in range(steps):
         data = torch.Generator().manual_seed(10 * step + dist.get_rank())
         loss = F.mse_loss(model(torch.randn(4, 6, generator=data)).float(), torch.zeros(4, 3))
-        optimizer.zero_grad()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        small_training.step(loss, optimizer)
 
 
 def prepared(kind, order, settings, group=None):
@@ -60,43 +59,38 @@ def prepared(kind, order, settings, group=None):
     return wrapper or wrap(model, kind, group), optimizer
 
 
-def told(rank, kind, order, by_rank):
+def message_of(call):
     """What the error says; None without one."""
     try:
-        train(*prepared(kind, order, by_rank[rank]), 1)
+        call()
     except ampatch.AmpatchError as error:
         return str(error)
 
 
-DIFFERENT = {
-    "half type": (PLAIN, {**PLAIN, "dtype": torch.bfloat16}, "dtype=torch.{}"),
-    "level": ({**PLAIN, "opt_level": "O0"}, PLAIN, "opt_level=O{}"),
-    "start": (DYNAMIC, {**DYNAMIC, "init_scale": 1024.0}, "init_scale={}"),
-    "growth": (DYNAMIC, {**DYNAMIC, "growth_interval": 10}, "growth_interval={}"),
-    "backoff": (DYNAMIC, {**DYNAMIC, "backoff_factor": 0.25}, "backoff_factor={}"),
-    "static scale": ({**PLAIN, "loss_scale": 128.0}, PLAIN, "loss_scale={}"),
-    "number of losses": (DYNAMIC, {**DYNAMIC, "num_losses": 2}, "loss_scale={}"),
-}
-VALUES = {
-    "half type": ("float16", "bfloat16"),
-    "level": ("0", "1"),
-    "start": ("65536", "1024"),
-    "growth": ("2000", "10"),
-    "backoff": ("0.5", "0.25"),
-    "static scale": ("128.0", "dynamic"),
-    "number of losses": ("dynamic", "dynamic, dynamic"),
-}
+def told(rank, kind, order, by_rank):
+    return message_of(lambda: train(*prepared(kind, order, by_rank[rank]), 1))
+
+
+DIFFERENT = {  # what one rank is given, and the other; what is shown of each
+    "half type": (PLAIN, {**PLAIN, "dtype": BF16}, "dtype=torch.float16", "dtype=torch.bfloat16"),
+    "level": ({**PLAIN, "opt_level": "O0"}, PLAIN, "opt_level=O0", "opt_level=O1"),
+    "start": (DYNAMIC, {**DYNAMIC, "init_scale": 1024.0}, "init_scale=65536", "init_scale=1024"),
+    "growth": (DYNAMIC, {**DYNAMIC, "growth_interval": 10}, "interval=2000", "interval=10"),
+    "backoff": (DYNAMIC, {**DYNAMIC, "backoff_factor": 0.25}, "factor=0.5", "factor=0.25"),
+    "static scale": ({**PLAIN, "loss_scale": 128.0}, PLAIN, "loss_scale=128.0", "scale=dynamic"),
+    "number of losses": (DYNAMIC, {**DYNAMIC, "num_losses": 2}, "=dynamic", "=dynamic, dynamic"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize("kind, order", [("torch", "after"), ("torch", "before"), (APEX, "after")])
 def test_ranks_that_differ_are_told_on_every_rank(ranks, what, kind, order):
-    *settings, shown = DIFFERENT[what]
+    *settings, one, other = DIFFERENT[what]
     messages = ranks(told, kind, order, settings)
-    for rank, value in enumerate(VALUES[what]):
+    for rank, shown in enumerate((one, other)):
         for message in messages:
             assert message.startswith("DistributedDataParallel(Sequential): the ranks average")
-            assert f"ank {rank} has " in message and shown.format(value) in message, message
+            assert f"ank {rank} has " in message and shown in message, message
 
 
 @pytest.mark.parametrize("order", ["after", "before"])
@@ -110,15 +104,16 @@ def _told_of_parts(rank, order):
     settings = {**DYNAMIC, "dtype": (torch.float16, torch.bfloat16)[rank]}
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
+
+    def wrap_a_part():
         if order == "after":
             ampatch.initialize(model, optimizer, **settings)
         model[0] = DistributedDataParallel(model[0])
         if order == "before":
             ampatch.initialize(model, optimizer, **settings)
         train(model, optimizer, 1)
-    except ampatch.AmpatchError as error:
-        return str(error)
+
+    return message_of(wrap_a_part)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -174,9 +169,7 @@ def _told_and_left(rank, by_rank):
     wrapper, optimizer = prepared("torch", "before", by_rank[rank])
     if rank == 1:
         return None
-    with pytest.raises(ampatch.AmpatchError) as caught:
-        train(wrapper, optimizer, 1)
-    return str(caught.value)
+    return message_of(lambda: train(wrapper, optimizer, 1))
 
 
 @pytest.mark.parametrize("case", ["disabled", "never"])
@@ -196,12 +189,12 @@ def test_no_rank_waits_for_ever(case, tmp_path):
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_ranks_that_agree_train_alike(ranks, level, order):
     settings = {**DYNAMIC, "opt_level": level}
-    first, second = ranks(_weights, "torch", order, settings, None)
+    first, second = ranks(_weights, order, settings)
     assert all(map(torch.equal, first, second))
 
 
-def _weights(rank, kind, order, settings, load):
-    wrapper, optimizer = prepared(kind, order, settings)
+def _weights(rank, order, settings):
+    wrapper, optimizer = prepared("torch", order, settings)
     train(wrapper, optimizer, 3)
     return [parameter.detach() for parameter in wrapper.parameters()]
 
@@ -211,16 +204,12 @@ def _weights(rank, kind, order, settings, load):
 def test_what_rank_0_has_loaded_counts_everywhere(ranks, level, kind):
     """Scale, count and changed rules, as DDP sends the weights that rank 0 has loaded."""
     settings = {**DYNAMIC, "opt_level": level}
-    assert (
-        ranks(_scales, kind, "after", settings)
-        == [({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7, "growth_interval": 9}}, 1024.0)]
-        * 2
-    )
+    loaded = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7, "growth_interval": 9}}
+    assert ranks(_scales, kind, settings, loaded) == [(loaded, 1024.0)] * 2
 
 
 def test_a_static_scale_that_rank_0_has_set_counts_everywhere(ranks):
-    found = ranks(_static_scale)
-    assert found == [256.0, 256.0]
+    assert ranks(_static_scale) == [256.0, 256.0]
 
 
 def _static_scale(rank):
@@ -232,17 +221,16 @@ def _static_scale(rank):
     return ampatch.loss_scale()
 
 
-def _scales(rank, kind, order, settings):
+def _scales(rank, kind, settings, loaded):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, **settings)
     if rank == 0:
-        entry = {"loss_scale": 512.0, "unskipped": 7, "growth_interval": 9}
-        ampatch.load_state_dict({"loss_scaler0": entry})
+        ampatch.load_state_dict(loaded)
     wrapper = wrap(model, kind)
-    loaded = ampatch.state_dict()
+    found = ampatch.state_dict()
     train(wrapper, optimizer, 2)
-    return loaded, ampatch.loss_scale()
+    return found, ampatch.loss_scale()
 
 
 def test_before_initialize_too(ranks):
@@ -303,9 +291,7 @@ def _left_alone(rank):
     patience = store.timeout
     store.set_timeout(timedelta(seconds=1))
     try:
-        train(wrapper, optimizer, 1)
-    except ampatch.AmpatchError as error:
-        return str(error)
+        return message_of(lambda: train(wrapper, optimizer, 1))
     finally:
         store.set_timeout(patience)
 
@@ -340,10 +326,8 @@ def _in_pairs(rank):
     settings = {**DYNAMIC, "growth_interval": 5 if rank < 2 else 6}
     if rank == 3:
         settings["init_scale"] = 1024.0
-    try:
-        train(*prepared("torch", "after", settings, groups[rank // 2]), 1)
-    except ampatch.AmpatchError as error:
-        return str(error)
+    group = groups[rank // 2]
+    return message_of(lambda: train(*prepared("torch", "after", settings, group), 1))
 
 
 def test_models_that_ampatch_does_not_manage_are_nobodys_business(ranks):

@@ -40,21 +40,17 @@ def loss_of(model, number: int) -> torch.Tensor:
 
 
 def uneven(rank: int, level: str, dtype, settings: dict) -> dict:
-    """Two epochs; in the first rank 1 sees an inf when rank 0 has run out already."""
-    model = build(seed=0)[0]
+    """Two epochs; in the first rank 1 sees an inf when rank 0 has run out already.
+
+    "FP32" is plain torch; both ranks leave the poisoned step out.
+    """
+    model, is_plain = build(seed=0)[0], level == "FP32"
     optimizer = optimizer_of(model, settings)
-    options = {} if level == "O0" else {"loss_scale": "dynamic"}
     parallel = DistributedDataParallel(model) if settings.get("wrapped first") else model
-    amp.initialize(
-        parallel,
-        optimizer,
-        opt_level=level,
-        dtype=dtype,
-        init_scale=256.0,
-        growth_interval=4,
-        verbosity=0,
-        **options,
-    )
+    if not is_plain:
+        options = {"init_scale": 256.0, "growth_interval": 4, "verbosity": 0}
+        options |= {} if level == "O0" else {"loss_scale": "dynamic"}
+        amp.initialize(parallel, optimizer, opt_level=level, dtype=dtype, **options)
     if not settings.get("wrapped first"):
         parallel = DistributedDataParallel(model)
     micro = settings.get("micro", 1)
@@ -62,44 +58,29 @@ def uneven(rank: int, level: str, dtype, settings: dict) -> dict:
     for epoch in range(2):
         with joining(parallel, optimizer, settings):
             for step in range(BATCHES[rank]):
-                optimizer.zero_grad()
-                for part in range(micro):
-                    last = part == micro - 1
-                    with contextlib.nullcontext() if last else parallel.no_sync():
-                        loss = loss_of(parallel, 1000 * rank + 100 * epoch + 10 * step + part)
-                        bad = level != "O0" and (rank, epoch, step) == (1, 0, 4)
-                        loss = loss * float("inf") if bad else loss / micro
-                        with amp.scale_loss(loss, optimizer) as scaled:
-                            scaled.backward()
-                optimizer.step()
-                skipped.append(amp.step_was_skipped(optimizer))
-        scales.append(amp.loss_scale())
-        weights.append([p.detach().clone() for p in amp.master_params(optimizer)])
-        weights.append([p.detach().clone() for p in model.parameters()])
-    kept = amp.state_dict()
-    amp.deactivate()
-    return {"skipped": skipped, "scales": scales, "weights": weights, "state": kept}
-
-
-def in_float(rank: int, settings: dict) -> list[torch.Tensor]:
-    """The same in FP32, under the same `join`; the poisoned step is left out by both ranks."""
-    model = build(seed=0)[0]
-    optimizer = optimizer_of(model, settings)
-    parallel = DistributedDataParallel(model)
-    micro = settings.get("micro", 1)
-    for epoch in range(2):
-        with joining(parallel, optimizer, settings):
-            for step in range(BATCHES[rank]):
-                if (rank, epoch, step) == (1, 0, 4):
+                is_bad = (rank, epoch, step) == (1, 0, 4) and level != "O0"
+                if is_bad and is_plain:
                     continue
                 optimizer.zero_grad()
                 for part in range(micro):
                     last = part == micro - 1
                     with contextlib.nullcontext() if last else parallel.no_sync():
-                        number = 1000 * rank + 100 * epoch + 10 * step + part
-                        (loss_of(parallel, number) / micro).backward()
+                        loss = loss_of(parallel, 1000 * rank + 100 * epoch + 10 * step + part)
+                        loss = loss * float("inf") if is_bad else loss / micro
+                        if is_plain:
+                            loss.backward()
+                            continue
+                        with amp.scale_loss(loss, optimizer) as scaled:
+                            scaled.backward()
                 optimizer.step()
-    return [param.detach() for param in model.parameters()]
+                skipped.append(not is_plain and amp.step_was_skipped(optimizer))
+        masters = [] if is_plain else amp.master_params(optimizer)
+        scales.append(1.0 if is_plain else amp.loss_scale())
+        weights.append([p.detach().clone() for p in masters])
+        weights.append([p.detach().clone() for p in model.parameters()])
+    kept = None if is_plain else amp.state_dict()
+    amp.deactivate()
+    return {"skipped": skipped, "scales": scales, "weights": weights, "state": kept}
 
 
 CASES = [
@@ -133,7 +114,8 @@ def test_a_rank_without_data_follows_the_others(ranks, level, dtype, settings):
         assert all(map(torch.equal, ours, theirs))
     wide = 0.1 if level == "O3" else 0.03
     if level != "O0":
-        for ours, theirs in zip(one["weights"][-2], ranks(in_float, settings)[0], strict=True):
+        plain = ranks(uneven, "FP32", dtype, settings)[0]["weights"][-1]
+        for ours, theirs in zip(one["weights"][-2], plain, strict=True):
             torch.testing.assert_close(ours.float(), theirs, atol=wide, rtol=wide)
 
 

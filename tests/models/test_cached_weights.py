@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import in_threads, managed, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,11 +60,7 @@ def level(request):
 
 
 def start(level, model=None, **settings):
-    model = (Net() if model is None else model).eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    settings = {"dtype": "bfloat16", "verbosity": 0} | settings
-    ampatch.initialize(model, optimizer, opt_level=level, **settings)
-    return model, optimizer
+    return managed((Net() if model is None else model).eval(), level, lr=0.5, **settings)
 
 
 def fresh(model):
@@ -74,10 +70,7 @@ def fresh(model):
 
 
 def train(model, optimizer):
-    optimizer.zero_grad()
-    with ampatch.scale_loss(model(X).square().sum(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
+    step(model(X).square().sum(), optimizer)
 
 
 # Counts and bits
@@ -461,17 +454,11 @@ def test_a_generator_that_is_left(level):
 
 def test_threads_share_the_copies(level):
     model, _ = start(level)
-    expected, found = fresh(model), []
-
-    def work():
-        found.extend(fresh(model) for _ in range(5))
-
+    expected = fresh(model)
     with ampatch.cached_weights(model):
         fresh(model)
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        [one.start() for one in threads]
-        [one.join() for one in threads]
-    assert len(found) == 15 and all(torch.equal(one, expected) for one in found)
+        found = in_threads(*[lambda: [fresh(model) for _ in range(5)]] * 3)
+    assert all(torch.equal(one, expected) for each in found for one in each)
 
 
 @pytest.mark.parametrize("how", ["model", "whole"])

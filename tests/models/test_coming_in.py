@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import managed, step
 from torch import nn
 
 import ampatch
@@ -25,20 +27,16 @@ def batch(step):
 
 
 def train(model, optimizer, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        inputs, targets = batch(step)
-        loss = F.mse_loss(model(inputs).float(), targets)
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+    for number in steps:
+        inputs, targets = batch(number)
+        step(F.mse_loss(model(inputs).float(), targets), optimizer)
         assert not ampatch.step_was_skipped(optimizer)
 
 
 def train_plain(model, optimizer, steps):
-    for step in steps:
+    for number in steps:
         optimizer.zero_grad()
-        inputs, targets = batch(step)
+        inputs, targets = batch(number)
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
 
@@ -117,11 +115,8 @@ def test_resuming_a_half_model_is_exact(level, half):
 
     def make():
         model = in_half(half)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
-        ampatch.initialize(
-            model, optimizer, opt_level=level, dtype=half, init_scale=256.0, verbosity=0
-        )
-        return model, optimizer
+        adam = functools.partial(torch.optim.Adam, eps=1e-4)
+        return managed(model, level, half, adam, lr=1e-2, init_scale=256.0)
 
     model, optimizer = make()
     train(model, optimizer, range(3))
@@ -199,17 +194,14 @@ def test_sync_batchnorm(when, opt_level):
     convert = nn.SyncBatchNorm.convert_sync_batchnorm
     reference = ampatch.initialize(net(), opt_level=opt_level, dtype=BF16, verbosity=0)
     model = convert(net()) if when == "before" else net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
+    _, optimizer = managed(model, opt_level)
     model = convert(model) if when == "after" else model
     kept = BF16 if opt_level == "O3" else torch.float32
     assert isinstance(model[1], nn.SyncBatchNorm)
     assert model[1].weight.dtype is model[1].running_mean.dtype is kept
     x = torch.randn(5, 2, 9)
     assert torch.equal(model.eval()(x), reference.eval()(x))
-    with ampatch.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(model(x).float().square().mean(), optimizer)
     expected = BF16 if opt_level == "O3" else torch.float32
     assert {value.dtype for value in model[0].state_dict().values()} == {expected}
 
@@ -241,8 +233,7 @@ RNNS = {
 @pytest.mark.parametrize("kind", RNNS)
 def test_rnns_train_as_in_float(kind, opt_level):
     model, plain = Recurrent(*RNNS[kind]), Recurrent(*RNNS[kind])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, verbosity=0)
+    _, optimizer = managed(model, opt_level)
     train(model, optimizer, range(4))
     train_plain(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(4))
     for ours, theirs in zip(ampatch.master_params(optimizer), plain.parameters(), strict=True):
@@ -278,9 +269,7 @@ def test_weights_of_rnns_are_in_one_piece_on_cuda(kind, opt_level):
     ampatch.initialize(model, optimizer, opt_level=opt_level, init_scale=64.0, verbosity=0)
     x = batch(0)[0].cuda()
     for _ in range(2):
-        with ampatch.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(model(x).float().square().mean(), optimizer)
     copied = copy.deepcopy(model)
     ampatch.deactivate()
     assert torch.allclose(model(x), copied(x), atol=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -10,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from small_training import Made, in_threads, managed, step
 from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.utils.checkpoint import checkpoint
@@ -40,10 +42,7 @@ class Net(nn.Module):
 
 
 def start(model=None, half=HALF, **settings):
-    model = Net() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", dtype=half, verbosity=0, **settings)
-    return model, optimizer
+    return managed(Net() if model is None else model, "O2", half, **settings)
 
 
 def inputs(seed=1):
@@ -80,53 +79,17 @@ def test_a_part_called_from_outside():
     assert is_float(model)
 
 
-def test_an_exception_in_the_forward_takes_the_copies_back():
-    model, _ = start()
-    model.inside = lambda model: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        model(inputs())
-    assert is_float(model)
-
-
-@pytest.mark.parametrize("then", ["forward", "scale_loss", "deactivate"])
-def test_what_ctrl_c_leaves_is_taken_back(then):
-    """It skips the forward hooks.  A weight that is loaded meanwhile counts."""
-    model, optimizer = start()
-
-    def interrupt(model):
-        raise KeyboardInterrupt
-
-    model.inside = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        model(inputs())
-    model.inside = lambda model: None
-    if then == "forward":
-        model(inputs())
-    elif then == "scale_loss":
-        with ampatch.scale_loss(torch.zeros(1, requires_grad=True).sum(), optimizer):
-            pass
-    else:
-        ampatch.deactivate()
-    assert is_float(model)
-
-
 def test_threads_take_turns():
     """Each gets what it gets alone, and the parameters are back in the end."""
     model, _ = start()
     expected = [model(inputs(seed)) for seed in range(4)]
-    found = [None] * 4
     entered = threading.Barrier(4)
 
     def work(seed):
         entered.wait()
-        for _ in range(20):
-            found[seed] = model(inputs(seed))
+        return [model(inputs(seed)) for _ in range(20)][-1]
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads(*(functools.partial(work, seed) for seed in range(4)))
     assert all(map(torch.equal, found, expected)) and is_float(model)
 
 
@@ -134,7 +97,6 @@ def test_forwards_that_wait_for_each_other_are_an_error():
     one, two = Net(), Net()
     ampatch.initialize([one, two], opt_level="O2", dtype=HALF, verbosity=0)
     both = threading.Barrier(2)
-    errors = []
 
     def inside(other):
         def call(model):
@@ -144,19 +106,10 @@ def test_forwards_that_wait_for_each_other_are_an_error():
 
         return call
 
-    def work(model):
-        try:
-            model(inputs())
-        except ampatch.AmpatchError as error:
-            errors.append(str(error))
-
     one.inside, two.inside = inside(two), inside(one)
-    threads = [threading.Thread(target=work, args=(model,)) for model in (one, two)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert errors and "which does not end" in errors[0] and "take turns" in errors[0]
+    found = in_threads(lambda: one(inputs()), lambda: two(inputs()))
+    (error,) = [str(one) for one in found if isinstance(one, ampatch.AmpatchError)]
+    assert "which does not end" in error and "take turns" in error
     assert is_float(one) and is_float(two)
 
 
@@ -164,17 +117,12 @@ def test_a_model_inside_another_joins_it():
     """No casts between them: its output is half there, and FP32 when it is called by itself."""
     inner, first = start()
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.head, self.between = inner, nn.Linear(2, 2), None
+    def forward(self, x):
+        hidden = self.inner(x)
+        self.between = hidden.dtype
+        return self.head(hidden)
 
-        def forward(self, x):
-            hidden = self.inner(x)
-            self.between = hidden.dtype
-            return self.head(hidden)
-
-    outer, _second = start(Outer())
+    outer, _second = start(Made(forward, inner=inner, head=nn.Linear(2, 2)))
     assert outer(inputs()).dtype is torch.float32 and outer.between is HALF
     assert inner(inputs()).dtype is torch.float32
     assert is_float(outer)
@@ -258,49 +206,36 @@ def test_gradients_arrive_while_earlier_layers_are_computed():
     """A node made before the forward would run last, and all half gradients would wait for it."""
     there = []
 
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(80))  # several buckets
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 1:
+                x.register_hook(lambda grad: there.extend(p.grad for p in self.parameters()))
+        return x
 
-        def forward(self, x):
-            for number, layer in enumerate(self.layers):
-                x = layer(x)
-                if number == 1:
-                    x.register_hook(lambda grad: there.extend(p.grad for p in self.parameters()))
-            return x
-
-    model, _ = start(Deep())
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(80))  # several buckets
+    model, _ = start(Made(forward, layers=layers))
     model(inputs()).sum().backward()
     assert [grad is not None for grad in there[-32:]] == [True] * 32
     assert [grad is not None for grad in there[:4]] == [False] * 4
 
 
-def test_a_weight_that_is_not_used_gets_no_gradient():
-    model, optimizer = start()
-    model.unused = nn.Linear(2, 2)
-    with ampatch.scale_loss(model(inputs()).sum(), optimizer) as scaled:
-        scaled.backward()
-    assert model.unused.weight.grad is None and model.first.weight.grad is not None
-
-
-def test_weights_of_an_rnn_and_tied_weights():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.rnn, self.head = nn.LSTM(4, 4, 2), nn.Linear(4, 4, bias=False)
-            self.head.weight = self.rnn.weight_hh_l0 = nn.Parameter(torch.randn(16, 4) / 4)
-
-        def forward(self, x):
-            assert self.head.weight is self.rnn.weight_hh_l0
-            return self.head(self.rnn(x)[0])
-
-    model, _ = start(Tied())
-    flat = list(model.rnn._flat_weights)
-    model(torch.randn(2, 3, 4)).sum().backward()
-    assert all(a is b for a, b in zip(flat, model.rnn._flat_weights, strict=True))
-    assert is_float(model) and all(p.grad is not None for p in model.parameters())
+def test_a_layers_backward_hook_finds_the_gradients_that_it_finds_in_float():
+    """A node of many weights would give them all at its end: below such hooks each has its own."""
+    found = []
+    for is_managed in (False, True):
+        model, seen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), []
+        if is_managed:
+            start(model)
+        for layer in model:
+            layer.register_full_backward_hook(
+                lambda *call, model=model, seen=seen: seen.append(
+                    [weight.grad is not None for weight in model.parameters()]
+                )
+            )
+        model(inputs().requires_grad_()).sum().backward()
+        found.append(seen)
+    assert found[0] == found[1] and len(found[0]) == 4
 
 
 def test_replicas_have_tables_of_their_own():
@@ -315,63 +250,27 @@ def test_replicas_have_tables_of_their_own():
     assert isinstance(DataParallel(model)(inputs()), torch.Tensor)
 
 
-@pytest.mark.parametrize("how", ["a part", "a method that calls parts", "the model"])
+@pytest.mark.parametrize("how", ["a part", "a method that calls parts"])
 def test_a_compiled_function_that_calls(how):
     """As eager, to the bit, in one graph; parts get half weights and inputs there too."""
     results = []
     for compiled in (False, True):
         model, optimizer = start()
-        calls = {
-            "a part": model.first,
-            "a method that calls parts": model.encode,
-            "the model": model,
-        }
-        call = calls[how]
 
-        def whole(x, call=call):
+        def whole(x, call=model.first if how == "a part" else model.encode):
             hidden = call(x)
             return hidden, hidden.float().square().mean()
 
-        step = torch.compile(whole, backend="aot_eager", fullgraph=True) if compiled else whole
-        kinds = []
+        if compiled:
+            whole = torch.compile(whole, backend="aot_eager", fullgraph=True)
         for seed in range(3):
-            optimizer.zero_grad()
-            hidden, loss = step(inputs(seed))
-            kinds.append(hidden.dtype)
-            loss.backward()
-            optimizer.step()
-        assert set(kinds) == {torch.float32}
+            hidden, loss = whole(inputs(seed))
+            assert hidden.dtype is torch.float32
+            step(loss, optimizer)
         results.append([weight.detach().clone() for weight in model.parameters()])
         ampatch.deactivate()
         torch._dynamo.reset()
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("how", ["the model", "a step"])
-def test_compiled_as_a_whole(how):
-    found, initial = [], nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).state_dict()
-    compiled_by = torch.compile(backend="aot_eager", fullgraph=True)
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        model, optimizer = start(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-        model.load_state_dict(initial)
-        forward = compiled_by(model) if how == "the model" and compiled else model
-
-        def step(x, forward=forward):
-            return forward(x).square().mean()
-
-        if how == "a step" and compiled:
-            step = compiled_by(step)
-        for _ in range(3):
-            optimizer.zero_grad()
-            with ampatch.scale_loss(step(inputs()), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-        assert is_float(model)
-        found.append([p.detach().clone() for p in model.parameters()])
-        ampatch.deactivate()
-    for eager, fused in zip(*found, strict=True):
-        torch.testing.assert_close(eager, fused, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("grads", [True, False])
@@ -392,16 +291,6 @@ def test_attributes_of_a_parameter_are_its_copys(grads):
     assert not vars(model.second.weight)
 
 
-class Noted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 def test_a_graph_without_its_buffers_holds_no_copies():
     """Of a loss that is kept for a log, after its backward pass."""
     model, _ = start()
@@ -409,7 +298,7 @@ def test_a_graph_without_its_buffers_holds_no_copies():
 
     def inside(model):
         held.extend(map(weakref.ref, (model.first.weight, model.second.weight)))
-        model.noted = Noted.apply(model.second(torch.ones(8, dtype=HALF)))
+        model.noted = InBackward.apply(model.second(torch.ones(8, dtype=HALF)), lambda: None)
 
     model.inside = inside
     loss = model(inputs()).sum() + model.noted.sum()
@@ -431,16 +320,8 @@ COPIES = {
     "pickle": lambda module: pickled(module).state_dict(),
     "deepcopy of a state_dict": lambda module: copy.deepcopy(module.state_dict()),
     "a model around": lambda module: copy.deepcopy(nn.Sequential(module))[0].state_dict(),
-    "a thread": lambda module: in_a_thread(module.state_dict),
+    "a thread": lambda module: in_threads(module.state_dict)[0],
 }
-
-
-def in_a_thread(call):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(call()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 class Recurrent(nn.Module):
@@ -456,6 +337,7 @@ class Recurrent(nn.Module):
     inside = None
 
     def forward(self, x):
+        assert self.head.weight is self.rnn.weight_ih_l0
         hidden = self.head(self.rnn(x)[0])
         type(self).inside()
         return self.late(hidden)
@@ -580,29 +462,32 @@ def test_a_part_that_the_forward_makes_is_lent_at_once(make):
         assert torch.equal(model.late.weight.grad, model.first.weight.grad)
 
 
-class CallsTheWhole(torch.autograd.Function):
-    """Its backward runs the whole model, as solvers of adjoint equations do."""
+class InBackward(torch.autograd.Function):
+    """Its backward makes a call, as solvers of adjoint equations do."""
 
     @staticmethod
-    def forward(ctx, x, model):
-        ctx.model = model
+    def forward(ctx, x, call):
+        ctx.call = call
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        with torch.no_grad():
-            ctx.model.seen.append(ctx.model(inputs()))
+        ctx.call()
         return grad, None
 
 
 def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itself():
     model, _ = start()
     expected = model(inputs())
-    model.first.register_forward_hook(lambda part, args, out: CallsTheWhole.apply(out, model))
-    loss = model.first(inputs()).float().sum()
-    model.seen = []
-    loss.backward()
-    assert torch.equal(model.seen[-1], expected) and is_float(model)
+    found = []
+
+    def call():
+        with torch.no_grad():
+            found.append(model(inputs()))
+
+    model.first.register_forward_hook(lambda part, args, out: InBackward.apply(out, call))
+    model.first(inputs()).float().sum().backward()
+    assert torch.equal(found[-1], expected) and is_float(model)
     assert torch.equal(model(inputs()), expected)
 
 
@@ -612,19 +497,11 @@ def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itsel
 def test_a_method_may_mix_a_parts_result_with_a_weight_of_its_own():
     """As CLIP's `encode_text`: the weight is FP32 there, and so is what parts return."""
 
-    class Projects(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(4, 8)
-            self.projection = nn.Parameter(torch.randn(8, 2))
-
-        def encode(self, x):
-            return self.layer(x) @ self.projection
-
-    model, optimizer = start(Projects())
-    expected = copy.deepcopy(model).encode(inputs())
-    found = model.encode(inputs())
+    torch.manual_seed(0)
+    parts = {"layer": nn.Linear(4, 8), "projection": nn.Parameter(torch.randn(8, 2))}
+    model, optimizer = start(Made(lambda self, x: self.layer(x) @ self.projection, **parts))
+    expected = model.does(copy.deepcopy(model), inputs())
+    found = model.does(model, inputs())
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     found.sum().backward()
@@ -638,7 +515,6 @@ def test_checkpoints_around_parts_that_are_called_from_outside(place, reentrant)
     grads = []
     for with_checkpoints in (False, True):
         model, _ = start(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-        model.load_state_dict(nn.Sequential(*model).state_dict())
         with torch.no_grad():
             for index, weight in enumerate(model.parameters()):
                 weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight) + index)
@@ -652,7 +528,6 @@ def test_checkpoints_around_parts_that_are_called_from_outside(place, reentrant)
 
         call(whole, inputs().requires_grad_(), "all").square().mean().backward()
         grads.append([weight.grad for weight in model.parameters()])
-        ampatch.deactivate()
     assert all(map(torch.equal, *grads))
 
 
@@ -681,26 +556,38 @@ def test_a_part_called_while_another_thread_runs_the_model_waits_and_has_its_gra
     assert model.first.weight.grad is not None and is_float(model)
 
 
-USES = {
-    "clip": lambda model: float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) > 0,
-    "zero_grad": lambda model: model.zero_grad() or all(p.grad is None for p in model.parameters()),
-    "load_state_dict": lambda model: bool(model.load_state_dict(Net().state_dict())),
+ENDS = {
+    "forward": lambda model, optimizer: model(inputs()) is not None,
+    "scale_loss": lambda model, optimizer: entered(optimizer),
+    "deactivate": lambda model, optimizer: ampatch.deactivate() is None,
+    "clip": lambda model, optimizer: float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) > 0,
+    "zero_grad": lambda model, optimizer: (
+        model.zero_grad() or all(p.grad is None for p in model.parameters())
+    ),
+    "load_state_dict": lambda model, optimizer: bool(model.load_state_dict(Net().state_dict())),
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_what_ctrl_c_leaves_is_taken_back_before(use):
-    model, _ = start()
+def entered(optimizer):
+    with ampatch.scale_loss(torch.zeros(1, requires_grad=True).sum(), optimizer):
+        return True
+
+
+@pytest.mark.parametrize("then", ENDS)
+def test_what_ctrl_c_leaves_is_taken_back_before(then):
+    """It skips the forward hooks.  A weight that is loaded meanwhile counts."""
+    model, optimizer = start()
     model(inputs()).sum().backward()
 
     def stop(model):
+        model.inside = lambda model: None
         raise KeyboardInterrupt
 
     model.inside = stop
     with pytest.raises(KeyboardInterrupt):
         model(inputs())
-    assert USES[use](model) and is_float(model)
-    if use == "load_state_dict":
+    assert ENDS[then](model, optimizer) and is_float(model)
+    if then == "load_state_dict":
         expected = Net().state_dict()
         assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
 
@@ -719,9 +606,7 @@ def test_writes_through_data_that_begin_after_a_warm_up_are_found():
 
 
 def test_a_forward_that_writes_into_its_weights_is_warned_once(caplog):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", dtype=HALF)
+    model, _ = start(verbosity=1)
     model.inside = lambda model: model.first.weight.data.mul_(0.9)
     for _ in range(3):
         model(inputs())
@@ -742,20 +627,18 @@ def test_a_parametrization_that_comes_later():
 def test_modules_that_are_made_elsewhere_cost_nothing():
     model, _ = start()
     model(inputs())
-    trees = dict(ampatch.session.session.registry.table.managed(model)._lent._trees)
+    trees = dict(ampatch.session.session.registry.table.managed(model).lent._trees)
     nn.Linear(2, 2)
     model(inputs())
-    assert ampatch.session.session.registry.table.managed(model)._lent._trees == trees
+    assert ampatch.session.session.registry.table.managed(model).lent._trees == trees
     model.third = nn.Linear(2, 2)
     model(inputs())
-    assert ampatch.session.session.registry.table.managed(model)._lent._trees != trees
+    assert ampatch.session.session.registry.table.managed(model).lent._trees != trees
 
 
 def test_nan_weights_are_not_taken_for_written_ones(caplog):
     """A training that has diverged: the forward has written nothing, and nothing is said."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", dtype=HALF)
+    model, _ = start(verbosity=1)
     with torch.no_grad():
         model.first.weight.fill_(float("nan"))
     model(inputs())
@@ -764,38 +647,14 @@ def test_nan_weights_are_not_taken_for_written_ones(caplog):
 
 def test_a_backward_of_one_part_may_call_another_part():
     """The forward's copies are in place then, and the other part lends within."""
-    model = nn.ModuleDict({"one": CallsInBackward(), "other": nn.Linear(4, 4)})
-    model["one"].behind = [model["other"]]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
-    x = torch.randn(2, 4, requires_grad=True)
-    model["one"](x).sum().backward()
-    other = copy.deepcopy(model["other"]).to(torch.bfloat16)
-    with torch.no_grad():
-        expected = other(torch.ones(2, 4, dtype=torch.bfloat16)).float()
-    assert torch.equal(model["one"].seen, expected)
-    assert all(one.dtype is torch.float32 for one in model.parameters())
-    assert model["other"](x).dtype is torch.float32  # nobody waits for a turn
-
-
-class CallsInBackward(nn.Module):
-    """Its gradient passes through a function that calls the module in `behind`."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.behind, self.seen = nn.Parameter(torch.ones(4)), [], None
-
-    def forward(self, x):
-        part = self
-
-        class Calls(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                part.seen = part.behind[0](torch.ones(2, 4))
-                return grad
-
-        return Calls.apply(x * self.weight)
+    found = []
+    one = Made(
+        lambda self, x: InBackward.apply(x * self.weight, lambda: found.append(other(inputs()))),
+        weight=nn.Parameter(torch.ones(4)),
+    )
+    other = nn.Linear(4, 4)
+    model, _ = start(nn.ModuleList([one, other]))
+    expected = other(inputs())
+    one(inputs().requires_grad_()).sum().backward()
+    assert torch.equal(found[0], expected) and is_float(model)
+    assert other(inputs()).dtype is torch.float32  # nobody waits for a turn

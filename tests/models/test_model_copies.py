@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 
 import pytest
 import torch
+from small_training import dtypes, managed
+from small_training import train_with_norms as train
+from small_training import with_norms as build
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch
 
 
-def build(seed=0):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
-    model.register_buffer("offset", torch.randn(2))
-    return model
-
-
-def start(level, dtype=torch.float16, seed=0, **settings):
-    model = build(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **settings)
-    return model, optimizer
-
-
-def train(model, optimizer, steps=3):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 3)).float().square().mean()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-
-
-def dtypes(model):
-    return {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
+def start(level, dtype=torch.float16, **settings):
+    sgd = functools.partial(torch.optim.SGD, momentum=0.9)
+    return managed(build(), level, dtype, sgd, **settings)
 
 
 def through_pickle(model):
@@ -156,40 +138,6 @@ def test_averaged_model_averages_float_values(kind, level, half):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_averages_at_o3_are_torchs_own_of_a_half_model(kind, half):
-    """Nothing keeps FP32 values there."""
-    model, optimizer = start("O3", half)
-    plain = copy.deepcopy(model)
-    averaged, theirs = (AveragedModel(one, **AVERAGES[kind]) for one in (model, plain))
-    for _ in range(4):
-        train(model, optimizer, steps=1)
-        plain.load_state_dict(model.state_dict())
-        averaged.update_parameters(model)
-        theirs.update_parameters(plain)
-    assert averaged.module[0].weight.dtype is half
-    for ours, expected in zip(averaged.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(ours, expected)
-
-
-def test_averages_of_plain_models_are_torchs_own():
-    """Of unmanaged half and FP32 models, beside one that is managed."""
-    found = []
-    for managed in (False, True):
-        if managed:
-            start("O2")
-        for dtype in (torch.float32, torch.bfloat16):
-            model = build(seed=3).to(dtype)
-            averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-            for number in range(3):
-                averaged.update_parameters(model)
-                with torch.no_grad():
-                    model[0].weight.add_(number + 1)
-            assert averaged.module[0].weight.dtype is dtype
-            found.append(averaged.module[0].weight)
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
-
-
 def test_update_bn_of_the_average_and_of_the_model(opt_level):
     """The statistics become those of the loader's data, as in FP32; an average of O3 is half."""
     loader = [torch.randn(16, 3, generator=torch.Generator().manual_seed(n)) for n in range(3)]
@@ -206,30 +154,6 @@ def test_update_bn_of_the_average_and_of_the_model(opt_level):
         for name in ("running_mean", "running_var"):
             ours, theirs = getattr(found[1], name), getattr(plain[1], name)
             torch.testing.assert_close(ours.float(), theirs, atol=0.02, rtol=0.02)
-
-
-@pytest.mark.parametrize("how", ["parameters", "state_dict", "master_params", "deepcopy"])
-def test_averages_by_hand_see_float_values(how, half):
-    model, optimizer = start("O2", half)
-    sources = {
-        "parameters": lambda: [p.detach() for p in model.parameters()],
-        "state_dict": lambda: [model.state_dict()[name] for name, _ in model.named_parameters()],
-        "master_params": lambda: [p.detach() for p in ampatch.master_params(optimizer)],
-        "deepcopy": lambda: [p.detach() for p in copy.deepcopy(model).parameters()],
-    }
-    average_model = copy.deepcopy(model)
-    seen = []
-    for _ in range(4):
-        train(model, optimizer, steps=1)
-        seen.append([p.detach().clone() for p in ampatch.master_params(optimizer)])
-        with torch.no_grad():
-            for ours, value in zip(average_model.parameters(), sources[how](), strict=True):
-                ours.lerp_(value, 1 - DECAY)
-    start_values = [param.detach() for param in build().parameters()]
-    for ours, *values in zip(average_model.parameters(), start_values, *seen, strict=True):
-        torch.testing.assert_close(
-            ours.detach().double(), average(values, "EMA"), atol=1e-6, rtol=0
-        )
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "data", "copy_"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import pytest
 import torch
-from torch import nn
+from small_training import dtypes, managed
+from small_training import train_with_norms as train
+from small_training import with_norms as build
 
 import ampatch
 
@@ -14,31 +16,9 @@ NORMS = {"1.weight", "1.bias", "1.running_mean", "1.running_var"}
 FLOAT = {"offset"}  # buffers of the user's stay in FP32, as under autocast
 
 
-def build(seed=0):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
-    model.register_buffer("offset", torch.randn(2))
-    return model
-
-
-def start(level, dtype=torch.float16, seed=0, **settings):
-    model = build(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **settings)
-    return model, optimizer
-
-
-def train(model, optimizer, steps=3):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 3)).float().square().mean()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-
-
-def dtypes(model):
-    return {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
+def start(level, dtype=torch.float16, **settings):
+    sgd = functools.partial(torch.optim.SGD, momentum=0.9)
+    return managed(build(), level, dtype, sgd, **settings)
 
 
 def dtypes_inside(model):
@@ -133,36 +113,6 @@ def test_the_forward_sees_the_rounded_float_weights(half):
 # state_dict
 
 
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(self.embed(x).mean(1))
-
-
-def test_shared_weights_stay_shared():
-    model, plain = Shared(), Shared()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", init_scale=64.0, verbosity=0)
-    assert model.head.weight is model.embed.weight
-    (master,) = ampatch.master_params(optimizer)
-    state = model.state_dict()
-    for name in ("embed.weight", "head.weight"):
-        assert torch.equal(state[name], plain.embed.weight) and state[name].dtype is torch.float32
-    copied = copy.deepcopy(model)
-    assert copied.head.weight is copied.embed.weight and copied.head.weight.dtype is torch.float32
-    loss = model(torch.tensor([[1, 2]])).square().sum()
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    plain(torch.tensor([[1, 2]])).square().sum().backward()
-    assert torch.allclose(master.grad, plain.embed.weight.grad, rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_state_dict_is_what_there_is(level, half):
     """The model's own tensors: FP32 at O2, half at O3."""
@@ -179,63 +129,3 @@ def test_state_dict_is_what_there_is(level, half):
     plain = build()
     plain.load_state_dict(state)  # a plain script reads it
     assert torch.equal(plain[0].weight, model[0].weight.float())
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("part", [False, True])
-def test_what_is_loaded_is_what_trains(half, trained, part):
-    """To the bit in FP32, and the next forward computes with its rounding."""
-    model, optimizer = start("O2", half)
-    if trained:
-        train(model, optimizer)
-    other = build(seed=5)
-    if part:
-        model[3].load_state_dict(other[3].state_dict())
-    else:
-        model.load_state_dict(other.state_dict())
-    for owner, theirs in ((model[3], other[3]), (model, other))[: 1 if part else 2]:
-        expected = theirs.state_dict()
-        for name, value in owner.state_dict().items():
-            assert torch.equal(value, expected[name]), name
-    optimizer.zero_grad()
-    optimizer.step()  # without gradients
-    assert all(map(torch.equal, model[3].parameters(), other[3].parameters()))
-    x = torch.randn(4, 4)
-    expected = torch.nn.functional.linear(
-        x.to(half), other[3].weight.to(half), other[3].bias.to(half)
-    )
-    assert torch.equal(model[3](x), expected.float())
-
-
-WRITES = {
-    "in place": lambda model, value: model[3].weight.copy_(value),
-    "data": lambda model, value: model[3].weight.data.copy_(value),
-    "new data": lambda model, value: setattr(model[3].weight, "data", value.clone()),
-    "state_dict": lambda model, value: model.state_dict()["3.weight"].copy_(value),
-    "parameters()": lambda model, value: list(model.parameters())[-2].copy_(value),
-}
-
-
-@pytest.mark.parametrize("way", WRITES)
-@pytest.mark.parametrize("trained", [False, True])
-def test_what_is_written_into_a_weight_counts(way, trained, half):
-    """The next forward and the next step start from it, with all its FP32 bits."""
-    model, optimizer = start("O2", half, init_scale=64.0)
-    if trained:
-        train(model, optimizer)
-    value = torch.rand(2, 4) + 1 / 3
-    with torch.no_grad():
-        WRITES[way](model, value)
-    optimizer.zero_grad()
-    x = torch.randn(4, 4)
-    output = model[3](x)
-    bias = model[3].bias.to(half)
-    expected = torch.nn.functional.linear(x.to(half), value.to(half), bias)
-    assert torch.equal(output, expected.float())
-    with ampatch.scale_loss(output.square().mean(), optimizer) as scaled:
-        scaled.backward()
-    for group in optimizer.param_groups:
-        group["momentum"] = 0.0
-    grad = model[3].weight.grad.clone()
-    optimizer.step()
-    assert torch.equal(model[3].weight, torch.add(value, grad, alpha=-0.1))

@@ -1,4 +1,4 @@
-"""Lazy modules, distributed checkpoints, parameters given twice, averages by hand."""
+"""Lazy modules, distributed checkpoints, averages by hand, shared memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from small_training import managed, step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampatch
 from ampatch.errors import AmpatchError
@@ -34,21 +34,14 @@ class Net(nn.Module):
         return self.norm(self.encoder(x))
 
 
-def start(level, dtype=torch.bfloat16, model=None, kind=torch.optim.AdamW, **settings):
+def start(level, model=None, **settings):
     model = Net() if model is None else model
-    optimizer = kind(model.parameters(), lr=0.01)
-    ampatch.initialize(
-        model, optimizer, opt_level=level, dtype=dtype, **{"verbosity": 0} | settings
-    )
-    return model, optimizer
+    return managed(model, level, kind=torch.optim.AdamW, lr=0.01, **settings)
 
 
 def train(model, optimizer, steps=3):
     for _ in range(steps):
-        optimizer.zero_grad()
-        with ampatch.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(model(X).float().square().mean(), optimizer)
 
 
 # Lazy modules
@@ -133,48 +126,7 @@ def assert_same(found, expected):
         assert found == expected
 
 
-# Parameters given twice
-
-
-@pytest.mark.parametrize("given", ["itself", "named", "list", "generator"])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_parameter_that_the_optimizer_has_is_refused(given, level):
-    model, optimizer = start(level, kind=torch.optim.SGD)
-    known = model.encoder[0].weight
-    params = {
-        "itself": known,
-        "named": [("name", known)],
-        "list": [torch.nn.Parameter(torch.ones(1)), known],
-        "generator": (param for param in [known]),
-    }[given]
-    groups = len(optimizer.param_groups)
-    with pytest.raises(ValueError):
-        optimizer.add_param_group({"params": params})
-    assert len(optimizer.param_groups) == groups
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1.0})
-    assert len(optimizer.param_groups) == groups + 1
-
-
 # Averages
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("kind", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}])
-def test_the_average_of_a_part(level, kind):
-    """As the average of the whole model is: in the weights' dtype."""
-    model, optimizer = start(level)
-    part, whole = AveragedModel(model.encoder, **kind), AveragedModel(model, **kind)
-    for _ in range(5):
-        train(model, optimizer, 1)
-        part.update_parameters(model.encoder)
-        whole.update_parameters(model)
-    for ours, expected in zip(part.parameters(), whole.module.encoder.parameters(), strict=True):
-        assert torch.equal(ours, expected)
-    kind = torch.bfloat16 if level == "O3" else torch.float32
-    assert {p.dtype for p in part.parameters()} == {kind}
-    with ampatch.disable_casts():
-        x = X.to(kind)
-        assert torch.equal(part(x), whole.module.encoder(x))
 
 
 UPDATES = {
@@ -228,10 +180,7 @@ def test_parameters_that_share_their_memory_go_on_sharing_it(level, frozen):
     ampatch.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
     for _ in range(2):
         before = first.weight.detach().clone()
-        optimizer.zero_grad()
-        with ampatch.scale_loss(model(torch.ones(2, 4)).square().sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(model(torch.ones(2, 4)).square().sum(), optimizer)
         assert torch.equal(first.weight, second.weight) and not torch.equal(first.weight, before)
     with torch.no_grad():
         first.weight.fill_(0.25)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import managed, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -32,12 +33,9 @@ class Net(nn.Module):
         return x
 
 
-def dtypes_under(overrides: dict, opt_level: str = "O1") -> list:
-    model = ampatch.initialize(
-        Net(), opt_level=opt_level, dtype=H, overrides=overrides, verbosity=0
-    )
-    model(X).sum().backward()
-    return model.dtypes
+def start(model, level, overrides, **settings):
+    settings = {"dtype": H, "verbosity": 0, **settings}
+    return ampatch.initialize(model, opt_level=level, overrides=overrides, **settings)
 
 
 @pytest.mark.parametrize(
@@ -54,22 +52,20 @@ def dtypes_under(overrides: dict, opt_level: str = "O1") -> list:
     ],
 )
 def test_overrides_at_o1(overrides, expected):
-    assert dtypes_under(overrides) == expected
+    model = start(Net(), "O1", overrides)
+    model(X).sum().backward()
+    assert model.dtypes == expected
 
 
 def test_overrides_of_a_function_without_a_row():
-    ampatch.initialize(
-        [], dtype=H, overrides={torch.tanh: "float"}, patch_scope="process", verbosity=0
-    )
+    start([], "O1", {torch.tanh: "float"}, patch_scope="process")
     assert torch.tanh(X.to(H)).dtype is torch.float32
     ampatch.deactivate()
     assert torch.tanh(X.to(H)).dtype is H
 
 
 def test_overrides_at_o2():
-    model = ampatch.initialize(
-        Net(), opt_level="O2", dtype=H, overrides={"body.two": "float"}, verbosity=0
-    )
+    model = start(Net(), "O2", {"body.two": "float"})
     seen = []
     for part in model.body.values():
         part.register_forward_pre_hook(
@@ -115,18 +111,14 @@ FUNCTIONS = {torch.bmm: "float", torch.Tensor.softmax: "half"}
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_overrides_of_functions_at_every_level(level):
-    model, x = Attention(), torch.randn(2, 3, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level=level, dtype=H, overrides=FUNCTIONS, verbosity=0)
+    (model, optimizer), x = managed(Attention(), level, overrides=FUNCTIONS), torch.randn(2, 3, 8)
     with DtypesOf(BMM, SOFTMAX, ADDMM) as ops:
         output = model(x)
     assert ops.seen == {BMM: {torch.float32}, SOFTMAX: {H}, ADDMM: {H}}
     fast = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(fast(x), output)
     before = model.q.weight.detach().clone()
-    with ampatch.scale_loss(output.float().square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(output.float().square().mean(), optimizer)
     assert not torch.equal(before, model.q.weight)
     assert torch.bmm(x, x.mT).dtype is torch.float32  # FP32 in, FP32 out
     if level != "O1":
@@ -137,14 +129,7 @@ def test_an_override_wins_over_the_rows_of_what_the_function_calls():
     """F.softmax is Python and calls Tensor.softmax; F.mse_loss calls a builtin."""
     functions, single = nn.functional, torch.ones(2, 2)
     rules = {functions.softmax: "half", functions.mse_loss: "half"}
-    ampatch.initialize(
-        nn.Linear(2, 2),
-        opt_level="O1",
-        dtype=H,
-        overrides=rules,
-        patch_scope="process",
-        verbosity=0,
-    )
+    start(nn.Linear(2, 2), "O1", rules, patch_scope="process")
     assert functions.softmax(single, -1).dtype is H
     assert functions.mse_loss(single, single).dtype is H
     assert torch.softmax(single.to(H), -1).dtype is torch.float32  # another function
@@ -159,17 +144,13 @@ class Fourier(nn.Linear):
 
 
 def test_a_function_that_has_no_half_at_o2():
-    model = Fourier(3, 3)  # 3 is no power of 2
-    ampatch.initialize(
-        model, opt_level="O2", dtype=H, overrides={torch.fft.rfft: "float"}, verbosity=0
-    )
+    model = start(Fourier(3, 3), "O2", {torch.fft.rfft: "float"})  # 3 is no power of 2
     assert model(torch.ones(1, 3)).dtype is torch.float32
 
 
 def test_functions_at_o2_beside_a_session_at_o1():
     """The tables come and go with the O1 session; the overrides stay what they are."""
-    half, x = Attention(), torch.randn(2, 3, 8)
-    ampatch.initialize(half, opt_level="O2", dtype=H, overrides=FUNCTIONS, verbosity=0)
+    half, x = start(Attention(), "O2", FUNCTIONS), torch.randn(2, 3, 8)
     with DtypesOf(BMM) as alone:
         expected = half(x)
     full = nn.Linear(8, 8)
@@ -179,9 +160,7 @@ def test_functions_at_o2_beside_a_session_at_o1():
         assert torch.equal(half(x), expected)
         assert torch.bmm(x.to(H), x.mT).dtype is H and full(x).dtype is H
     assert alone.seen == {BMM: {torch.float32}} and beside.seen == {BMM: {torch.float32, H}}
-    late = ampatch.initialize(
-        Attention(), opt_level="O3", dtype=H, overrides={torch.bmm: "float"}, verbosity=0
-    )
+    late = start(Attention(), "O3", {torch.bmm: "float"})
     assert F.linear(X, full.weight[:, :4]).dtype is torch.float32 and full(x).dtype is H
     assert late(x).dtype is torch.float32
     ampatch.initialize(full, optimizer, opt_level="O0", verbosity=0)
@@ -205,9 +184,7 @@ def test_a_norm_in_half_at_o2(settings, norm):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 4, 1), norm(4, affine=True, track_running_stats=True))
     plain, seen = copy.deepcopy(model), []
-    ampatch.initialize(
-        model, opt_level="O2", dtype=H, overrides={norm: "half"}, verbosity=0, **settings
-    )
+    start(model, "O2", {norm: "half"}, **settings)
     model[1].register_forward_hook(
         lambda module, args, out: seen.append((module.weight.dtype, args[0].dtype, out.dtype))
     )
@@ -224,10 +201,7 @@ def test_a_norm_in_half_at_o2(settings, norm):
 def test_a_float_module_gets_a_master_free_fp32_weight(level):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     weight = model[1].weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(
-        model, optimizer, opt_level=level, dtype=H, overrides={"1": "float"}, verbosity=0
-    )
+    _, optimizer = managed(model, level, overrides={"1": "float"})
     assert model[1].weight is weight and weight.dtype is torch.float32
     assert any(weight is parameter for parameter in ampatch.master_params(optimizer))
 
@@ -238,12 +212,9 @@ def test_orthogonal_weights_of_half_models_are_computed_in_fp32(level, orthogona
     """In half torch's `matrix_exp` gives inf and NaN on the CPU, and `solve` is not there."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     nn.utils.parametrizations.orthogonal(model[1], orthogonal_map=orthogonal_map)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level=level, dtype=H, verbosity=0)
+    _, optimizer = managed(model, level)
     for _ in range(3):
-        optimizer.zero_grad()
-        model(X).pow(2).mean().backward()
-        optimizer.step()
+        step(model(X).pow(2).mean(), optimizer)
     weight = model[1].weight
     assert weight.dtype is (H if level == "O3" else torch.float32)
     torch.testing.assert_close(weight.float() @ weight.float().T, torch.eye(4), rtol=0, atol=0.02)
@@ -300,10 +271,7 @@ def nested(level: str, overrides: dict, **attributes) -> tuple[nn.Module, list[t
     model = Coder()
     vars(model).update(attributes)
     expected = results(copy.deepcopy(model))
-    ampatch.initialize(
-        model, opt_level=level, dtype=torch.float16, overrides=overrides, verbosity=0
-    )
-    return model, expected
+    return start(model, level, overrides, dtype=torch.float16), expected
 
 
 def assert_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

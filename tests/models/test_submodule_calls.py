@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from small_training import Made, in_threads, managed, step
 from torch import nn
 
 import ampatch
@@ -68,9 +69,7 @@ CALLS = {
 
 
 def start(level, dtype=torch.bfloat16, model=None):
-    model = Net() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+    return managed(Net() if model is None else model, level, dtype)
 
 
 @HALF_LEVELS
@@ -84,22 +83,6 @@ def test_parts_and_methods_take_float_inputs(level, name, half):
         )
         model(X)
         plain(X)
-
-
-def test_they_train(half):
-    """The gradients of a loss on a part reach the optimizer."""
-    (model, optimizer), plain = start("O2", half), Net()
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        with ampatch.scale_loss(model.encode(X).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        theirs.zero_grad()
-        plain.encode(X).square().mean().backward()
-        theirs.step()
-    for (name, ours), other in zip(model.state_dict().items(), plain.state_dict().values()):
-        torch.testing.assert_close(ours, other, rtol=0.05, atol=0.02, msg=name)
 
 
 @HALF_LEVELS
@@ -120,15 +103,7 @@ def test_large_inputs_of_a_part_count(level):
     )
     big = torch.full((3, 4), 1e5)
 
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(x / 1e5)
-
-    inner = nn.Sequential(Scaled())
+    inner = nn.Sequential(Made(lambda self, x: self.layer(x / 1e5), layer=nn.Linear(4, 4)))
     plain = copy.deepcopy(inner)
     start(level, torch.float16, inner)
     torch.testing.assert_close(inner[0](big).float(), plain[0](big), rtol=0.02, atol=0.02)
@@ -136,18 +111,13 @@ def test_large_inputs_of_a_part_count(level):
 
 @HALF_LEVELS
 def test_a_part_may_call_itself_and_may_fail(level):
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def deep(self, x, depth):
+        if depth < 0:
+            raise ValueError("too deep")
+        x = self.layer(x)
+        return self(x, depth - 1) if depth else x
 
-        def forward(self, x, depth):
-            if depth < 0:
-                raise ValueError("too deep")
-            x = self.layer(x)
-            return self(x, depth - 1) if depth else x
-
-    model, _ = start(level, model=nn.Sequential(Deep()))
+    model, _ = start(level, model=nn.Sequential(Made(deep, layer=nn.Linear(4, 4))))
     for _ in range(2):
         assert model[0](X, 3).shape == (3, 4)
         with pytest.raises(ValueError, match="too deep"):
@@ -161,20 +131,13 @@ def test_in_its_own_forward_a_model_has_no_hooks_on_its_parts(level, threads):
     """Where weights are lent and several threads call the model, the hooks stay: these wait."""
     counts = []
 
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def count(self, x):
+        counts.append(len(self.layer._forward_pre_hooks) + len(self.layer._forward_hooks))
+        return self.layer(x)
 
-        def forward(self, x):
-            counts.append(len(self.layer._forward_pre_hooks) + len(self.layer._forward_hooks))
-            return self.layer(x)
-
-    model, _ = start(level, model=Counting())
+    model, _ = start(level, model=Made(count, layer=nn.Linear(4, 4)))
     if threads > 1:
-        thread = threading.Thread(target=lambda: model(X))
-        thread.start()
-        thread.join()
+        in_threads(lambda: model(X))
         counts.clear()
     model(X)
     outside = len(model.layer._forward_pre_hooks) + len(model.layer._forward_hooks)
@@ -189,28 +152,17 @@ def test_recomputation_gets_the_inputs_of_its_forward(level, reentrant):
     """A mask that is in FP32 within the forward is so in its recomputation."""
     dtypes = []
 
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def inner(self, x, mask):
+        dtypes.append(mask.dtype)
+        return self.layer(x) + mask.to(x.dtype)
 
-        def forward(self, x, mask):
-            dtypes.append(mask.dtype)
-            return self.layer(x) + mask.to(x.dtype)
+    def outer(self, x):
+        mask, x = torch.full((3, 4), 0.5), x.requires_grad_()
+        return torch.utils.checkpoint.checkpoint(self.inner, x, mask, use_reentrant=reentrant)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x):
-            mask = torch.full((3, 4), 0.5)
-            x = x.requires_grad_()
-            return torch.utils.checkpoint.checkpoint(self.inner, x, mask, use_reentrant=reentrant)
-
-    model, optimizer = start(level, model=Outer())
-    with ampatch.scale_loss(model(X.clone()).sum(), optimizer) as scaled:
-        scaled.backward()
+    model = Made(outer, inner=Made(inner, layer=nn.Linear(4, 4)))
+    model, optimizer = start(level, model=model)
+    step(model(X.clone()).sum(), optimizer)
     assert dtypes == [torch.float32] * 2
 
 
@@ -237,9 +189,7 @@ def test_another_dtype_is_refused_and_nothing_changed(opt_level, name):
     for parameter_name, parameter in model.named_parameters():
         known, dtype, value = before[parameter_name]
         assert parameter is known and parameter.dtype is dtype and torch.equal(parameter, value)
-    with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(model(X).float().sum(), optimizer)
 
 
 def test_float_changes_nothing_but_at_o3(opt_level):
@@ -260,11 +210,27 @@ def test_what_changes_no_dtype_works(opt_level):
     assert model.requires_grad_() is model and model.share_memory() is model
     other = nn.Linear(2, 2)
     assert other.half().weight.dtype is torch.float16  # it is unmanaged
-    with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(model(X).float().sum(), optimizer)
     ampatch.deactivate()
     assert model.double().head.weight.dtype is torch.float64
+
+
+def test_a_move_that_exchanges_what_is_inside_keeps_parameters_and_torchs_setting(opt_level):
+    model, optimizer = start(opt_level)
+    before = list(model.parameters())
+    model.to("meta")
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert before[0].is_meta and optimizer.param_groups[0]["params"][0] is before[0]
+    assert not torch.__future__.get_swap_module_params_on_conversion()
+
+
+@contextlib.contextmanager
+def swapping(does):
+    torch.__future__.set_swap_module_params_on_conversion(does)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @HALF_LEVELS
@@ -272,18 +238,12 @@ def test_swapping_parameters_on_conversion(level):
     """`set_swap_module_params_on_conversion(True)` exchanges what is inside the parameters."""
     model, optimizer = start(level)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    with swapping(True):
         model.to("cpu")
         model.to(memory_format=torch.channels_last)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for _ in range(2):
-        optimizer.zero_grad()
-        with ampatch.scale_loss(model(X).square().sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(model(X).square().sum(), optimizer)
     after = model.state_dict()
     assert not torch.equal(after["head.weight"], before["head.weight"])
     assert torch.equal(after["head.weight"], model.head.weight)
@@ -300,11 +260,8 @@ def test_moving_a_model_with_gradients_keeps_them(half):
         with ampatch.scale_loss(model(X).square().sum(), optimizer) as scaled:
             scaled.backward()
         if swaps is not None:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
-            try:
+            with swapping(swaps):
                 model.to(memory_format=torch.channels_last).to("cpu")
-            finally:
-                torch.__future__.set_swap_module_params_on_conversion(False)
         optimizer.step()
         ends.append([value.clone() for value in model.state_dict().values()])
         ampatch.deactivate()

@@ -18,7 +18,7 @@ from warm_python import python
 
 import ampatch
 from ampatch.errors import UndoAll
-from ampatch.models import managed_model
+from ampatch.models import conversion
 
 H = torch.float16
 FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")
@@ -347,9 +347,9 @@ def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch
 
 def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
     model, optimizer = start(opt_level="O3")
-    found = managed_model.set_data
+    found = conversion.set_data
     monkeypatch.setattr(
-        managed_model,
+        conversion,
         "set_data",
         lambda t, data: failing("weight")() if t is model.weight else found(t, data),
     )

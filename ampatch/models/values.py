@@ -1,0 +1,118 @@
+"""Values that go into and out of a half model's forward, with the tensors in them cast."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+"""What is ever converted: not float64, and not the floats of 8 bits."""
+
+
+def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None = None) -> Any:
+    """`value` with `convert` applied to each tensor in it; container types are kept.
+
+    Looks into mappings (`ModelOutput`-like ones too), lists, tuples,
+    namedtuples and dataclasses; anything else is returned as it is, and so is
+    a container in which nothing changed.  A torch.fx proxy counts as a tensor.
+    Lists and mutable mappings of which a copy is made are noted in `copied`: the
+    original, the copy, and another copy of its items.
+    """
+    if isinstance(value, (Tensor, torch.fx.Proxy)):
+        return convert(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(item, convert, copied) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        mapped = _with_items(value, items)
+        if copied is not None and isinstance(value, MutableMapping):
+            copied.append((value, mapped, items))
+        return mapped
+    if isinstance(value, (list, tuple)):
+        listed = [map_tensors(item, convert, copied) for item in value]
+        if all(new is old for new, old in zip(listed, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*listed)
+        mapped = type(value)(listed)
+        if copied is not None and isinstance(value, list):
+            copied.append((value, mapped, listed))
+        return mapped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(value, convert, copied)
+    return value
+
+
+def _with_items(value: Any, items: dict) -> Any:
+    if type(value) in (dict, OrderedDict):
+        return type(value)(items)
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)
+    try:
+        mapped = copy.copy(value)
+    except TypeError:  # copying calls its constructor, and that asks for more
+        mapped = type(value).__new__(type(value))
+        vars(mapped).update(vars(value))
+    for key, item in items.items():
+        mapped[key] = item
+    return mapped
+
+
+def _map_dataclass(value: Any, convert: Callable, copied: list | None) -> Any:
+    old = {
+        f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
+    }
+    items = {name: map_tensors(item, convert, copied) for name, item in old.items()}
+    if all(items[name] is old[name] for name in items):
+        return value
+    mapped = copy.copy(value)
+    for name, item in items.items():
+        object.__setattr__(mapped, name, item)  # it may be frozen
+    return mapped
+
+
+def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Converts FP32 and half tensors to `dtype` and leaves the others alone.
+
+    Where torch.fx is recording, the conversion of whatever a proxy stands for is recorded.
+    """
+
+    def convert(tensor: Any) -> Any:
+        if isinstance(tensor, torch.fx.Proxy):
+            record = tensor.tracer.create_proxy
+            return record("call_function", cast_tensors, (tensor, dtype), {})
+        return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor
+
+    return convert
+
+
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with each FP32 or half tensor in it converted to `dtype`."""
+    if type(value) is Tensor:
+        found = value.dtype
+        return value.to(dtype) if found is not dtype and found in CASTABLE else value
+    return map_tensors(value, caster(dtype))
+
+
+def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether FP32 `values` would be lost in `dtype`, not merely rounded.
+
+    That is so for finite values that overflow, and for whole numbers that it cannot count.  Waits
+    for the device.  Tensors on "meta" have no values to lose.
+    """
+    if values.is_meta:
+        return False
+    values = values.detach()
+    if values.layout is not torch.strided:
+        values = (values.coalesce() if values.is_sparse else values).values()
+    large = values[values.isfinite() & (values.abs() >= 2 / torch.finfo(dtype).eps)]
+    whole = bool((large == large.round()).all())
+    rounded = large.to(dtype).to(values.dtype)
+    return bool(rounded.isinf().any()) or (whole and bool((rounded != large).any()))
