@@ -238,7 +238,7 @@ class Gradients:
         found = share_flag(seen, [self.step_group], self.parameters())
         self.check.found = found
         for deferred in self.waiting:
-            deferred.scaler.defer([found])
+            deferred.add([found])
 
     def take_found_inf(self) -> Flag | None:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""
@@ -373,8 +373,9 @@ class Scaled:
 
 
 class Deferred:
-    """A scaler's update that waits for the first step of some optimizers.
+    """A scaler's update that waits for the first step of some optimizers, with its overflow flags.
 
+    They are of these optimizers alone: other ranks know no more of them at that step.
     `together`: an overflow in the gradients of one has all of them skip.
     """
 
@@ -382,6 +383,7 @@ class Deferred:
         self.scaler = scaler
         self._together = together
         self._several: list[Gradients] = []
+        self._found: Flag | None = None  # None: there is nothing to learn
 
     def join(self, several: Sequence[Gradients]) -> None:
         """Wait for the step of these optimizers too."""
@@ -390,18 +392,22 @@ class Deferred:
                 self._several.append(one)
                 one.waiting.append(self)
 
+    def add(self, flags: list[Flag]) -> None:
+        """Keep these flags for the update."""
+        for found in flags:
+            self._found = found if self._found is None else either(self._found, found)
+
     def look_again(self) -> None:
         """Look for overflow that has come since: before the first step, in all gradients."""
         found = [one.look_again() for one in self._several]
         flags = [flag for flag in found if flag is not None]
-        if self.scaler.deferred is not None:  # else another step has counted for this one
-            self.scaler.defer(flags)
+        self.add(flags)
         if self._together:
             _skip_together(self._several, self.scaler, flags)
 
     def update(self) -> None:
-        """The first of them steps: the scaler reacts to the flags that it holds."""
-        self.scaler.update([])
+        """The first of them steps: the scaler reacts to the flags that were kept."""
+        self.scaler.update([] if self._found is None else [self._found])
         for one in self._several:
             one.waiting.remove(self)
 
@@ -423,12 +429,20 @@ def update_scaler(
         return
     if together:
         _skip_together(several, scaler, flags)
-    if at_step or trains_with_others():
-        scaler.defer(flags)
-        known = [one for some in several for one in some.waiting if one.scaler is scaler]
-        (known[0] if known else Deferred(scaler, together)).join(several)
-    else:
+    known: Deferred | None = None
+    for one in several:
+        for deferred in one.waiting:
+            if known is None and deferred.scaler is scaler:
+                known = deferred
+    waits = at_step or trains_with_others()
+    if known is None and not waits:
         scaler.update(flags)
+        return
+    known = known or Deferred(scaler, together)
+    known.join(several)
+    known.add(flags)
+    if not waits:
+        known.update()
 
 
 def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
