@@ -41,6 +41,10 @@ class Snapshot:
             for restore in restores:
                 restore()
 
+    def is_held(self) -> bool:
+        """Whether there is something to go back to."""
+        return bool(self._restores)
+
     def forget(self) -> None:
         """There is nothing to go back to any more."""
         self._restores, self._seen = [], {}
