@@ -58,6 +58,7 @@ class Gradients:
         self.optimizer = optimizer
         self.scaled: Scaled | None = None  # they wait, by that scale
         self.aside: list[tuple[Tensor, Tensor]] | None = None  # in a block: with earlier gradients
+        self._owners: dict[int, Gradients] = {}  # in a block
         self.check: Check | None = None  # None: none since they were zeroed
         self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
         self.had_block = False  # since the last step
@@ -107,6 +108,7 @@ class Gradients:
                 aside = list(zip(held, map(_grad_of, held), strict=True))
         else:
             self.check = self.scaled = None
+        self._owners = owners
         with _entering:
             self.aside = aside  # from here on there is something to put back
             self._blocks += 1
@@ -116,11 +118,10 @@ class Gradients:
         for param, _ in aside:  # so that what backward adds can be unscaled by itself
             param.grad = None
 
-    def after_backward(
-        self, scaler: Scaler, scale: Any, owners: dict[int, Gradients]
-    ) -> Flag | None:
+    def after_backward(self, scaler: Scaler, scale: Any) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
-        aside, self.aside = self.aside, None
+        aside, owners = self.aside, self._owners
+        self.aside, self._owners = None, {}
         found = self.unscale(scaler, scale, owners)
         if aside:
             put_back(aside)
@@ -128,17 +129,19 @@ class Gradients:
 
     def leave_scaled(self, block: Scaled) -> None:
         """`delay_unscale`: bring everything to the block's scale and leave it there."""
-        aside, self.aside = self.aside or [], None
+        aside = self.aside or []
+        self.aside, self._owners = None, {}
         block.scale_up([grad for _, grad in aside])
         put_back(aside)
         block.join(self)
 
-    def abandon(self, owners: dict[int, Gradients]) -> None:
+    def abandon(self) -> None:
         """The backward pass failed: drop what it left, put back what was there.
 
         Where backward added to earlier gradients, what it added stays in them, which is logged.
         """
-        aside, self.aside = self.aside, None
+        aside, owners = self.aside, self._owners
+        self.aside, self._owners = None, {}
         if aside is None:
             return
         if self.scaled is not None:
@@ -156,7 +159,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients, also those set aside: some may be unscaled and some not."""
-        self.aside = None
+        self.aside, self._owners = None, {}
         self.zeroed()
         drop_grads(self.parameters())
 
@@ -262,14 +265,18 @@ class Gradients:
         self.left_scaled = False
         if self.aside is not None:
             self.aside = []
+        if self._owners:  # others in the block may have set aside gradients of these tensors
+            zeroed = set(map(id, self.parameters()))
+            for owner in {id(one): one for one in self._owners.values()}.values():
+                owner.zeroed_by_others(zeroed)
 
-    def zeroed_by_model(self, zeroed: set[int]) -> None:
-        """Parameters (ids) of a model were zeroed; forget an overflow if no gradients are left."""
+    def zeroed_by_others(self, zeroed: set[int]) -> None:
+        """A model or an optimizer zeroed parameters (ids); without gradients forget an overflow."""
         if self.aside:
             self.aside = [(param, grad) for param, grad in self.aside if id(param) not in zeroed]
-        if (self.check is not None or self.left_scaled) and all(
-            param.grad is None or id(param) in zeroed for param in self.parameters()
-        ):
+        if self.aside or (self.check is None and not self.left_scaled):
+            return
+        if all(param.grad is None or id(param) in zeroed for param in self.parameters()):
             self.check, self.left_scaled = None, False
 
     def ready(self, wanted: set[int]) -> None:
