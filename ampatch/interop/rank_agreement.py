@@ -175,6 +175,9 @@ class _Meeting:
         """What this rank has."""
         self._mine = settings
         self._store.set(self._key(self._me), json.dumps(settings))
+        # `TCPStore.set` only sends: without an answer on the same connection a rank that has
+        # passed torch's verification, which has a way of its own, could look before it arrives.
+        self._has(self._me)
 
     def wait(self) -> None:
         """Until every rank that this one hears of has written, or the store's patience ends."""

@@ -58,6 +58,7 @@ class Gradients:
         self.optimizer = optimizer
         self.scaled: Scaled | None = None  # they wait, by that scale
         self.aside: list[tuple[Tensor, Tensor]] | None = None  # in a block: with earlier gradients
+        self._owners: dict[int, Gradients] = {}  # in a block
         self.check: Check | None = None  # None: none since they were zeroed
         self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
         self.had_block = False  # since the last step
@@ -107,6 +108,7 @@ class Gradients:
                 aside = list(zip(held, map(_grad_of, held), strict=True))
         else:
             self.check = self.scaled = None
+        self._owners = owners
         with _entering:
             self.aside = aside  # from here on there is something to put back
             self._blocks += 1
@@ -116,11 +118,10 @@ class Gradients:
         for param, _ in aside:  # so that what backward adds can be unscaled by itself
             param.grad = None
 
-    def after_backward(
-        self, scaler: Scaler, scale: Any, owners: dict[int, Gradients]
-    ) -> Flag | None:
+    def after_backward(self, scaler: Scaler, scale: Any) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
-        aside, self.aside = self.aside, None
+        aside, owners = self.aside, self._owners
+        self.aside, self._owners = None, {}
         found = self.unscale(scaler, scale, owners)
         if aside:
             put_back(aside)
@@ -128,17 +129,19 @@ class Gradients:
 
     def leave_scaled(self, block: Scaled) -> None:
         """`delay_unscale`: bring everything to the block's scale and leave it there."""
-        aside, self.aside = self.aside or [], None
+        aside = self.aside or []
+        self.aside, self._owners = None, {}
         block.scale_up([grad for _, grad in aside])
         put_back(aside)
         block.join(self)
 
-    def abandon(self, owners: dict[int, Gradients]) -> None:
+    def abandon(self) -> None:
         """The backward pass failed: drop what it left, put back what was there.
 
         Where backward added to earlier gradients, what it added stays in them, which is logged.
         """
-        aside, self.aside = self.aside, None
+        aside, owners = self.aside, self._owners
+        self.aside, self._owners = None, {}
         if aside is None:
             return
         if self.scaled is not None:
@@ -156,7 +159,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients, also those set aside: some may be unscaled and some not."""
-        self.aside = None
+        self.aside, self._owners = None, {}
         self.zeroed()
         drop_grads(self.parameters())
 
@@ -238,7 +241,7 @@ class Gradients:
         found = share_flag(seen, [self.step_group], self.parameters())
         self.check.found = found
         for deferred in self.waiting:
-            deferred.scaler.defer([found])
+            deferred.add([found])
 
     def take_found_inf(self) -> Flag | None:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""
@@ -262,14 +265,18 @@ class Gradients:
         self.left_scaled = False
         if self.aside is not None:
             self.aside = []
+        if self._owners:  # others in the block may have set aside gradients of these tensors
+            zeroed = set(map(id, self.parameters()))
+            for owner in {id(one): one for one in self._owners.values()}.values():
+                owner.zeroed_by_others(zeroed)
 
-    def zeroed_by_model(self, zeroed: set[int]) -> None:
-        """Parameters (ids) of a model were zeroed; forget an overflow if no gradients are left."""
+    def zeroed_by_others(self, zeroed: set[int]) -> None:
+        """A model or an optimizer zeroed parameters (ids); without gradients forget an overflow."""
         if self.aside:
             self.aside = [(param, grad) for param, grad in self.aside if id(param) not in zeroed]
-        if (self.check is not None or self.left_scaled) and all(
-            param.grad is None or id(param) in zeroed for param in self.parameters()
-        ):
+        if self.aside or (self.check is None and not self.left_scaled):
+            return
+        if all(param.grad is None or id(param) in zeroed for param in self.parameters()):
             self.check, self.left_scaled = None, False
 
     def ready(self, wanted: set[int]) -> None:
@@ -373,8 +380,9 @@ class Scaled:
 
 
 class Deferred:
-    """A scaler's update that waits for the first step of some optimizers.
+    """A scaler's update that waits for the first step of some optimizers, with its overflow flags.
 
+    They are of these optimizers alone: other ranks know no more of them at that step.
     `together`: an overflow in the gradients of one has all of them skip.
     """
 
@@ -382,6 +390,7 @@ class Deferred:
         self.scaler = scaler
         self._together = together
         self._several: list[Gradients] = []
+        self._found: Flag | None = None  # None: there is nothing to learn
 
     def join(self, several: Sequence[Gradients]) -> None:
         """Wait for the step of these optimizers too."""
@@ -390,18 +399,22 @@ class Deferred:
                 self._several.append(one)
                 one.waiting.append(self)
 
+    def add(self, flags: list[Flag]) -> None:
+        """Keep these flags for the update."""
+        for found in flags:
+            self._found = found if self._found is None else either(self._found, found)
+
     def look_again(self) -> None:
         """Look for overflow that has come since: before the first step, in all gradients."""
         found = [one.look_again() for one in self._several]
         flags = [flag for flag in found if flag is not None]
-        if self.scaler.deferred is not None:  # else another step has counted for this one
-            self.scaler.defer(flags)
+        self.add(flags)
         if self._together:
             _skip_together(self._several, self.scaler, flags)
 
     def update(self) -> None:
-        """The first of them steps: the scaler reacts to the flags that it holds."""
-        self.scaler.update([])
+        """The first of them steps: the scaler reacts to the flags that were kept."""
+        self.scaler.update([] if self._found is None else [self._found])
         for one in self._several:
             one.waiting.remove(self)
 
@@ -423,12 +436,20 @@ def update_scaler(
         return
     if together:
         _skip_together(several, scaler, flags)
-    if at_step or trains_with_others():
-        scaler.defer(flags)
-        known = [one for some in several for one in some.waiting if one.scaler is scaler]
-        (known[0] if known else Deferred(scaler, together)).join(several)
-    else:
+    known: Deferred | None = None
+    for one in several:
+        for deferred in one.waiting:
+            if known is None and deferred.scaler is scaler:
+                known = deferred
+    waits = at_step or trains_with_others()
+    if known is None and not waits:
         scaler.update(flags)
+        return
+    known = known or Deferred(scaler, together)
+    known.join(several)
+    known.add(flags)
+    if not waits:
+        known.update()
 
 
 def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:

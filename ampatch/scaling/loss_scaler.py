@@ -9,6 +9,7 @@ dynamic one moves is in `scale_value`.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import operator
 from typing import Any
@@ -138,7 +139,6 @@ class DynamicScaler:
     def __init__(self, **settings: Any) -> None:
         self.settings = ScaleSettings(**settings)
         self.generation = 0  # changes with the scale: gradients of another have another scale
-        self.deferred: Flag | None = None  # kept for the next `update`
         self._numbers = numbers_on(
             torch.device("cpu"), self.settings.bounded(self.settings.init_scale)
         )
@@ -173,18 +173,10 @@ class DynamicScaler:
         """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
         return self._numbers.unscale_(grads, scale)
 
-    def defer(self, flags: list[Flag]) -> None:
-        """Keep these flags for the next `update`."""
-        for found in flags:
-            self.deferred = found if self.deferred is None else either(self.deferred, found)
-
     def update(self, flags: list[Flag]) -> None:
-        """React to one step with these flags and those kept; without any there was no step."""
+        """React to one step with these flags; without any there was no step."""
         if flags:
-            self.defer(flags)
-        found, self.deferred = self.deferred, None
-        if found is not None:
-            self._numbers.update(found, self.settings)
+            self._numbers.update(functools.reduce(either, flags), self.settings)
             self.generation += 1
 
     def get(self) -> float:

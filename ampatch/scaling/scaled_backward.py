@@ -108,12 +108,12 @@ class ScaledBackward:
 
     def _abandon(self) -> None:
         for one in self._several:
-            one.abandon(self._owners)
+            one.abandon()
 
     def _unscale(self) -> None:
         flags = []
         for one in self._several:
-            found = one.after_backward(self._scaler, self._scale, self._owners)
+            found = one.after_backward(self._scaler, self._scale)
             if found is not None:
                 flags.append(found)
         update_scaler(

@@ -85,7 +85,7 @@ class TorchEvents:
     def forget_overflow(self, zeroed: set[int]) -> None:
         """The gradients of these parameters (ids) were zeroed by their module."""
         for managed in self._registry.optimizers():
-            managed.gradients.zeroed_by_model(zeroed)
+            managed.gradients.zeroed_by_others(zeroed)
 
     # Weights that O1 has cached casts of
 

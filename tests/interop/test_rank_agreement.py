@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampatch
 from ampatch.interop import rank_agreement
-from ampatch.torch_private.ddp import store_of_ranks
+from ampatch.torch_private.ddp import pass_verification, store_of_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
@@ -155,6 +155,36 @@ def _told_without_verdict(rank, order):
     store = store_of_ranks()
     with mock.patch.object(rank_agreement, "store_of_ranks", Ends):
         return told(rank, "torch", order, [PLAIN, {**PLAIN, "opt_level": "O0"}])
+
+
+def test_what_a_rank_says_is_in_the_store_before_it_passes_the_verification(ranks):
+    """`TCPStore.set` does not wait: another rank, behind the verification, would find nothing."""
+    assert ranks(_on_its_way) == [[]] * 2
+
+
+def _on_its_way(rank):
+    """The keys that the store may not have yet when this rank enters torch's verification."""
+
+    class Late:
+        def __getattr__(self, name):
+            on_its_way.clear()  # one connection: behind an answer all of it has arrived
+            return getattr(store, name)
+
+        def set(self, key, value):
+            on_its_way.append(key)
+            store.set(key, value)
+
+    def verify(*args):
+        found.extend(on_its_way)
+        return pass_verification(*args)
+
+    store, on_its_way, found = store_of_ranks(), [], []
+    with (
+        mock.patch.object(rank_agreement, "store_of_ranks", Late),
+        mock.patch.object(rank_agreement, "pass_verification", verify),
+    ):
+        assert told(rank, "torch", "after", [PLAIN, PLAIN]) is None
+    return found
 
 
 def test_a_disabled_rank_is_told_of_too(ranks):

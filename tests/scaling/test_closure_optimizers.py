@@ -9,6 +9,7 @@ import collections
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from small_training import close, data, everything, same, seeded
 from torch import nn
 
 import ampatch
+from ampatch.scaling.optimizers.snapshots import Snapshot
 
 
 class Base(torch.optim.Optimizer):
@@ -503,6 +505,66 @@ def test_lazily_made_state_and_tensor_settings_go_back():
     optimizer.step(closure)
     assert lr.item() == pytest.approx(0.1) and optimizer.param_groups[0]["lr"] is lr
     assert "betas" not in optimizer.param_groups[0] and not hasattr(optimizer, "made")
+
+
+class KeepsWhatCannotBeWritten(Base):
+    """Attributes whose memory torch or numpy refuses to write, before one that changes."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.scale = torch.ones(1)
+        self.spread = self.scale.expand(5)
+        with torch.inference_mode():
+            self.constant = torch.ones(2)
+        self.table = np.broadcast_to(np.ones(1), (5,))
+        self.number = np.float64(0.5)
+        self.total = torch.zeros(1)
+
+    @torch.no_grad()
+    def step(self, closure):
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            self.count()
+            self.descend()
+            self.total += 1
+            self.scale += 1
+        return loss
+
+
+def test_attributes_that_cannot_be_written_go_back_with_all_others():
+    model = seeded()
+    optimizer = KeepsWhatCannotBeWritten(model.parameters())
+    ampatch.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    before = values(optimizer)
+    optimizer.step(closure_of(model, optimizer, (1.0, math.inf)))
+    assert ampatch.step_was_skipped(optimizer)
+    assert all(map(torch.equal, before, values(optimizer)))
+    assert (optimizer.calls, optimizer.total.item(), optimizer.scale.item()) == (0, 0, 1)
+    assert optimizer.spread.tolist() == optimizer.table.tolist() == [1.0] * 5
+    assert optimizer.number == 0.5 and optimizer.constant.tolist() == [1.0, 1.0]
+    assert not optimizer.state and not optimizer.history
+
+
+class Stubborn(torch.Tensor):
+    """Takes no values once it is `sealed`."""
+
+    sealed = False
+
+    def copy_(self, *args):
+        if Stubborn.sealed:
+            raise RuntimeError("this tensor is sealed")
+        return super().copy_(*args)
+
+
+def test_one_value_that_cannot_go_back_keeps_no_other_from_it(monkeypatch):
+    stubborn, other = torch.zeros(2).as_subclass(Stubborn), torch.zeros(2)
+    monkeypatch.setattr(Stubborn, "sealed", True)
+    snapshot = Snapshot((stubborn, other))
+    other += 1
+    with pytest.raises(RuntimeError, match="this tensor is sealed"):
+        snapshot.restore()
+    assert other.tolist() == [0.0, 0.0]
 
 
 def test_a_step_inside_a_step():

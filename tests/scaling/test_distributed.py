@@ -164,6 +164,31 @@ def averaging_for_two_optimizers(rank: int, level: str, inside: bool, as_apex: b
     return {"weights": everything(model, pair[1]), "scales": scales, "skipped": skipped}
 
 
+def averaging_after_a_block_for_each(rank: int, level: str) -> dict:
+    """Both blocks before both steps; in the second step rank 0 overflows in the second's."""
+    model, _ = build(seed=0)
+    pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
+    amp.initialize(
+        model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic"
+    )
+    scales, skipped = [], []
+    for number in range(3):
+        for index, optimizer in enumerate(pair):
+            inputs, targets = batch(10 * rank + number)
+            bad = (rank, number, index) == (0, 1, 1)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets) * (float("inf") if bad else 1.0)
+            weights = optimizer.param_groups[0]["params"]
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward(inputs=weights)
+        average(model.parameters())
+        for optimizer in pair:
+            optimizer.step()
+        skipped.append([amp.step_was_skipped(optimizer) for optimizer in pair])
+        scales.append((amp.loss_scale(), amp.state_dict()["loss_scaler0"]["unskipped"]))
+    return {"weights": everything(model, pair[1]), "scales": scales, "skipped": skipped}
+
+
 def reducing_inside_the_last_block(rank: int, level: str) -> dict:
     """Two micro-batches, the first of which waits scaled; the sum is reduced before unscaling."""
     model, optimizer = build(seed=0)
@@ -267,6 +292,17 @@ def test_an_overflow_of_one_rank_in_the_second_of_two_optimizers(ranks, level, i
     for rank in (one, two):
         assert rank["scales"] == [(64.0, 1), (32.0, 0), (32.0, 1)]
         assert rank["skipped"] == [[False, False], [as_apex, True], [False, False]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_of_one_rank_in_the_second_of_two_blocks(ranks, level):
+    """It reaches the other rank after both blocks; each block counts once, on both ranks."""
+    one, two = ranks(averaging_after_a_block_for_each, level)
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+    assert one["scales"] == two["scales"]
+    for rank in (one, two):
+        assert rank["scales"] == [(64.0, 2), (32.0, 0), (32.0, 2)]
+        assert rank["skipped"] == [[False, False], [False, True], [False, False]]
 
 
 def test_a_shared_flag_skips_the_step_on_both_ranks(ranks):

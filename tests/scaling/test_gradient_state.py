@@ -77,6 +77,47 @@ def test_gradients_zeroed_within_a_block_leave_those_of_its_pass(waits):
     assert all(map(torch.equal, grads(optimizer), expected))
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_optimizer_of_a_block_zeroes_what_it_shares_with_another(who):
+    """Of earlier gradients those of its own tensors go, whoever has set them aside."""
+    first, second, third = (torch.nn.Linear(2, 1, bias=False) for _ in range(3))
+    pair = [
+        torch.optim.SGD([first.weight, second.weight], lr=0.1),
+        torch.optim.SGD([second.weight, third.weight], lr=0.1),
+    ]
+    ampatch.initialize([first, second, third], pair, opt_level="O0", loss_scale=8.0, verbosity=0)
+    x = torch.ones(1, 2)
+    for number in range(2):
+        with ampatch.scale_loss((first(x) + second(x) + third(x)).sum(), pair) as scaled:
+            if number == 1:
+                pair[who].zero_grad()
+            scaled.backward()
+    passes = [1, 1, 2] if who == 0 else [2, 1, 1]
+    assert [layer.weight.grad.tolist() for layer in (first, second, third)] == [
+        [[float(count)] * 2] for count in passes
+    ]
+
+
+@pytest.mark.parametrize("whose", ["model", "optimizer"])
+def test_an_overflow_that_is_set_aside_outlives_the_zeroing_of_other_gradients(whose):
+    first, second = (torch.nn.Linear(2, 1, bias=False) for _ in range(2))
+    whole = torch.optim.SGD([first.weight, second.weight], lr=0.1)
+    part = torch.optim.SGD([second.weight], lr=0.1)
+    ampatch.initialize(
+        [first, second], [whole, part], opt_level="O0", loss_scale="dynamic", verbosity=0
+    )
+    x = torch.ones(1, 2)
+    for factor in (float("inf"), 1.0):
+        loss = first(x).sum() * factor + second(x).sum()
+        with ampatch.scale_loss(loss, [whole, part]) as scaled:
+            if factor == 1.0:
+                (second if whose == "model" else part).zero_grad()
+            scaled.backward()
+    before = first.weight.detach().clone()
+    whole.step()
+    assert ampatch.step_was_skipped(whole) and torch.equal(before, first.weight)
+
+
 def test_gradients_that_a_block_is_unscaling_are_left_to_it_when_another_optimizer_steps():
     """They waited together; the one that is in a block of its own is unscaled by that block."""
     models = [torch.nn.Linear(2, 1) for _ in range(2)]

@@ -98,14 +98,6 @@ def test_one_bad_flag_among_several_is_one_backoff_and_no_flag_is_no_step():
     assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 1}
 
 
-def test_deferred_flags_count_at_the_next_update():
-    scaler = DynamicScaler(init_scale=64.0)
-    scaler.defer(flags(1))
-    assert scaler.get() == 64.0
-    scaler.update(flags(0))
-    assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 0}
-
-
 # Static scales
 
 

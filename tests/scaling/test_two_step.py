@@ -186,6 +186,41 @@ def test_an_overflow_in_either_half_leaves_the_step_out(kind, level, way, where,
         torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0)
 
 
+class Climber(SAM):
+    """Ascends as often as `first_step` is called, and descends to where it began."""
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        begun = {param: self.state[param].get("begun", param.clone()) for _, param in self._each()}
+        super().first_step(zero_grad=zero_grad)
+        for param, value in begun.items():
+            self.state[param]["begun"] = value
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for _, param in self._each():
+            self.state[param]["old"] = self.state[param].pop("begun")
+        super().second_step(zero_grad=zero_grad)
+
+
+@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_any_of_several_climbs_leaves_the_step_out(level, where):
+    """The weights are those from before the first climb.  The last number: the second half."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = Climber(model.parameters(), torch.optim.SGD, rho=0.5, lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
+    weights = values(optimizer)
+    for climb in range(3):
+        backward(model, optimizer, climb, math.inf if climb == where else 1.0)
+        optimizer.first_step(zero_grad=True)
+    backward(model, optimizer, 3, math.inf if where == 3 else 1.0)
+    optimizer.second_step(zero_grad=True)
+    assert ampatch.step_counts(optimizer) == (0, 1, 1)
+    assert all(map(torch.equal, weights, values(optimizer)))
+
+
 class Struck(SAM):
     """Is interrupted in one of its halves, once, after the first weight has moved."""
 

@@ -7,7 +7,7 @@
 
 An overflow in either half leaves out the whole step: `first_step` then moves
 nothing, `second_step` puts back the weights from before the first, as a half that
-raises does.  Inside their own `step(closure)` the halves are parts of that one step.
+raises does.  The same where several calls of `first_step` climb.  Inside their own `step(closure)` the halves are parts of that one step.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TwoSteps:
         if self._is_part():
             return original(*args, **kwargs)
         self._managed.before_step()
-        self._overflowed = self._managed.gradients.take_overflow()
-        if not self._overflowed:
+        self._overflowed = self._managed.gradients.take_overflow() or self._overflowed
+        if not (self._overflowed or self._before.is_held()):
             self._before = Snapshot(tuple(self._managed.parameters()))
         return self._half(original, args, kwargs)
 

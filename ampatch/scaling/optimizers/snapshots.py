@@ -7,12 +7,15 @@ failing `initialize` to the optimizer's state as it was found.
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from ...errors import UndoAll
 
 _ABSENT = object()
 
@@ -34,12 +37,17 @@ class Snapshot:
         self._note_all(roots)
 
     def restore(self) -> None:
-        """Write the values back, if this was not done yet."""
-        restores = self._restores
+        """Write the values back, if this was not done yet; all of them, whatever one raises."""
+        restores, undo = self._restores, UndoAll("the step of an optimizer")
         self.forget()
         with torch.no_grad():
             for restore in restores:
-                restore()
+                undo.do(restore)
+        undo.end()
+
+    def is_held(self) -> bool:
+        """Whether there is something to go back to."""
+        return bool(self._restores)
 
     def forget(self) -> None:
         """There is nothing to go back to any more."""
@@ -84,15 +92,25 @@ class Snapshot:
 
 def _of_tensor(tensor: Tensor) -> Callable[[], None]:
     place = tensor.detach()  # in the memory it has now: `.data` may be swapped for other memory
-    value = place.clone()
+    value = _written_once(place).clone()
     is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
 
     def restore() -> None:
         if is_plain and not _same_place(tensor, place):
             tensor.data = place
-        tensor.copy_(value)
+        with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+            _written_once(tensor).copy_(value)
 
     return restore
+
+
+def _written_once(tensor: Tensor) -> Tensor:
+    """Each place in memory once: torch writes into no expanded tensor."""
+    if tensor.layout is torch.strided:
+        for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _same_place(tensor: Tensor, place: Tensor) -> bool:
@@ -106,9 +124,11 @@ def _same_place(tensor: Tensor, place: Tensor) -> bool:
 
 def _of_array(array: Any) -> Callable[[], None]:
     value = array.copy()
+    is_writable = getattr(getattr(array, "flags", None), "writeable", True)  # a scalar is not
 
     def restore() -> None:
-        array[...] = value
+        if is_writable:
+            array[...] = value
 
     return restore
 
