@@ -23,6 +23,8 @@ _OURS = __name__.partition(".")[0] + "."
 
 FOLLOW: Any = object()
 """In the place of a policy: that of the process counts."""
+KEEP: Any = object()
+"""Instead of a policy, where a block is entered: what is in force stays."""
 
 CALL = "call"
 """A call of a module, from hook to hook.  Ctrl-C skips hooks: its entry may be left behind."""
@@ -75,7 +77,11 @@ class Block:
         if not is_compiled and thread.stack:
             state.drop_ended()
         found = thread.policy
-        if policy is (state.process if found is FOLLOW else found):
+        if policy is KEEP:
+            new = found
+        elif policy is (state.process if found is FOLLOW else found) and (
+            policy is not None or self.kind != USER  # whose word holds in sessions that begin in it
+        ):
             new = found
         if self.kind == CALL:
             if not is_compiled:
