@@ -93,9 +93,9 @@ class AutocastWords:
         Block(self._state, REGION, of=_EARLIER).enter(policy)
 
     def end(self) -> None:
-        """The patches go: end what this thread has entered and nothing will be seen to leave."""
+        """The patches go, and nothing will be seen to leave a region: this thread leaves all."""
         for entry in list(self._state.thread.stack):
-            if isinstance(entry.block.of, str):
+            if entry.block.kind == REGION:
                 entry.block.leave()
 
     # Regions

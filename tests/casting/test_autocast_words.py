@@ -380,6 +380,30 @@ def test_regions_around_sessions():
     assert model(X).dtype is H
 
 
+@pytest.mark.parametrize("scope", ["process", "model"])
+@pytest.mark.parametrize("region", [off, lambda: torch.autocast("cpu", dtype=FP16)])
+def test_a_region_entered_by_hand_ends_with_its_session(region, scope):
+    """No replacement sees its exit, which may come before the next session or in it."""
+    o1(patch_scope=scope)
+    region = region()
+    region.__enter__()
+    ampatch.deactivate()
+    assert not STATE.thread.stack
+    region.__exit__(None, None, None)
+    model = o1(patch_scope=scope)
+    assert model(X).dtype is F.linear(X, model.layer.weight).dtype is H
+
+
+def test_a_region_that_outlives_its_session_is_one_in_the_next():
+    o1(patch_scope="process")
+    with torch.autocast("cpu", dtype=FP16):
+        ampatch.deactivate()
+        model = o1(patch_scope="process")
+        assert model(X).dtype is torch.mm(X, X.t()).dtype is FP16
+        assert torch.mm(X, X.t()).dtype is FP16
+    assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not STATE.thread.stack
+
+
 @pytest.mark.parametrize("block, inside", [(off, H), (ampatch.disable_casts, FP32)])
 def test_in_the_closure_of_a_step(block, inside):
     model, seen = Net(lambda layer, x: layer(x)), []
