@@ -78,12 +78,14 @@ class AutocastWords:
         ]
 
     def begin(self) -> None:
-        """The patches are installed: a region that this thread is already in counts too.
+        """The patches are installed: what this thread is already in counts too.
 
-        Its exit calls no replacement, since the `with` block has looked `__exit__` up before;
-        but torch's own turns the switch.
+        The exit of a region calls no replacement, since the `with` block has looked `__exit__` up
+        before; but torch's own turns the switch.  Without a region it is the switch that is on.
         """
         if nesting() == 0:
+            for device in devices_on():
+                self._put_under(_torch_on(device), device)
             return
         found = policy = self._state.current()
         for device in devices_on():

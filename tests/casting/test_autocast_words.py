@@ -404,6 +404,32 @@ def test_a_region_that_outlives_its_session_is_one_in_the_next():
     assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not STATE.thread.stack
 
 
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_the_raw_switch_before_a_session(scope):
+    """As the switch within one, and as a region: the half type is its, the rules are ours."""
+
+    def forward(layer, x):
+        return layer(x).dtype, torch.softmax(layer(x), -1).dtype, torch.is_autocast_enabled("cpu")
+
+    def outside():
+        return torch.softmax(X.to(FP16), -1).dtype, torch.mm(X, X.t()).dtype
+
+    torch.set_autocast_dtype("cpu", FP16)
+    try:
+        with raw_switch(True):
+            expected = outside()
+            model = o1(forward, patch_scope=scope)
+            assert model(X) == (FP16, FP32, True) and outside() == expected
+        assert model(X) == (H, FP32, True) and not STATE.thread.stack
+        ampatch.deactivate()
+        with raw_switch(True):
+            o1(patch_scope=scope)
+            ampatch.deactivate()
+            assert not STATE.thread.stack and outside() == expected
+    finally:
+        torch.set_autocast_dtype("cpu", H)
+
+
 @pytest.mark.parametrize("block, inside", [(off, H), (ampatch.disable_casts, FP32)])
 def test_in_the_closure_of_a_step(block, inside):
     model, seen = Net(lambda layer, x: layer(x)), []
