@@ -156,7 +156,8 @@ class AutocastWords:
                 if nesting() == 0:
                     self._leave(_EARLIER)
             else:
-                turn = self._turn_on if (*args, *kwargs.values())[-1] else self._turn_off
+                asked = kwargs.get("enabled", args and args[-1])
+                turn = self._turn_on if asked else self._turn_off
                 turn(_device_of(args, kwargs, usual), lambda: original(*args, **kwargs))
 
         return set_autocast_enabled

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.casting.torch_autocast import devices_on
 
 H, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(3, 4)
@@ -428,6 +429,17 @@ def test_the_raw_switch_before_a_session(scope):
             assert not STATE.thread.stack and outside() == expected
     finally:
         torch.set_autocast_dtype("cpu", H)
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_the_switch_takes_keywords_in_any_order(scope):
+    model = o1(patch_scope=scope)
+    for value, expected in ((False, FP32), (True, H)) * 2:
+        torch.set_autocast_enabled(enabled=value, device_type="cpu")
+        assert F.linear(X, model.layer.weight).dtype is expected and not devices_on()
+    assert not STATE.thread.stack
+    with pytest.raises(TypeError, match="enabled"):
+        torch.set_autocast_enabled(device_type="cpu")
 
 
 @pytest.mark.parametrize("block, inside", [(off, H), (ampatch.disable_casts, FP32)])
