@@ -155,13 +155,16 @@ def initialize(
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
+
+    def tell() -> None:
+        registry.observers.notify("on_initialize", properties)
+        if registry.observers.are_there and (changes := asked.replaced(own, properties)):
+            registry.observers.notify("on_replaced", changes)
+
     with taken_over(*listed_models, *listed_optimizers):
-        session.open(listed_models, listed_optimizers)
+        session.open(listed_models, listed_optimizers, tell)
     registry.close_empty()
     registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)
-    registry.observers.notify("on_initialize", properties)
-    if registry.observers.are_there and (changes := asked.replaced(own, properties)):
-        registry.observers.notify("on_replaced", changes)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
         logger.warning(note, extra=ONCE)

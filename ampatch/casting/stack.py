@@ -77,11 +77,9 @@ class Block:
         if not is_compiled and thread.stack:
             state.drop_ended()
         found = thread.policy
-        if policy is KEEP:
-            new = found
-        elif policy is (state.process if found is FOLLOW else found) and (
-            policy is not None or self.kind != USER  # whose word holds in sessions that begin in it
-        ):
+        holds = policy is None and self.kind == USER  # in sessions that begin in it, too
+        in_force = state.process if found is FOLLOW else found
+        if policy is KEEP or (policy is in_force and not holds):
             new = found
         if self.kind == CALL:
             if not is_compiled:
