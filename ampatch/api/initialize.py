@@ -135,6 +135,7 @@ def initialize(
     rules = parse(asked_overrides)
     listed_models = argument_checks.as_models(models)
     listed_optimizers = argument_checks.as_optimizers(optimizers)
+    registry.state.end_interrupted()
     if properties.enabled:
         argument_checks.models_can_change(listed_models, properties)
         argument_checks.optimizers_can_train(
@@ -197,6 +198,7 @@ def add_models(models: Any, to: Any = None) -> Any:
     """
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
+    registry.state.end_interrupted()
     session = registry.session_of(to, f"{call}(to=...)")
     holders = [registry.table.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
@@ -235,6 +237,7 @@ def add_optimizers(optimizers: Any) -> Any:
     """
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
+    registry.state.end_interrupted()
     session = _session_of(listed)
     new = [one for one in listed if registry.table.session_of(one) is None]
     if session.properties.enabled:
