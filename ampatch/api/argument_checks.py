@@ -71,7 +71,8 @@ def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
 def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any]:
     """The optimizers as a list.  Any object with `param_groups` and `step` is one (LARC).
 
-    In the place of one that stands for a managed optimizer there is that optimizer.  Raises `TypeError` for anything else.
+    In the place of one that stands for a managed optimizer there is that optimizer.
+    Raises `TypeError` for anything else.
     """
     listed = [] if optimizers is None else _listed(optimizers)
     for index, optimizer in enumerate(listed):
