@@ -71,6 +71,7 @@ def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
 def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any]:
     """The optimizers as a list.  Any object with `param_groups` and `step` is one (LARC).
 
+    In the place of one that stands for a managed optimizer there is that optimizer.
     Raises `TypeError` for anything else.
     """
     listed = [] if optimizers is None else _listed(optimizers)
@@ -87,6 +88,7 @@ def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any
                 "step cannot be replaced. Expected an optimizer with a __dict__: derive a class "
                 "from it without __slots__."
             )
+    listed = list(map(registry.table.stood_for, listed))
     return list({id(optimizer): optimizer for optimizer in listed}.values())
 
 

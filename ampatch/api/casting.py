@@ -15,6 +15,7 @@ from ..casting import user_functions
 from ..casting.contexts import PolicyContext
 from ..casting.policy import Policy
 from ..casting.rules import CHOOSERS
+from ..casting.stack import KEEP
 from ..casting.tables import Rule
 from ..casting.torch_autocast import devices_on, half_type
 from ..config.overrides import PRECISIONS
@@ -114,7 +115,9 @@ def precision(dtype: str) -> PolicyContext:
 
     def forced() -> Policy | None:
         policy = registry.state.beneath_regions()
-        if policy is None or not policy.follows_tables:
+        if policy is None:
+            return KEEP
+        if not policy.follows_tables:
             return policy
         on = devices_on()
         if on:

@@ -135,6 +135,7 @@ def initialize(
     rules = parse(asked_overrides)
     listed_models = argument_checks.as_models(models)
     listed_optimizers = argument_checks.as_optimizers(optimizers)
+    registry.state.end_interrupted()
     if properties.enabled:
         argument_checks.models_can_change(listed_models, properties)
         argument_checks.optimizers_can_train(
@@ -155,13 +156,16 @@ def initialize(
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
+
+    def tell() -> None:
+        registry.observers.notify("on_initialize", properties)
+        if registry.observers.are_there and (changes := asked.replaced(own, properties)):
+            registry.observers.notify("on_replaced", changes)
+
     with taken_over(*listed_models, *listed_optimizers):
-        session.open(listed_models, listed_optimizers)
+        session.open(listed_models, listed_optimizers, tell)
     registry.close_empty()
     registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)
-    registry.observers.notify("on_initialize", properties)
-    if registry.observers.are_there and (changes := asked.replaced(own, properties)):
-        registry.observers.notify("on_replaced", changes)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
         logger.warning(note, extra=ONCE)
@@ -194,6 +198,7 @@ def add_models(models: Any, to: Any = None) -> Any:
     """
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
+    registry.state.end_interrupted()
     session = registry.session_of(to, f"{call}(to=...)")
     holders = [registry.table.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
@@ -232,6 +237,7 @@ def add_optimizers(optimizers: Any) -> Any:
     """
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
+    registry.state.end_interrupted()
     session = _session_of(listed)
     new = [one for one in listed if registry.table.session_of(one) is None]
     if session.properties.enabled:

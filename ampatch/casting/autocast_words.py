@@ -78,12 +78,14 @@ class AutocastWords:
         ]
 
     def begin(self) -> None:
-        """The patches are installed: a region that this thread is already in counts too.
+        """The patches are installed: what this thread is already in counts too.
 
-        Its exit calls no replacement, since the `with` block has looked `__exit__` up before;
-        but torch's own turns the switch.
+        The exit of a region calls no replacement, since the `with` block has looked `__exit__` up
+        before; but torch's own turns the switch.  Without a region it is the switch that is on.
         """
         if nesting() == 0:
+            for device in devices_on():
+                self._put_under(_torch_on(device), device)
             return
         found = policy = self._state.current()
         for device in devices_on():
@@ -93,9 +95,9 @@ class AutocastWords:
         Block(self._state, REGION, of=_EARLIER).enter(policy)
 
     def end(self) -> None:
-        """The patches go: end what this thread has entered and nothing will be seen to leave."""
+        """The patches go, and nothing will be seen to leave a region: this thread leaves all."""
         for entry in list(self._state.thread.stack):
-            if isinstance(entry.block.of, str):
+            if entry.block.kind == REGION:
                 entry.block.leave()
 
     # Regions
@@ -154,7 +156,8 @@ class AutocastWords:
                 if nesting() == 0:
                     self._leave(_EARLIER)
             else:
-                turn = self._turn_on if (*args, *kwargs.values())[-1] else self._turn_off
+                asked = kwargs.get("enabled", args and args[-1])
+                turn = self._turn_on if asked else self._turn_off
                 turn(_device_of(args, kwargs, usual), lambda: original(*args, **kwargs))
 
         return set_autocast_enabled

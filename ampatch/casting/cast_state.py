@@ -36,6 +36,11 @@ class _Thread(threading.local):
         self.itself: threading.Thread | None = None  # once half copies were lent in it
 
 
+def _is_user_s(entry: Entry) -> bool:
+    """Whether it is a block of the user's that says something."""
+    return entry.block.kind == USER and entry.policy is not FOLLOW
+
+
 class CastState:
     """The policy of the process, and each thread's own where it has one."""
 
@@ -99,8 +104,8 @@ class CastState:
             return
         said = self._said()
         on: list[str] = []
-        if said is not None and said.block.kind == USER:
-            policy = self._resolved(said)
+        if said is not None and _is_user_s(said):
+            policy = said.policy
         elif policy is not None and policy.gate is None and policy.follows_tables:
             on = [device for device in devices_on() if policy.casts_on(device)]
         if policy is None or not on:
@@ -169,14 +174,23 @@ class CastState:
         """
         stack = self.thread.stack
         if not stack or stack[-1].block.kind != REGION:
-            return bool(stack) and stack[-1].block.kind == USER
+            return bool(stack) and _is_user_s(stack[-1])
         said = self._said()
-        return said is not None and said.block.kind == USER and bool(devices_on())
+        return said is not None and _is_user_s(said) and bool(devices_on())
+
+    def casts_here(self) -> bool:
+        """Whether a session casts in this thread, or would but for a block of the user's."""
+        if self.process is not None:
+            return True
+        for entry in self.thread.stack:
+            if entry.policy is not None and entry.policy is not FOLLOW:
+                return True
+        return False
 
     def covered_by_user(self) -> bool:
         """Whether what the innermost entry here covers is a block of the user's."""
         beneath = self.thread.stack[-2:-1]
-        return bool(beneath) and beneath[0].block.kind == USER
+        return bool(beneath) and _is_user_s(beneath[0])
 
     def covered(self) -> Policy | None:
         """The policy that the innermost entry here covers; without one, that of the process."""

@@ -39,7 +39,7 @@ class PolicyContext:
 
     def __enter__(self) -> None:
         policy, state = self._choose(), self._state
-        says = self._by_user and (state.process is not None or state.per_thread)
+        says = self._by_user and state.casts_here()
         self._block.enter(policy, state.instead_of_torch() if says else ())
 
     def __exit__(self, *exception: object) -> None:

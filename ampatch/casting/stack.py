@@ -23,6 +23,8 @@ _OURS = __name__.partition(".")[0] + "."
 
 FOLLOW: Any = object()
 """In the place of a policy: that of the process counts."""
+KEEP: Any = object()
+"""Instead of a policy, where a block is entered: what is in force stays."""
 
 CALL = "call"
 """A call of a module, from hook to hook.  Ctrl-C skips hooks: its entry may be left behind."""
@@ -75,7 +77,9 @@ class Block:
         if not is_compiled and thread.stack:
             state.drop_ended()
         found = thread.policy
-        if policy is (state.process if found is FOLLOW else found):
+        holds = policy is None and self.kind == USER  # in sessions that begin in it, too
+        in_force = state.process if found is FOLLOW else found
+        if policy is KEEP or (policy is in_force and not holds):
             new = found
         if self.kind == CALL:
             if not is_compiled:

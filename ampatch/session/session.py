@@ -102,14 +102,21 @@ class Session:
 
     # Put in, take out
 
-    def open(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        """Change models, optimizers and torch; all of it or, on an exception, nothing."""
+    def open(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Any],
+        tell: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Change models, optimizers and torch, and tell of it; on an exception change nothing."""
         if not models:
             self.policies.cast_everywhere()
         try:
             self._put_in(models, optimizers)
             self.is_open = True
             registry.add(self)
+            tell()
+            self._settle()
         except BaseException:
             self.close()
             raise
@@ -118,6 +125,7 @@ class Session:
         """Manage more of them; all or, on an exception, none."""
         try:
             self._put_in(models, optimizers)
+            self._settle()
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
             for given in (*optimizers, *models):
@@ -140,7 +148,6 @@ class Session:
             self._manage_model(model, self.properties)
         for optimizer in optimizers:
             self.manage_optimizer(optimizer)
-        self._settle()
 
     def close(self) -> None:
         """Take everything out again.  Harmless when closed."""

@@ -63,22 +63,27 @@ class Table:
         return row[0], None if managed is given else managed
 
     def find_optimizer(self, given: Any) -> tuple[Session, Any] | None:
-        """As `find`, for an optimizer, or for what frameworks hand out in its place.
+        """As `find`, for an optimizer, or for what frameworks hand out in its place."""
+        found = self.find(self.stood_for(given))
+        return None if found is None or isinstance(found[1], ManagedModel) else found
+
+    def stood_for(self, given: Any) -> Any:
+        """The optimizer of a session that `given` stands for, else `given` itself.
 
         accelerate's `AcceleratedOptimizer` and Lightning's `LightningOptimizer` have the optimizer
         as `.optimizer` and share its `param_groups`.  A scheduler has one, and is none.
         """
-        tried: set[int] = set()
-        while (found := self.find(given)) is None:
-            tried.add(id(given))
-            inner = getattr(given, "optimizer", None)
-            groups = getattr(given, "param_groups", None)
+        one, tried = given, set()
+        while self.find(one) is None:
+            tried.add(id(one))
+            inner = getattr(one, "optimizer", None)
+            groups = getattr(one, "param_groups", None)
             if inner is None or groups is None or id(inner) in tried:
-                return None
+                return given
             if groups is not getattr(inner, "param_groups", None):
-                return None
-            given = inner
-        return None if isinstance(found[1], ManagedModel) else found
+                return given
+            one = inner
+        return one
 
     def session_of(self, given: Any) -> Session | None:
         """The session that an object is in, or None."""

@@ -73,3 +73,29 @@ def test_what_merely_has_an_optimizer_is_none(start):
             ampatch.step_was_skipped(cycle)
     finally:
         type(cycle).param_groups = kept
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("how", ["initialize", "add_optimizers"])
+def test_given_again_in_its_place_it_is_the_same_one(how, enabled, caplog):
+    """Managed once: its step counts once, and after one `scale_loss` nothing is missed."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"enabled": enabled, "dtype": torch.bfloat16, "loss_scale": "dynamic"}
+    ampatch.initialize(model, optimizer, **settings)
+    wrapped = Wrapper(Wrapper(optimizer))
+    if how == "initialize":
+        found = ampatch.initialize(model, [optimizer, wrapped], opt_level="O2", **settings)
+        assert found[0] is model and found[1][1] is wrapped
+    else:
+        assert ampatch.add_optimizers(wrapped) is wrapped
+    with ampatch.scale_loss(model(torch.ones(1, 4)).sum(), wrapped) as scaled_loss:
+        scaled_loss.backward()
+    wrapped.step()
+    assert "step" not in vars(wrapped) and "without" not in caplog.text
+    assert len(ampatch.session.session.registry.table) == (2 if enabled else 1)
+    if enabled:
+        assert ampatch.step_counts(optimizer) == ampatch.step_counts(wrapped)
+        assert not ampatch.step_was_skipped(optimizer)
+    ampatch.deactivate()
+    assert "step" not in vars(optimizer)

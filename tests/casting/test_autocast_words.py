@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.casting.torch_autocast import devices_on
 
 H, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(3, 4)
@@ -378,6 +379,67 @@ def test_regions_around_sessions():
         model = o1()
         assert model(X).dtype is FP16
     assert model(X).dtype is H
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+@pytest.mark.parametrize("region", [off, lambda: torch.autocast("cpu", dtype=FP16)])
+def test_a_region_entered_by_hand_ends_with_its_session(region, scope):
+    """No replacement sees its exit, which may come before the next session or in it."""
+    o1(patch_scope=scope)
+    region = region()
+    region.__enter__()
+    ampatch.deactivate()
+    assert not STATE.thread.stack
+    region.__exit__(None, None, None)
+    model = o1(patch_scope=scope)
+    assert model(X).dtype is F.linear(X, model.layer.weight).dtype is H
+
+
+def test_a_region_that_outlives_its_session_is_one_in_the_next():
+    o1(patch_scope="process")
+    with torch.autocast("cpu", dtype=FP16):
+        ampatch.deactivate()
+        model = o1(patch_scope="process")
+        assert model(X).dtype is torch.mm(X, X.t()).dtype is FP16
+        assert torch.mm(X, X.t()).dtype is FP16
+    assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not STATE.thread.stack
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_the_raw_switch_before_a_session(scope):
+    """As the switch within one, and as a region: the half type is its, the rules are ours."""
+
+    def forward(layer, x):
+        return layer(x).dtype, torch.softmax(layer(x), -1).dtype, torch.is_autocast_enabled("cpu")
+
+    def outside():
+        return torch.softmax(X.to(FP16), -1).dtype, torch.mm(X, X.t()).dtype
+
+    torch.set_autocast_dtype("cpu", FP16)
+    try:
+        with raw_switch(True):
+            expected = outside()
+            model = o1(forward, patch_scope=scope)
+            assert model(X) == (FP16, FP32, True) and outside() == expected
+        assert model(X) == (H, FP32, True) and not STATE.thread.stack
+        ampatch.deactivate()
+        with raw_switch(True):
+            o1(patch_scope=scope)
+            ampatch.deactivate()
+            assert not STATE.thread.stack and outside() == expected
+    finally:
+        torch.set_autocast_dtype("cpu", H)
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_the_switch_takes_keywords_in_any_order(scope):
+    model = o1(patch_scope=scope)
+    for value, expected in ((False, FP32), (True, H)) * 2:
+        torch.set_autocast_enabled(enabled=value, device_type="cpu")
+        assert F.linear(X, model.layer.weight).dtype is expected and not devices_on()
+    assert not STATE.thread.stack
+    with pytest.raises(TypeError, match="enabled"):
+        torch.set_autocast_enabled(device_type="cpu")
 
 
 @pytest.mark.parametrize("block, inside", [(off, H), (ampatch.disable_casts, FP32)])

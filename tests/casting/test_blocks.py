@@ -226,3 +226,71 @@ def test_ctrl_c_in_a_closure_leaves_no_block_behind(level):
     with ampatch.scale_loss(torch.ones(1, requires_grad=True).sum(), optimizer):
         assert not frames()
     assert not frames() and not ampatch.session.session.registry.state.per_thread
+
+
+# Blocks around the beginning of a session
+
+
+def parts(module, x):
+    """What a managed forward computes in: a layer of the model, and a call without weights."""
+    return module.layer(x).dtype, torch.mm(x, x).dtype
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    forward = parts
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+@pytest.mark.parametrize("how", ["block", "decorator", "in a region"])
+def test_casts_that_were_disabled_before_initialize_stay_disabled(scope, how):
+    ampatch.deactivate()
+
+    def train():
+        model = ampatch.initialize(Parts(), dtype=H, patch_scope=scope, verbosity=0)
+        return (*model(X), now())
+
+    block = ampatch.disable_casts()
+    around = torch.autocast("cpu", enabled=False) if how == "in a region" else torch.enable_grad()
+    with around:
+        if how == "decorator":
+            found = block(train)()
+        else:
+            with block:
+                found = train()
+    assert found == (FP32,) * 3 and now() is (H if scope == "process" else FP32) and not frames()
+
+
+def test_a_block_of_precision_from_before_a_session_says_nothing_in_it():
+    ampatch.deactivate()
+    with ampatch.precision("float"):
+        model = ampatch.initialize(Parts(), dtype=H, verbosity=0)
+        assert model(X) == (H, H) and now() is FP32
+        with torch.autocast("cpu", enabled=False):
+            assert model(X) == (H, H)
+        with ampatch.disable_casts(), ampatch.precision("half"):
+            assert model(X) == (FP32, FP32)
+    assert model(X) == (H, H) and not frames()
+
+
+def test_precision_beside_a_session_that_casts_nothing_changes_nothing():
+    """An O2 forward gets along with an FP32 buffer, in such a block too."""
+    ampatch.deactivate()
+    Parts.forward = lambda self, x: (self.layer(x) @ self.shift).dtype
+    try:
+        model = ampatch.initialize(Parts(), opt_level="O2", dtype=H, verbosity=0, overrides={})
+        expected = model(X)
+        with ampatch.precision("float"):
+            assert model(X) is expected
+    finally:
+        Parts.forward = parts
+
+
+def test_without_a_session_torchs_autocast_casts_in_nested_blocks():
+    ampatch.deactivate()
+    with ampatch.disable_casts(), torch.autocast("cpu", dtype=H), ampatch.disable_casts():
+        assert now() is H

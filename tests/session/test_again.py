@@ -346,3 +346,46 @@ def test_weights_that_were_frozen_since_keep_their_float_values(first, how):
     model[3].requires_grad_(False)
     ampatch.deactivate()
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+# After Ctrl-C in a forward
+
+
+AGAIN = {
+    "initialize": lambda model, optimizer: ampatch.initialize(
+        model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0
+    ),
+    "initialize at O1": lambda model, optimizer: ampatch.initialize(
+        model, optimizer, dtype=torch.bfloat16, verbosity=0
+    ),
+    "initialize at O3": lambda model, optimizer: ampatch.initialize(
+        model, optimizer, opt_level="O3", dtype=torch.bfloat16, verbosity=0
+    ),
+    "add_optimizers": lambda model, optimizer: ampatch.add_optimizers(optimizer),
+    "add_models": lambda model, optimizer: ampatch.add_models(nn.Sequential(model[0])),
+    "set_opt_level": lambda model, optimizer: ampatch.set_opt_level(model, "O3"),
+}
+
+
+@pytest.mark.parametrize("how", AGAIN)
+def test_after_ctrl_c_in_a_forward_at_o2(how):
+    """Half copies of weights are in their places; what comes next finds the weights."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    params = list(model.parameters())
+    given = [model] if how == "add_optimizers" else [model, optimizer]
+    ampatch.initialize(*given, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    hook = model[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(3, 4))
+    hook.remove()
+    AGAIN[how](model, optimizer)
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    before = [param.detach().clone() for param in params]
+    one_step(model, optimizer, 0)
+    assert not any(map(torch.equal, before[::2], params[::2]))

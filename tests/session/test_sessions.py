@@ -256,6 +256,41 @@ def test_a_failure_half_way_leaves_nothing_changed(opt_level):
     )
 
 
+class Raising:
+    """An observer that fails at one event."""
+
+    def __init__(self, event):
+        setattr(self, event, self.fail)
+
+    def fail(self, *values):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("first", [None, "O1", "O2"])
+@pytest.mark.parametrize("event", ["on_initialize", "on_replaced"])
+def test_an_observer_that_fails_leaves_nothing_changed(opt_level, event, first, monkeypatch):
+    """At O3 too, where weights are rounded; an earlier session goes on."""
+    model, optimizer = pair()
+    linear = F.linear
+    if first is not None:
+        ampatch.initialize(model, optimizer, opt_level=first, dtype=BF16, verbosity=0)
+    before, keys = state_of(model), set(vars(model))
+    earlier, hooks = list(registry.sessions), len(model._forward_pre_hooks)
+    monkeypatch.setenv("AMPATCH_LOSS_SCALE", "128")  # instead of the script's: this is told
+    stop = ampatch.observe(Raising(event))
+    try:
+        with pytest.raises(ZeroDivisionError):
+            ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    finally:
+        stop()
+    assert registry.sessions == earlier and set(vars(model)) == keys
+    assert same(state_of(model), before) and len(model._forward_pre_hooks) == hooks
+    if first is None:
+        assert F.linear is linear and "step" not in vars(optimizer)
+    else:
+        assert ampatch.loss_scale() == 1.0 and one_step(model, optimizer, 0) > 0
+
+
 # The environment
 
 
