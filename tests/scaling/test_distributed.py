@@ -168,9 +168,7 @@ def averaging_after_a_block_for_each(rank: int, level: str) -> dict:
     """Both blocks before both steps; in the second step rank 0 overflows in the second's."""
     model, _ = build(seed=0)
     pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    amp.initialize(
-        model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic"
-    )
+    amp.initialize(model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic")
     scales, skipped = [], []
     for number in range(3):
         for index, optimizer in enumerate(pair):

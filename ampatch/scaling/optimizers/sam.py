@@ -7,7 +7,8 @@
 
 An overflow in either half leaves out the whole step: `first_step` then moves
 nothing, `second_step` puts back the weights from before the first, as a half that
-raises does.  The same where several calls of `first_step` climb.  Inside their own `step(closure)` the halves are parts of that one step.
+raises does.  The same where several calls of `first_step` climb.  Inside their own
+`step(closure)` the halves are parts of that one step.
 """
 
 from __future__ import annotations
