@@ -39,6 +39,12 @@ class Trained(Protocol):
     def refuse_uneven(self, model: nn.Module) -> None:
         """Raise `AmpatchError` if the ranks communicate in a way that `join` does not know."""
 
+    def join_begins(self, model: DistributedDataParallel) -> None:
+        """Have other ranks know what this one has: it may have no data."""
+
+    def shadow(self, model: DistributedDataParallel) -> None:
+        """This rank has no data any more, and others go on."""
+
     def broadcast_scales(self, model: nn.Module, send: Callable[[list], None]) -> None:
         """Have `send` make the loss scales of the model's losses equal on all ranks."""
 
@@ -87,6 +93,7 @@ def at_join(trained: Trained) -> list[Replacement]:
         @functools.wraps(original)
         def join_hook(self: DistributedDataParallel, **kwargs: Any) -> _FollowingHook:
             trained.refuse_uneven(self)
+            trained.join_begins(self)
             return _FollowingHook(original(self, **kwargs), self, trained)
 
         return join_hook
@@ -100,12 +107,16 @@ class _FollowingHook:
     def __init__(self, hook: Any, wrapper: DistributedDataParallel, trained: Trained) -> None:
         self._wrapper = wrapper
         self._trained = trained
-        self._end = hook.post_hook
-        self.main_hook = hook.main_hook  # of the ranks that still have data
+        self._hook = hook
+
+    def main_hook(self) -> None:
+        """Another iteration of the ranks that still have data."""
+        self._trained.shadow(self._wrapper)
+        self._hook.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """No rank has data any more."""
-        self._end(is_last_joiner)
+        self._hook.post_hook(is_last_joiner)
         distributed, group = torch.distributed, self._wrapper.process_group
         mine = distributed.get_rank(group) if is_last_joiner else -1
         leader = torch.tensor([mine], device=self._wrapper.join_device)

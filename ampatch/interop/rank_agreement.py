@@ -87,7 +87,7 @@ class FirstPass:
         self._trained = trained
         self._wrapper = weakref.ref(wrapper)  # a session must not keep its models
         self._meeting = _Meeting(store_of_ranks(), wrapper.process_group, "pass", wrapper)
-        self._has_said = False
+        self._has_said = self._is_hooked = False
         self._is_averaged = False  # the gradients of the last forward
         # First of all: behind a hook of the managed model half copies are in the weights' places.
         self._handles = [
@@ -103,6 +103,21 @@ class FirstPass:
         """Whether nothing is to be done any more."""
         return not self._handles or self._wrapper() is None
 
+    def is_of(self, wrapper: DistributedDataParallel) -> bool:
+        """Whether it is that model's, and the ranks have not met."""
+        return not self.is_over() and self._wrapper() is wrapper
+
+    def say(self, settings: Settings) -> None:
+        """Once, what this rank has: in `join()` at its beginning, a rank may have no data."""
+        if not self._has_said:
+            self._has_said = True
+            self._meeting.say(settings)
+
+    def shadow(self, wrapper: DistributedDataParallel) -> None:
+        """This rank has no data in `join()`.  If it is the first, the others need its verdict."""
+        if self._meeting.is_led_from_here():
+            self._meet(wrapper)
+
     def before_pass(self, loss: Tensor) -> None:
         """A loss is about to be scaled for its backward pass."""
         wrapper = self._wrapper() if self._is_averaged else None
@@ -114,10 +129,10 @@ class FirstPass:
             return
         self._is_averaged = torch.is_grad_enabled() and model.require_backward_grad_sync
         settings = self._trained.settings(model)
-        if self._has_said or not (self._is_averaged and settings):
+        if self._is_hooked or not (self._is_averaged and settings):
             return
-        self._has_said = True
-        self._meeting.say(settings)
+        self._is_hooked = True
+        self.say(settings)
         hook = Hook(self._before_reduction)
         self._handles += [
             parameter.register_post_accumulate_grad_hook(hook)
@@ -170,6 +185,10 @@ class _Meeting:
         self._place += f"/{number}"
         self._mine: Settings = {}
         store.set(self._key(f"{self._me} is active"), "")
+
+    def is_led_from_here(self) -> bool:
+        """Whether this is the first rank, which compares."""
+        return self._me == self._ranks[0]
 
     def say(self, settings: Settings) -> None:
         """What this rank has."""

@@ -58,6 +58,18 @@ class RankSettings:
         for first_pass in self.expected:
             first_pass.before_pass(loss)
 
+    def join_begins(self, model: DistributedDataParallel) -> None:
+        """Have other ranks know what this one has: it may have no data."""
+        for first_pass in self.expected:
+            if first_pass.is_of(model) and (settings := self.settings(model)):
+                first_pass.say(settings)
+
+    def shadow(self, model: DistributedDataParallel) -> None:
+        """This rank has no data any more, and others go on."""
+        for first_pass in self.expected:
+            if first_pass.is_of(model):
+                first_pass.shadow(model)
+
     def settings(self, model: nn.Module) -> Settings:
         """What `initialize` was given for the parts of a model; empty: nothing is managed."""
         return {

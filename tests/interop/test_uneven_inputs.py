@@ -153,6 +153,26 @@ def test_what_join_cannot_shadow_is_refused(ranks):
         assert "Join([model, optimizer])" in error
 
 
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_rank_without_any_data_agrees_too(ranks, without):
+    """Wrapped before `initialize`: ranks compare in their first pass, which it does not make."""
+    first, second = ranks(_wrapped_first, without)
+    assert all(map(torch.equal, first[0], second[0])) and first[1] == second[1] == 512.0
+
+
+def _wrapped_first(rank: int, without: int):
+    model, optimizer = build(seed=0)
+    parallel = DistributedDataParallel(model)
+    amp.initialize(parallel, optimizer, opt_level="O1", loss_scale="dynamic", init_scale=512.0)
+    with parallel.join():
+        for step in range(0 if rank == without else 3):
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(parallel, step), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    return list(model.parameters()), amp.loss_scale()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level, dtype, settings", CASES[1:])
 def test_four_ranks_of_which_one_has_no_data(four_ranks, level, dtype, settings):
