@@ -6,6 +6,6 @@ gradients that the script sees are always unscaled.  A `step()` after an overflo
 is skipped.
 """
 
-from .control import check, refuse_amp_code, start
+from .control import check, start
 
-__all__ = ["check", "refuse_amp_code", "start"]
+__all__ = ["check", "start"]

@@ -62,14 +62,6 @@ def start(asked: Asked) -> Session | None:
     return session
 
 
-def refuse_amp_code() -> None:
-    """Refuse AMP code of the script for the rest of the process, as `start` does, and no more.
-
-    For a run in FP32 that others are compared with.
-    """
-    refusals.put(PatchSet())
-
-
 class _Ending:
     """Observer that undoes the patches when the session closes."""
 

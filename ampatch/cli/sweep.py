@@ -53,7 +53,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--levels",
         type=name_list,
-        help="opt levels, with commas between (default: O0,O1,O2,O3; with --auto O0,O1)",
+        help="opt levels, with commas between (default: O0,O1,O2,O3, or O0,O1 for a script that "
+        "never says which module is its model)",
     )
     what.add_argument(
         "--dtypes",
@@ -73,12 +74,13 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         "--no-autocast",
         dest="autocast",
         action="store_false",
-        help="leave out the rows of torch.autocast and GradScaler",
+        help="leave out the rows of torch.autocast and GradScaler, or of a script that uses them "
+        "itself as it is",
     )
     what.add_argument(
         "--auto",
         action="store_true",
-        help="for a script without AMP code: O0 and O1, as by ampatch run --auto",
+        help="as by default: a script without AMP code is recognized",
     )
     what.add_argument(
         "--seeds",

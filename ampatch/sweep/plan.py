@@ -28,9 +28,10 @@ import torch
 
 from ampatch.config.opt_levels import LEVELS, properties_for
 from ampatch.errors import did_you_mean
-from ampatch.sweep.trial import BASE, Case, Trial
+from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 
-WITHOUT_AMP = ("O0", "O1")  # the levels that need no line in the script
+FROM_OUTSIDE = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
 SEED_VARIABLE = "AMPATCH_SEED"
@@ -38,41 +39,59 @@ ROUNDS = 3
 
 
 def cases(
-    levels: Iterable[str],
+    levels: Iterable[str] | None,
     dtypes: Iterable[str],
     overrides: Iterable[str] = (),
     autocast: bool = False,
     tf32: bool = False,
-    auto: bool = False,
+    kind: Kind = UNKNOWN,
 ) -> list[Case]:
-    """The rows: every level in every dtype, but O0 once.
+    """The rows: every level in every dtype, but O0 once.  None: all levels that the kind has.
 
     `overrides` are texts such as `"O2 loss_scale=128"`; each adds one row for
-    each dtype.  `autocast` adds the autocast baseline where O1, O2 or O3 are among the
-    levels, `tf32` adds a row `O0+tf32` where O0 is.  With `auto` only O0 and O1 are
-    possible.  Raises `ValueError`.
+    each dtype.  `autocast` adds the rows of torch.autocast where O1, O2 or O3 are among the
+    levels: the baseline, or the script as it is where it enters torch.autocast itself.  `tf32`
+    adds a row `O0+tf32` where O0 is.  Raises `ValueError`, also for levels that a script of this
+    kind cannot have.
     """
-    named, overrides = known(levels, LEVELS, "levels"), list(overrides)
-    if auto and (overrides or set(named) - set(WITHOUT_AMP)):
-        raise ValueError(
-            "--auto, for a script without AMP code, has the levels O0 and O1 and no --with: such a "
-            "script never says which module is the model. Expected --levels O0,O1; for others "
-            "write ampatch.initialize and scale_loss into the script."
-        )
-    halves = known(dtypes, DTYPES, "dtypes")
+    possible = FROM_OUTSIDE if kind.is_plain else LEVELS
+    named = list(possible) if levels is None else known(levels, LEVELS, "levels")
+    overrides, halves = list(overrides), known(dtypes, DTYPES, "dtypes")
+    if kind.is_plain and (overrides or set(named) - set(possible)):
+        raise ValueError(_needs_a_line(kind))
     rows = []
     for level in named:
         rows += [Case(level, dtype) for dtype in _dtypes(level, halves)]
         if level == "O0" and tf32:
             rows.append(Case("O0", tf32=True))
-    if autocast and not auto and set(named) - {"O0"}:
-        rows += [Case(AUTOCAST, dtype, engine=AUTOCAST) for dtype in halves]
+    if autocast and set(named) - {"O0"}:
+        rows += _autocast(kind, halves)
     for text in overrides:
         level, settings = level_and_settings(text)
         for dtype in _dtypes(level, halves):
             _check_settings(text, level, dtype, settings)
             rows.append(Case(level, dtype, settings=tuple(settings.items())))
     return list(dict.fromkeys(rows))
+
+
+def _autocast(kind: Kind, halves: Sequence[str]) -> list[Case]:
+    """The baseline in each half type, or the script as it is."""
+    if not kind.is_foreign:
+        return [Case(AUTOCAST, dtype, engine=AUTOCAST) for dtype in halves]
+    return [Case(AUTOCAST, "+".join(kind.dtypes), engine=AS_IT_IS)] if kind.places else []
+
+
+def _needs_a_line(kind: Kind) -> str:
+    line = (
+        "call supervised_training_step and LossScale of ampatch.integrations.ignite"
+        if kind.framework == "ignite"
+        else "import ampatch, and behind model and optimizer write "
+        "model, optimizer = ampatch.initialize(model, optimizer)"
+    )
+    return (
+        "such a script never says which module is the model, so the levels O0 and O1 are possible, "
+        f"and no --with. For O2 and O3 {line}. It {kind.in_words()}."
+    )
 
 
 def trials(

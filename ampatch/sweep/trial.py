@@ -9,13 +9,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+AS_IT_IS = "script"
+
 
 @dataclass(frozen=True)
 class Case:
     """What a row of the table stands for: an opt level, its half dtype, and what is special.
 
     `engine` is "ampatch", or "autocast" for the autocast baseline (torch.autocast and
-    GradScaler; `opt_level` is then "autocast").  `settings` are keywords of
+    GradScaler), or `AS_IT_IS` for a script with such code of its own; `opt_level` is "autocast"
+    for both, and `dtype` of the latter is what its regions have.  `settings` are keywords of
     `initialize`, as (name, value) pairs.
     """
 
@@ -40,6 +43,8 @@ class Case:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that make `ampatch.initialize` run this case."""
+        if self.engine == AS_IT_IS:
+            return {}
         if self.engine == "autocast":
             return {"AMPATCH_DTYPE": self.dtype or "float16"}
         variables = {"AMPATCH_OPT_LEVEL": self.opt_level}

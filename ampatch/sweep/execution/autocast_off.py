@@ -1,17 +1,18 @@
-"""At O0 the script's own regions of torch.autocast are off, because O0 is the FP32 baseline.
+"""Switches the script's own torch.amp off: at O0, and where the levels come from outside.
 
-A script may enter torch.autocast beside `initialize`.  In its O0 trial that would be half
-precision under the name of FP32.  So there every region, and every function that torch.autocast
-decorates, is as with `enabled=False`, of whatever device, and the switches below a region,
-such as `torch.set_autocast_enabled`, only switch off.  A GradScaler of the script stays: it
-scales the loss and unscales the gradients, by powers of two.
+A script may enter torch.autocast, beside `initialize` or by itself.  In its O0 trial that would be
+half precision under the name of FP32; beside casts of ampatch it would be two at once.  So there
+every region, and every function that torch.autocast decorates, is as with `enabled=False`, of
+whatever device; the switches below a region, such as `torch.set_autocast_enabled`, only switch
+off; and every GradScaler is as with `enabled=False`.
 
-Only trials of a sweep do this.  A script that a user runs at O0 keeps its regions.
+Only trials of a sweep do this.  A script that a user runs at O0 keeps them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 import weakref
@@ -28,20 +29,25 @@ MOST_PLACES = 20  # that are kept
 class AutocastOff:
     """Switches torch.autocast off, from `install` to the end of the process.
 
-    `places` are the lines of the script that entered regions or turned a switch on, each once.
+    `places` are the lines of the script that entered regions or turned a switch on, each once, and
+    `dtypes` the half types of these regions.
     """
 
     def __init__(self) -> None:
         self.places: list[str] = []
-        self._asked: weakref.WeakSet[Any] = weakref.WeakSet()  # regions that would be on
+        self.dtypes: list[str] = []
+        self._asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # their type
 
     def install(self) -> None:
-        """Make each region that is made from now on a disabled one, and each switch one to off.
+        """Make each region and GradScaler that is made from now on a disabled one, and each switch
+        one to off.
 
         `torch.cuda.amp.autocast` and its like derive from the class, and a name that was
         imported early is the class itself.
         """
         self._replace_regions()
+        make = torch.amp.GradScaler.__init__
+        torch.amp.GradScaler.__init__ = _disabled(make)  # type: ignore[method-assign]
         for name in dir(torch):
             if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name:
                 setattr(torch, name, self._off(getattr(torch, name)))
@@ -58,12 +64,15 @@ class AutocastOff:
             cache_enabled: bool | None = None,
         ) -> None:
             if enabled:
-                self._asked.add(region)
+                half = dtype or torch.get_autocast_dtype(device_type)
+                self._asked[region] = str(half).removeprefix("torch.")
             make(region, device_type, dtype, False, cache_enabled)
 
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:
-            if region in self._asked:
+            half = self._asked.get(region)
+            if half is not None:
+                self.dtypes += [half] if half not in self.dtypes else []
                 self._note()
             return enter(region)
 
@@ -86,3 +95,15 @@ class AutocastOff:
         place = own_line(sys._getframe(2)) or "a library"
         if place not in self.places:
             self.places.append(place)
+
+
+def _disabled(make: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def __init__(*args: Any, **named: Any) -> None:
+        bound = signature.bind(*args, **named)
+        bound.arguments["enabled"] = False
+        make(*bound.args, **bound.kwargs)
+
+    return __init__

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,13 +25,16 @@ from ampatch.config import environment
 from ampatch.launch import children
 from ampatch.launch.program import Program
 from ampatch.launch.script import describe
-from ampatch.sweep.execution import ranks, script_without_amp
+from ampatch.sweep.execution import framework_rows, ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.child_options import ChildOptions
+from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic
+from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
 from ampatch.sweep.execution.untouched import stop_untouched
 from ampatch.sweep.json_files import write_json
+from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
 from ampatch.sweep.measure.written_files import WrittenFiles
@@ -58,13 +61,8 @@ def main(argv: Sequence[str]) -> int:
     rank = ranks.this_rank() if options.ranked else 0
     _end_with_parent(_guard(options))
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    recorder = Recorder(
-        _ignore if rank else _to_file(progress_path(path)),
-        steps=options.steps,
-        output=sys.stdout.fileno() if options.mark_output and not rank else None,
-    )
-    autocast_off = AutocastOff()
-    _start_engine(options, recorder, autocast_off)
+    engine = _Engine(options, path, silent=rank > 0)
+    engine.start()
     if options.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
@@ -72,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     own_seeds = OwnSeeds(options.seed, options.override_seeds, options.ranked)
     own_seeds.watch()
     written = WrittenFiles([Path.cwd(), Path(script).parent], [path.parent, path.parent.parent])
-    trial_record = None if rank else _Record(path, recorder, own_seeds, autocast_off, written)
+    trial_record = None if rank else _Record(path, engine, own_seeds, written)
     ending = Program(script, options.module).run(arguments)
     if options.ranked:
         ranks.leave_word(ending.error)
@@ -92,15 +90,14 @@ class _Record:
     def __init__(
         self,
         path: Path,
-        recorder: Recorder,
+        engine: _Engine,
         own_seeds: OwnSeeds,
-        autocast_off: AutocastOff,
         written: WrittenFiles,
     ) -> None:
         self._path = path
-        self._recorder = recorder
+        self._engine = engine
+        self._recorder = engine.recorder
         self._own_seeds = own_seeds
-        self._autocast_off = autocast_off
         self._written = written
         self._error = ""
         self._notices: int | None = None  # those that are in the file
@@ -119,7 +116,8 @@ class _Record:
         measured.error = error or measured.error
         measured.seed_calls = self._own_seeds.calls
         measured.seed_read = self._own_seeds.seed_read
-        measured.autocast_off = self._autocast_off.places
+        measured.autocast_off = self._engine.off.places
+        measured.kind = self._engine.kind()
         measured.files_written = self._written.names()
         write_json(self._path, measured)
 
@@ -129,26 +127,55 @@ class _Record:
             backward_threads.wait_until_idle()
 
 
-def _to_file(progress: Path) -> Callable[[int, float | None], None]:
-    return lambda steps, loss: write_json(progress, {"steps": steps, "loss": loss})
+class _Engine:
+    """What the options ask for: an opt level of ampatch, autocast, or the script as it is.
 
+    `silent`: of ranks but the first, which report nothing.
+    """
 
-def _ignore(steps: int, loss: float | None) -> None:
-    """For ranks but the first, which report nothing."""
+    def __init__(self, options: ChildOptions, path: Path, silent: bool) -> None:
+        self._options = options
+        self._progress = None if silent else progress_path(path)
+        self.off = AutocastOff()
+        self.recorder = Recorder(
+            self._report,
+            steps=options.steps,
+            output=sys.stdout.fileno() if options.mark_output and not silent else None,
+        )
+        self._recognition: Recognition | None = None
 
+    def kind(self) -> Kind:
+        """The kind of the script, where this run recognizes it."""
+        return UNKNOWN if self._recognition is None else self._recognition.kind
 
-def _start_engine(options: ChildOptions, recorder: Recorder, autocast_off: AutocastOff) -> None:
-    """Set up what the case asks for, and connect the recorder."""
-    if options.autocast:  # before an apex package copies the public functions
-        AutocastBaseline(getattr(torch, options.autocast), recorder).install()
-    children.start(options.auto)
-    if options.auto:
-        script_without_amp.watch(recorder, environment.read())
-    else:
-        ampatch.observe(recorder)
-        stop_untouched()
-        if environment.read().opt_level == "O0":
-            autocast_off.install()
+    def start(self) -> None:
+        """Set up what the options ask for, and connect the recorder."""
+        options, level = self._options, environment.read().opt_level
+        if options.autocast:  # before an apex package copies the public functions
+            AutocastBaseline(getattr(torch, options.autocast), self.recorder).install()
+        if options.as_it_is:
+            children.start(False)
+            PlainTraining(self.recorder, "autocast").start()
+            return
+        automatic = Kind(options.kind).is_plain and level != "O0"
+        if level == "O0" or Kind(options.kind).is_foreign:
+            self.off.install()
+        children.start(automatic)
+        if level == "O0":
+            self._recognition = Recognition(self.recorder, self.off)
+            self._recognition.start()
+        elif automatic:
+            watch_automatic(self.recorder, environment.read())
+        else:
+            ampatch.observe(self.recorder)
+            if options.kind == FRAMEWORK:
+                framework_rows.bring_in(options.framework)
+            stop_untouched()
+
+    def _report(self, steps: int, loss: float | None) -> None:
+        if self._progress is not None:
+            kind = self.kind().to_json()
+            write_json(self._progress, {"steps": steps, "loss": loss, "kind": kind})
 
 
 def _measured(recorder: Recorder) -> Measured:

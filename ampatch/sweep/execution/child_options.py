@@ -16,7 +16,9 @@ class ChildOptions:
     steps: int | None = None  # end the script after so many optimizer steps
     tf32: bool = False
     autocast: str = ""  # the half type of the autocast baseline; "" for other trials
-    auto: bool = False  # the script has no AMP code
+    kind: str = ""  # of the script; "": not recognized yet
+    framework: str = ""  # that runs its training loop
+    as_it_is: bool = False  # the script's own mixed precision stays
     module: bool = False  # the script is the name of a module
     mark_output: bool = False
     guard: int | None = None  # a pipe that closes when the sweep has ended

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, UNKNOWN
+from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import status
 from ampatch.sweep.trial import BASE
 
@@ -22,9 +23,9 @@ _RESUMES = (
 _MAY_RESUME = (
     " It may go on from a file that was there before, such as a checkpoint." + _OWN_DIRECTORY
 )
-_WITHOUT_AMP = (
-    " A script without AMP code is swept with --auto. If an option of the script switches AMP on, "
-    "give it behind --."
+_UNKNOWN = (
+    " What kind of script it is shows in a run at O0: add O0 to --levels. If an option of the "
+    "script switches AMP on, give it behind --."
 )
 
 
@@ -37,9 +38,8 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     if steps_of(run) or run.ended_by:
         return ""
     if said.startswith("no training"):
-        return (
-            _resumed(script, earlier, run) or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
-        )
+        why = _no_integration(script, earlier, run) or _resumed(script, earlier, run)
+        return why or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
     if run.case == BASE and not any(map(steps_of, earlier)) and not _lacks_memory(said):
         when = "in" if run.measured is None else "before its first step in"
         return f"{script}: {said}, {when} {run.trial.label}.\n{_last_lines(log)}"
@@ -51,10 +51,23 @@ def steps_of(run: Run) -> int:
     return len(run.measured.skipped) if run.measured else 0
 
 
+def _no_integration(script: str, earlier: Sequence[Run], run: Run) -> str:
+    """The reason, if ampatch's integration has not come into the framework that trains."""
+    kind = next((one.measured.kind for one in earlier if one.measured), UNKNOWN)
+    if kind.name != FRAMEWORK or run.measured is None or run.measured.opt_level is not None:
+        return ""
+    shown, line = FRAMEWORKS[kind.framework].shown, FRAMEWORKS[kind.framework].line
+    return (
+        f"{script} trains by {shown}, and the sweep could not put ampatch into it: the script does "
+        f"not make it in one place. Write this line into it, without opt level and dtype, which "
+        f"each trial has from the sweep: {line}"
+    )
+
+
 def _resumed(script: str, earlier: Sequence[Run], run: Run) -> str:
     """The reason, if the script trained in an earlier trial and called `initialize` in this."""
     trained = next((one for one in earlier if steps_of(one)), None)
-    if trained is None or run.measured is None or run.measured.opt_level is None:
+    if trained is None or run.measured is None or _went_without(trained, run.measured):
         return ""
     said = _RESUMES.format(
         script=script, label=run.trial.label, steps=steps_of(trained), before=trained.trial.label
@@ -62,10 +75,15 @@ def _resumed(script: str, earlier: Sequence[Run], run: Run) -> str:
     return said + _OWN_DIRECTORY
 
 
+def _went_without(trained: Run, measured: Measured) -> bool:
+    """Whether `initialize` is missing, which the script called in another trial."""
+    return measured.opt_level is None and not (trained.measured or measured).kind.is_foreign
+
+
 def _hint(run: Run) -> str:
     if run.measured is None or run.measured.properties.get("enabled") == "False":
         return ""
-    return _WITHOUT_AMP if run.measured.opt_level is None else _MAY_RESUME
+    return _UNKNOWN if run.measured.opt_level is None and run.case != BASE else _MAY_RESUME
 
 
 def _lacks_memory(said: str) -> bool:

@@ -23,12 +23,13 @@ from ampatch.sweep.execution.child_options import ChildOptions
 from ampatch.sweep.execution.place import Place
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.trial_directory import empty_directory
-from ampatch.sweep.execution.watching import Watch
+from ampatch.sweep.execution.watching import Reach, Watch
 from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.plan import SEED_VARIABLE, counts_its_steps, placeholders
-from ampatch.sweep.trial import Trial
+from ampatch.sweep.trial import AS_IT_IS, Trial
 
 POLL = 0.1  # seconds between two looks at the child
 GRACE = 10.0  # seconds for a child to write its record after SIGTERM
@@ -51,7 +52,7 @@ class Runner:
     steps: int | None = None
     metrics: Mapping[str, str] | None = None
     timeout: float | None = None
-    auto: bool = False  # a script without AMP code
+    kind: Kind = UNKNOWN  # of the script
     override_seeds: bool = False  # the script's own seeds become those of the trial
     processes: int | None = None
 
@@ -136,7 +137,9 @@ class Runner:
             steps=None if counts_its_steps(self.arguments) else self.steps,
             tf32=case.tf32,
             module=self.program.is_module,
-            auto=self.auto,
+            kind=self.kind.name,
+            framework=self.kind.framework,
+            as_it_is=case.engine == AS_IT_IS,
             autocast=(case.dtype or "") if case.engine == "autocast" else "",
             mark_output=bool(self.metrics),
             guard=guard,
@@ -166,17 +169,18 @@ def _watch(
         time.sleep(POLL)
         reached = reached_in(files)
         if reached is not None:
-            watch.reached(*reached)
+            watch.reached(reached)
     return True
 
 
-def reached_in(files: RunFiles) -> tuple[int, float | None] | None:
-    """Steps and loss of a trial that is running; None before its first step."""
+def reached_in(files: RunFiles) -> Reach | None:
+    """How far a trial that is running has come; None before its first step."""
     reached = read_json(files.progress)
     if reached is None:
         return None
     loss = reached["loss"]
-    return reached["steps"], None if loss is None else float(loss)
+    kind = Kind.from_json(reached["kind"])
+    return Reach(reached["steps"], None if loss is None else float(loss), kind)
 
 
 def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:

@@ -34,14 +34,13 @@ from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import is_due, short_steps
+from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import (
     DTYPES,
-    LEVELS,
     ROUNDS,
-    WITHOUT_AMP,
     cases,
     counts_its_steps,
     directions,
@@ -53,12 +52,12 @@ from ampatch.sweep.report import own_seeds, paired
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.judge import LOSS, recommendation
 from ampatch.sweep.report.machine_state import machine_state
-from ampatch.sweep.report.results import SUMMARY, Results, Row
+from ampatch.sweep.report.results import SUMMARY, Results, Row, read_results
 from ampatch.sweep.report.starts import note as starts_note
 from ampatch.sweep.report.starts import other_starts
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
-from ampatch.sweep.trial import Trial
+from ampatch.sweep.trial import BASE, Trial
 from ampatch.torch_private.devices import has_tf32
 
 
@@ -74,7 +73,7 @@ class Sweep:
         arguments: the script's own, in which `{seed}`, `{steps}` and `{trial_dir}` (an empty
             directory for each trial) are replaced.
         module: run `script` as by `python -m`.
-        levels: some of "O0" to "O3"; by default all.
+        levels: some of "O0" to "O3"; by default all that a script of its kind can have.
         dtypes: half dtypes, of "float16" and "bfloat16"; by default those that
             `ampatch doctor` calls fast on this machine, and bfloat16 if it calls none so.
         seeds: the number of seeds (0, 1, 2, ...); accuracy is tested with two or more.
@@ -88,9 +87,9 @@ class Sweep:
         metrics: regular expressions over the output, by name; the group is the number.
         judge: the metric (or "last loss") that the verdicts are about; by default the first.
         better: for metrics, "higher" or "lower"; by default the metric's name decides.
-        autocast: add a row for each dtype with torch.autocast and GradScaler.
-        auto: the script has no AMP code and runs as under `ampatch run --auto`.  Levels are
-            then O0 and O1.
+        autocast: add a row for each dtype with torch.autocast and GradScaler, or the script as
+            it is where it uses these itself.
+        auto: as by default: a script without AMP code is recognized.
         out: the directory, by default `ampatch-sweep/` and the script's name.
         timeout: seconds after which a run is ended.
         engine: what runs the trials: "local", "ray" or "slurm".
@@ -103,6 +102,8 @@ class Sweep:
         nproc_per_node: processes of a trial, started by torchrun; rank 0 reports.
         resume: go on with the sweep in the directory; it must have the same settings.
         overwrite: replace the sweep in the directory.
+
+    The first run at O0 shows what kind of script it is (`kinds.py`); the rows follow from that.
 
     On a CUDA device there is a row `O0+tf32` beside O0.  `O0` has PyTorch's defaults: matrix
     products in FP32, cuDNN's convolutions as `torch.backends.cudnn.allow_tf32` says.
@@ -148,19 +149,17 @@ class Sweep:
         self._file = self._program.file()
         self.script = str(self._program)
         self.arguments = [str(argument) for argument in arguments]
-        if levels is None:
-            levels = WITHOUT_AMP if auto else LEVELS
         path = choose(out, self._program.title, resume, overwrite)
-        rows = functools.partial(
+        self._kind = _kind_in(path) if resume else UNKNOWN
+        self._rows = functools.partial(
             cases,
-            _listed(levels),
+            None if levels is None else _listed(levels),
             overrides=list(overrides),
             autocast=autocast,
             tf32=has_tf32(),
-            auto=auto,
         )
         dtypes = None if dtypes is None else _listed(dtypes)
-        asked_cases = rows(DTYPES if dtypes is None else dtypes)
+        asked_cases = self._rows(DTYPES if dtypes is None else dtypes, kind=self._kind)
         seeds, repeats = _count("seeds", seeds), _count("repeats", repeats)
         rounds = _count("rounds", rounds)
         steps = None if steps is None else _count("steps", steps)
@@ -176,24 +175,23 @@ class Sweep:
             slurm or {},
             nproc_per_node,
         )
-        self._steps, self._timeout, self._auto = steps, timeout, auto
+        self._steps, self._timeout = steps, timeout
         self._metrics, self._better = patterns(metrics or {}), directions(better or {})
         self._judge, self._override_seeds = judge, override_seeds
         if dtypes is None:  # last: what is wrong above is said before anything is timed
             in_half = any(case.dtype in DTYPES for case in asked_cases)
             dtypes = default_dtypes(path, resume) if in_half else DTYPES
-        self.cases = rows(dtypes)
-        self.trials = trials(self.cases, seeds, repeats, rounds, apart=self._where.side_by_side)
-        self.directory = path
-        settings = self._settings(dtypes, seeds, repeats, rounds)
-        self._held = Directory(path, settings, resume, overwrite)
-        found = self._held.finished(self.trials, timeout)
+        self._dtypes, self._repeats = dtypes, (seeds, repeats, rounds)
         self.runs: list[Run] = []
+        self._begun: set[Trial] = set()
+        self._plan()
+        self.directory = path
+        self._held = Directory(path, self._settings(), resume, overwrite)
+        found = self._held.finished(self.trials, timeout)
         for run in (found[trial] for trial in self.trials if trial in found):
             if not self._reason_to_stop(run):  # what ended the sweep then may be mended now
                 self.runs.append(run)
-        self._order = {trial: number for number, trial in enumerate(self.trials)}
-        self._to_start = set(self.trials) - {run.trial for run in self.runs}
+                self._begun.add(run.trial)
         earlier = self._held.earlier
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._started = now if earlier is None else earlier.started
@@ -203,6 +201,12 @@ class Sweep:
             else provenance.resumed(self._file, earlier.provenance)
         )
         self._write()
+
+    def _plan(self) -> None:
+        """The rows and trials that the kind of the script has."""
+        self.cases = self._rows(self._dtypes, kind=self._kind)
+        self.trials = trials(self.cases, *self._repeats, apart=self._where.side_by_side)
+        self._order = {trial: number for number, trial in enumerate(self.trials)}
 
     @property
     def results(self) -> Results:
@@ -248,7 +252,6 @@ class Sweep:
             steps=self._steps,
             metrics=self._metrics,
             timeout=self._timeout,
-            auto=self._auto,
             processes=self._where.nproc_per_node,
             override_seeds=self._override_seeds,
         )
@@ -257,6 +260,8 @@ class Sweep:
             schedule = self._schedule(runner)
             with progress or Silent() as shown, engines.make(self._where, self.directory) as engine:
                 for event in schedule.run(engine):
+                    if self._recognize(event, shown):
+                        schedule.plan(*self._left())
                     self._note(event, shown, lost)
         except EngineError as error:
             raise SweepError(str(error)) from None
@@ -273,19 +278,57 @@ class Sweep:
 
     def _schedule(self, runner: Runner) -> Schedule:
         """The trials to come: those that may run beside others, then those that run alone."""
-        left = [trial for trial in self.trials if trial in self._to_start]
-        beside = self._where.side_by_side
+        others, timed = self._left()
         return Schedule(
-            others=[trial for trial in left if beside and not is_timed(trial)],
-            timed=[trial for trial in left if not beside or is_timed(trial)],
+            others,
+            timed,
             runner_for=lambda trial: self._runner_for(trial, runner),
             proven=bool(self.runs),
         )
+
+    def _left(self) -> tuple[list[Trial], list[Trial]]:
+        """The trials that run beside each other, and those that run alone; O0 shows the kind."""
+        left = self._to_start()
+        first = next((trial for trial in left if trial.case == BASE), None)
+        if first is not None and not self._kind:
+            left.remove(first)
+            left.insert(0, first)
+        beside = self._where.side_by_side
+        return (
+            [trial for trial in left if beside and not is_timed(trial)],
+            [trial for trial in left if not beside or is_timed(trial)],
+        )
+
+    def _to_start(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial not in self._begun]
+
+    def _recognize(self, event: Event, shown: Progress) -> bool:
+        """Whether an event shows the kind of the script, which was unknown: the plan is made anew.
+
+        Raises `SweepError` for rows that were asked for and that this kind cannot have.
+        """
+        kind = UNKNOWN
+        if isinstance(event, Reached):
+            kind = event.reach.kind
+        elif isinstance(event, Ended) and event.run.measured is not None:
+            kind = event.run.measured.kind
+        if self._kind or not kind:
+            return False
+        self._kind = kind
+        try:
+            self._plan()
+        except ValueError as error:
+            raise SweepError(f"{self.script}: {error}") from None
+        self._held.settings.update(self._settings())
+        for note in self._script_notes()[:1]:
+            shown.said(note)
+        return True
 
     def _runner_for(self, trial: Trial, runner: Runner) -> Runner | None:
         """The runner of a trial that is about to start; None if it is not worth its time."""
         if not is_due(trial, self.runs):
             return None
+        runner = dataclasses.replace(runner, kind=self._kind)
         return dataclasses.replace(runner, steps=self._short_steps()) if trial.short else runner
 
     def _reason_to_stop(self, run: Run) -> str:
@@ -298,12 +341,13 @@ class Sweep:
 
     def _note(self, event: Event, shown: Progress, lost: list[Lost]) -> None:
         if isinstance(event, Started):
-            self._to_start.discard(event.trial)
-            number = len(self.trials) - len(self._to_start)
-            short_later = sum(trial.short for trial in self._to_start)
+            self._begun.add(event.trial)
+            left = self._to_start()
+            number = len(self.trials) - len(left)
+            short_later = sum(trial.short for trial in left)
             shown.started(number, len(self.trials), event.trial, short_later)
         elif isinstance(event, Reached):
-            shown.reached(event.trial, event.steps, event.loss)
+            shown.reached(event.trial, event.reach.steps, event.reach.loss)
         elif isinstance(event, Lost):
             lost.append(event)
             shown.lost(event.trial, event.reason)
@@ -386,14 +430,15 @@ class Sweep:
     def _script_notes(self) -> list[str]:
         """What the script does that a sweep has to tell: about seeds, autocast and weights."""
         starts = other_starts(self.runs)
-        notes = [*self._seed_notes(), self._autocast_note()]
+        kind = f"{self.script} {self._kind.in_words()}." if self._kind else ""
+        notes = [kind, *self._seed_notes(), self._autocast_note()]
         return [note for note in [*notes, starts_note(self.script, starts, self.runs)] if note]
 
     def _autocast_note(self) -> str:
-        """Where the script enters torch.autocast itself."""
+        """Where the script enters torch.autocast beside its `initialize`."""
         measured = (run.measured for run in self.runs if run.measured is not None)
         places = list(dict.fromkeys(place for one in measured for place in one.autocast_off))
-        if not places:
+        if not places or self._kind.is_foreign:
             return ""
         return (
             f"{self.script} enters torch.autocast itself ({', '.join(places)}). At O0 these "
@@ -415,26 +460,33 @@ class Sweep:
     def _write(self) -> None:
         write_files(self.directory, self.results)
 
-    def _settings(self, dtypes: list[str], seeds: int, repeats: int, rounds: int) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """The settings that a resumed sweep must share."""
+        seeds, repeats, rounds = self._repeats
         return {
             "script": self.script if self._program.is_module else str(self._file.resolve()),
             "script_sha256": hashlib.sha256(self._file.read_bytes()).hexdigest(),
             "arguments": self.arguments,
-            "dtypes": dtypes,
+            "kind": self._kind.to_json(),
+            "dtypes": self._dtypes,
             "rows": [case.label for case in self.cases],
             "seeds": seeds,
             "override_seeds": self._override_seeds,
             "repeats": repeats,
             "rounds": rounds,
             "steps": self._steps,
-            "auto": self._auto,
             "metrics": self._metrics,
             "nproc_per_node": self._where.nproc_per_node,
             "side_by_side": self._where.side_by_side,
             "ampatch": __version__,
             "torch": torch.__version__,
         }
+
+
+def _kind_in(path: Path) -> Kind:
+    """The kind that an earlier part of the sweep in this directory has recognized."""
+    earlier = read_results(path)
+    return UNKNOWN if earlier is None else Kind.from_json(earlier.settings.get("kind"))
 
 
 def _listed(names: str | Iterable[str]) -> list[str]:

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
-Reached = Callable[[int, "float | None"], None]
+from ampatch.sweep.kinds import UNKNOWN, Kind
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a trial has come: optimizer steps, the latest loss, and the kind of its script."""
+
+    steps: int
+    loss: float | None = None
+    kind: Kind = UNKNOWN
 
 
 class Cancelled(Exception):
@@ -13,23 +23,23 @@ class Cancelled(Exception):
 
 
 class Watch:
-    """Handed to `Runner.run`: `reached(steps, loss)` hears of progress; the rest ends the trial.
+    """Handed to `Runner.run`: `reached(reach)` hears of progress; the rest ends the trial.
 
     `cancel` lets the script end by itself within a time of grace, `kill` does not; both
     may be called from another thread.
     """
 
-    def __init__(self, reached: Reached | None = None) -> None:
+    def __init__(self, reached: Callable[[Reach], None] | None = None) -> None:
         self._reached = reached
-        self._last: tuple[int, float | None] | None = None
+        self._last: Reach | None = None
         self._cancelled = threading.Event()
         self.killed = threading.Event()
 
-    def reached(self, steps: int, loss: float | None) -> None:
+    def reached(self, reach: Reach) -> None:
         """Pass progress on, where there is any."""
-        if self._reached is not None and (steps, loss) != self._last:
-            self._last = steps, loss
-            self._reached(steps, loss)
+        if self._reached is not None and reach != self._last:
+            self._last = reach
+            self._reached(reach)
 
     def cancel(self) -> None:
         self._cancelled.set()

@@ -15,6 +15,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case, Trial
 
 FORMAT = 3  # increased when a reader of the files has to change
@@ -77,7 +78,8 @@ class Measured:
     error: str = ""  # of the exception that ended the script
     seed_calls: list[SeedCall] = field(default_factory=list)
     seed_read: bool = False  # the script read AMPATCH_SEED
-    autocast_off: list[str] = field(default_factory=list)  # at O0: lines of the script's regions
+    autocast_off: list[str] = field(default_factory=list)  # lines of regions that were off
+    kind: Kind = UNKNOWN  # of the script, where this run was to recognize it
     files_written: list[str] = field(default_factory=list)  # into the working directory
 
     @classmethod
@@ -88,6 +90,7 @@ class Measured:
             setattr(measured, name, {key: Series.from_json(one) for key, one in table.items()})
         measured.samples = Series.from_json(data["samples"])
         measured.output_marks = [(step, size) for step, size in data["output_marks"]]
+        measured.kind = Kind.from_json(data.get("kind"))
         measured.seed_calls = [SeedCall(**call) for call in data.get("seed_calls", [])]
         if measured.loss_scale is not None:
             measured.loss_scale = float(measured.loss_scale)

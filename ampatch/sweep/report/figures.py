@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.results import Spread
+from ampatch.sweep.trial import BASE
 
 WARM_UP = 10  # steps
 SHARE = 20  # first and last loss are means over this fraction of them: 1/20
@@ -130,6 +131,8 @@ def status(run: Run) -> str:
     if run.exit_code:
         return f"exited: code {run.exit_code}"
     if measured.opt_level is None:
+        if run.case == BASE:
+            return "no training: never steps an optimizer of torch.optim, nor calls initialize"
         return "no training: never calls ampatch.initialize, nor apex.amp's, before a step"
     if measured.properties.get("enabled") == "False":
         return "no training: calls ampatch.initialize with enabled=False"

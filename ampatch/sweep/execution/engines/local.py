@@ -42,7 +42,7 @@ class LocalEngine:
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         place = self._timed if alone else self._free.popleft()
-        watch = Watch(lambda steps, loss: self._news.put(Reached(trial, steps, loss)))
+        watch = Watch(lambda reach: self._news.put(Reached(trial, reach)))
         thread = threading.Thread(
             target=self._work, args=(runner, trial, watch, place), daemon=True
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.execution.watching import Reach
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.trial import Trial
 
@@ -22,11 +23,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Reached:
-    """The trial has taken so many optimizer steps; `loss` is its latest, if known."""
+    """How far the trial has come."""
 
     trial: Trial
-    steps: int
-    loss: float | None
+    reach: Reach
 
 
 @dataclass(frozen=True)

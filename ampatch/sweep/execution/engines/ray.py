@@ -253,7 +253,7 @@ def _run(
         return EngineError(f"--engine ray: {wrong}"), b""
     with contextlib.suppress(exceptions.RayActorError):  # as in `_news`; the outcome tells it too
         ray.get(board.put.remote(Started(trial)))
-    watch = Watch(lambda steps, loss: board.put.remote(Reached(trial, steps, loss)))
+    watch = Watch(lambda reach: board.put.remote(Reached(trial, reach)))
     with tempfile.TemporaryDirectory(prefix="ampatch-trial-") as folder:
         runner = dataclasses.replace(runner, directory=Path(folder))
         log = RunFiles.of(runner.directory, trial).log

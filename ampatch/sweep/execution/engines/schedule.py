@@ -40,10 +40,14 @@ class Schedule:
         runner_for: Callable[[Trial], Runner | None],
         proven: bool,
     ) -> None:
-        self._others, self._timed = deque(others), deque(timed)
+        self.plan(others, timed)
         self._runner_for = runner_for
         self._running: set[Trial] = set()
         self._proven = proven
+
+    def plan(self, others: Sequence[Trial], timed: Sequence[Trial]) -> None:
+        """What is left to start, from now on."""
+        self._others, self._timed = deque(others), deque(timed)
 
     def run(self, engine: Engine) -> Iterator[Event]:
         """What happens, until all trials have ended."""
@@ -67,7 +71,7 @@ class Schedule:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Reached):
-            self._proven = self._proven or event.steps > 0
+            self._proven = self._proven or event.reach.steps > 0
         elif not isinstance(event, Started):
             self._running.remove(event.run.trial if isinstance(event, Ended) else event.trial)
             self._proven = self._proven or not isinstance(event, Lost)

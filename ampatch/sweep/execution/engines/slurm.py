@@ -175,7 +175,7 @@ class SlurmEngine:
             news.append(Started(job.trial))
         if reached is not None and reached != job.reached:
             job.reached = reached
-            news.append(Reached(job.trial, *reached))
+            news.append(Reached(job.trial, reached))
         return news
 
     def _outcome(self, job: _Job) -> Event | None:

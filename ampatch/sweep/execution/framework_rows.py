@@ -1,0 +1,96 @@
+"""Puts ampatch's integration into a framework, before the script imports it.
+
+The class that a script makes, or derives its own from, is replaced by one with the integration in
+it; the framework's own mixed precision is left out.  Opt level and dtype come from the environment,
+as in every trial.  It serves scripts that make one such object; where the integration cannot come
+in, its own error says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def bring_in(framework: str) -> None:
+    """Have the script's own line make an object that trains by ampatch."""
+    _BRING_IN[framework]()
+
+
+def _lightning() -> None:
+    from ampatch.integrations.lightning import AmpatchPrecision
+
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            _with_plugin(importlib.import_module(name).Trainer, AmpatchPrecision)
+
+
+def _fabric() -> None:
+    from ampatch.integrations.lightning import AmpatchFabricPrecision
+
+    for name in ("lightning.fabric", "lightning_fabric"):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            _with_plugin(importlib.import_module(name).Fabric, AmpatchFabricPrecision)
+
+
+def _with_plugin(owner: Any, plugin: Callable[[], Any]) -> None:
+    make = owner.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        given = named.pop("plugins", None) or []
+        listed = list(given) if isinstance(given, (list, tuple)) else [given]
+        named.pop("precision", None)
+        make(self, *args, plugins=[*listed, plugin()], **named)
+
+    owner.__init__ = __init__
+
+
+def _transformers() -> None:
+    from transformers import TrainingArguments, trainer
+
+    from ampatch.integrations.transformers import AmpatchTrainerMixin
+
+    plain = trainer.Trainer
+    managed = type("Trainer", (AmpatchTrainerMixin, plain), {"__module__": plain.__module__})
+    trainer.Trainer = managed
+    sys.modules["transformers"].Trainer = managed  # the first import puts another object there
+    check = TrainingArguments.__post_init__
+
+    @functools.wraps(check)
+    def __post_init__(self: Any) -> None:
+        for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
+            setattr(self, name, False)
+        check(self)
+
+    TrainingArguments.__post_init__ = __post_init__
+
+
+def _accelerate() -> None:
+    import accelerate
+
+    from ampatch.integrations.accelerate import AmpatchAccelerator
+
+    class Accelerator(AmpatchAccelerator):
+        """accelerate's, as the script makes it, with ampatch in it."""
+
+        def __init__(self, *args: Any, mixed_precision: Any = None, **named: Any) -> None:
+            names = list(inspect.signature(plain.__init__).parameters)[1:]
+            named.update(zip(names, args))
+            super().__init__(mixed_precision="no", **named)
+
+    plain = accelerate.Accelerator
+    accelerate.Accelerator = accelerate.accelerator.Accelerator = Accelerator
+
+
+_BRING_IN: dict[str, Callable[[], None]] = {
+    "lightning": _lightning,
+    "fabric": _fabric,
+    "transformers": _transformers,
+    "accelerate": _accelerate,
+}

@@ -1,0 +1,125 @@
+"""Watches the training of a script that does not call `initialize`.
+
+The losses are the tensors on which `backward()` is called, before an enabled GradScaler has
+scaled them.  Every optimizer's steps count, and those that a GradScaler skips.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import ampatch
+from ampatch.config.environment import Asked
+from ampatch.config.opt_levels import properties_for
+from ampatch.session.facade import PatchSet
+from ampatch.sweep.measure.recorder import Recorder
+
+
+class _Steps:
+    """Passes ampatch's notices on, but not those of losses, which `PlainTraining` reports."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.on_step, self.on_scale = recorder.on_step, recorder.on_scale
+        self.on_metrics, self.on_step_begin = recorder.on_metrics, recorder.on_step_begin
+
+
+def watch_automatic(recorder: Recorder, asked: Asked) -> None:
+    """Report a script that `ampatch.auto` trains, from before its losses are scaled."""
+    PlainTraining(recorder, "").watch_losses()
+    ampatch.observe(_Steps(recorder))
+    recorder.on_initialize(properties_for(asked.opt_level, asked.dtype))
+
+
+class PlainTraining:
+    """Reports backward passes and steps to `recorder`, from `start` to `stop`.
+
+    `name` is what the training is called in the record.  `first_step` is called before the first.
+    """
+
+    def __init__(
+        self, recorder: Recorder, name: str, first_step: Callable[[], None] = lambda: None
+    ) -> None:
+        self._recorder, self._name, self._first_step = recorder, name, first_step
+        self._patches = PatchSet()
+        self._hooks: list[Any] = []
+        self._steps = 0
+        self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # with the loss before
+
+    def start(self) -> None:
+        self.watch_losses()
+        self._patches.replace(torch.amp.GradScaler, "scale", self._remembering)
+        self._patches.replace(torch.amp.GradScaler, "step", self._noting_skips)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ends),
+        ]
+
+    def watch_losses(self) -> None:
+        """Report the backward passes alone."""
+        self._patches.replace(torch.autograd, "backward", self._reporting)
+
+    def stop(self) -> None:
+        self._patches.undo()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _reporting(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+            self._recorder.on_loss(self._before_scaling(first))
+            result = original(tensors, *args, **kwargs)
+            self._recorder.on_backward()
+            self._recorder.on_unscaled()
+            return result
+
+        return backward
+
+    def _before_scaling(self, root: Any) -> Any:
+        scaled, loss = self._scaled.get(id(root), (lambda: None, None))
+        return root if scaled() is not root or loss is None else loss
+
+    def _remembering(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            result = original(scaler, outputs)
+            if scaler.is_enabled() and isinstance(result, Tensor):
+                alive = {key: pair for key, pair in self._scaled.items() if pair[0]() is not None}
+                self._scaled = {**alive, id(result): (weakref.ref(result), outputs.detach())}
+                self._recorder.on_scale(original(scaler, torch.ones((), device=result.device)))
+            return result
+
+        return scale
+
+    def _noting_skips(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._steps
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self._steps == before and scaler.is_enabled():
+                self._step_begins(optimizer)
+                self._recorder.on_step(optimizer, True)
+            return result
+
+        return step
+
+    def _step_begins(self, optimizer: Any, *_: Any) -> None:
+        if not self._steps:
+            self._first_step()
+            self._recorder.on_engine(self._name, {})
+        self._steps += 1
+        self._recorder.on_step_begin(optimizer)
+
+    def _step_ends(self, optimizer: Any, *_: Any) -> None:
+        found = getattr(optimizer, "found_inf", None)  # where the optimizer's kernel skips
+        self._recorder.on_step(optimizer, False if found is None else found.clone())

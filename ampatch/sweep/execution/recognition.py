@@ -1,0 +1,73 @@
+"""Recognizes what kind of script runs at O0, and reports its training to the recorder.
+
+The kind is known at `initialize`, or at the first optimizer step if that comes before.  Until
+then, and from then on where there is no `initialize`, the script is watched as plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import ampatch
+from ampatch.errors import AmpatchError
+from ampatch.sweep.execution.autocast_off import AutocastOff
+from ampatch.sweep.execution.plain_training import PlainTraining
+from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, FRAMEWORKS, NO_AMP, TORCH_AMP, Kind
+from ampatch.sweep.measure.recorder import Recorder
+
+
+class Recognition:
+    """The kind of the script in this process, from `start` on.
+
+    `off` knows the regions of torch.autocast that the script has entered.
+    """
+
+    def __init__(self, recorder: Recorder, off: AutocastOff) -> None:
+        self._recorder, self._off = recorder, off
+        self._plain = PlainTraining(recorder, "O0", self._first_step)
+        self._name = self._framework = ""
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self._name, self._framework, tuple(self._off.places), tuple(self._off.dtypes))
+
+    def start(self) -> None:
+        """Watch the script; ampatch's own notices reach the recorder, too."""
+        ampatch.observe(self)
+        ampatch.observe(self._recorder)
+        self._plain.start()
+
+    def on_initialize(self, properties: Any) -> None:
+        if self._name in ("", AMPATCH):
+            self._name = AMPATCH
+            self._plain.stop()
+            return
+        raise AmpatchError(
+            "ampatch.initialize was called after an optimizer step: a sweep cannot tell which part "
+            "of this training is to be compared. Expected initialize before the first step."
+        )
+
+    def _first_step(self) -> None:
+        self._framework = _framework(sys._getframe())
+        name = TORCH_AMP if self._off.places else NO_AMP
+        has_integration = self._framework and FRAMEWORKS[self._framework].line
+        self._name = FRAMEWORK if has_integration else name
+
+
+def _framework(frame: FrameType) -> str:
+    """The framework of which a function is running, or ""."""
+    running = {str(caller.f_globals.get("__name__", "")) for caller in _callers(frame)}
+    for name, framework in FRAMEWORKS.items():
+        prefixes = tuple(f"{module}." for module in framework.modules)
+        if any(f"{module}.".startswith(prefixes) for module in running):
+            return name
+    return ""
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,109 @@
+"""What kinds of training scripts there are: which mixed precision they bring themselves.
+
+The first run at O0 shows it (`execution/recognition.py`), and the rows follow from it.
+
+* `AMPATCH`: the script calls `initialize` of ampatch or apex.  Each level is that of its own line.
+* `TORCH_AMP`: it enters torch.autocast.  The row `autocast` is the script as it is; in the other
+  rows its regions and its GradScaler are off, and the levels are applied as for `NO_AMP`.
+* `NO_AMP`: levels are applied as by `ampatch run --auto`, which has O0 and O1.
+* `FRAMEWORK`: a framework runs the training loop; O1 to O3 come through `ampatch.integrations`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+AMPATCH = "ampatch"
+TORCH_AMP = "torch.amp"
+NO_AMP = "none"
+FRAMEWORK = "framework"
+
+
+class Framework(NamedTuple):
+    """A framework that runs training loops, and how ampatch comes in."""
+
+    modules: tuple[str, ...]  # in which its loops are
+    shown: str
+    line: str = ""  # that turns ampatch on in a script; "" where functions of the user's are called
+
+
+FRAMEWORKS = {
+    "lightning": Framework(
+        ("lightning.pytorch", "pytorch_lightning"),
+        "Lightning",
+        'Trainer(plugins=[ampatch.integrations.lightning.AmpatchPrecision("O1")])',
+    ),
+    "transformers": Framework(
+        ("transformers.trainer",),
+        "transformers",
+        "class MyTrainer(ampatch.integrations.transformers.AmpatchTrainerMixin, Trainer)",
+    ),
+    "accelerate": Framework(
+        ("accelerate",),
+        "accelerate",
+        'accelerator = ampatch.integrations.accelerate.AmpatchAccelerator("O1")',
+    ),
+    "fabric": Framework(
+        ("lightning.fabric", "lightning_fabric"),
+        "Lightning Fabric",
+        'Fabric(plugins=[ampatch.integrations.lightning.AmpatchFabricPrecision("O1")])',
+    ),
+    "ignite": Framework(("ignite.engine",), "ignite"),
+    "timm": Framework(("timm",), "timm"),
+}
+"""Those that call others of them come first."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a script brings: `name` is one of the constants above, or "" while it is unknown.
+
+    `framework` is the key of that which runs the training loop, whatever the name.  `places` are
+    the lines that entered torch.autocast, `dtypes` the half types of these regions.
+    """
+
+    name: str = ""
+    framework: str = ""
+    places: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether levels are applied from outside: nothing says which module is the model."""
+        return self.name in (TORCH_AMP, NO_AMP)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is known that the script calls no `initialize` by itself."""
+        return self.name not in ("", AMPATCH)
+
+    def in_words(self) -> str:
+        """What was found and what follows, without the script's name."""
+        shown = self.framework and FRAMEWORKS[self.framework].shown
+        loop = f", in a training loop of {shown}" if shown else ""
+        if self.name == AMPATCH:
+            return f"calls initialize of ampatch or apex{loop}"
+        if not self.places:
+            return f"has no mixed precision of its own{loop}"
+        return (
+            f"uses torch.amp ({', '.join(self.places)}){loop}: the row autocast is the script "
+            "as it is, in all others its regions and its GradScaler are off"
+        )
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any] | None) -> Kind:
+        if not data:
+            return UNKNOWN
+        return cls(**{**data, "places": tuple(data["places"]), "dtypes": tuple(data["dtypes"])})
+
+    def to_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+
+UNKNOWN = Kind()

@@ -1,0 +1,209 @@
+"""Any script: which mixed precision it brings is recognized, and the rows follow from that."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+
+import pytest
+from warm_python import python
+
+from ampatch.sweep import Sweep, SweepError, read_runs
+from ampatch.sweep.kinds import FRAMEWORK, NO_AMP, TORCH_AMP
+from ampatch.sweep.plan import cases
+
+pytestmark = pytest.mark.usefixtures("warm_trials")
+
+PLAIN = """
+    import sys
+    import torch
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(15):
+        loss = model(torch.randn(16, 8)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+"""
+# The third step meets an overflow.
+TORCH_AMP_SCRIPT = """
+    import sys
+    import torch
+    torch.manual_seed(0)
+    enabled = "fp32" not in sys.argv
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    for step in range(10):
+        x = torch.randn(16, 8) * (1e6 if step == 2 else 1)
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            loss = model(x).float().pow(2).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        print(loss.item())
+"""
+
+
+def planned(folder, script, *arguments, **options):
+    (folder / "train.py").write_text(textwrap.dedent(script))
+    chosen = {"dtypes": ["bfloat16"], "rounds": 1, "out": folder / "out", **options}
+    return Sweep(folder / "train.py", arguments, **chosen)
+
+
+def printed(plan, run):
+    log = plan.directory / "runs" / f"{run.trial.file_stem}.log"
+    return [float(line) for line in log.read_text().splitlines()]
+
+
+def by_label(plan):
+    return {run.trial.case.label: run for run in plan.runs}
+
+
+def test_a_script_without_amp_code_needs_no_flag(tmp_path):
+    """The losses are those that it prints; O0 is what plain Python trains, to the bit."""
+    plan = planned(tmp_path, PLAIN).run()
+    runs = by_label(plan)
+    assert list(runs) == ["O0", "O1-bfloat16"]
+    plain = python("train.py", cwd=tmp_path).stdout.split()
+    assert printed(plan, runs["O0"]) == list(map(float, plain))
+    for run in plan.runs:
+        assert run.measured.losses["0"].values == pytest.approx(printed(plan, run), rel=1e-6)
+        assert list(run.measured.parts) == ["backward", "optimizer", "unsplit"]
+    assert printed(plan, runs["O0"]) != printed(plan, runs["O1-bfloat16"])
+    assert printed(plan, runs["O0"]) == pytest.approx(printed(plan, runs["O1-bfloat16"]), rel=0.05)
+    assert plan.results.notes[0].endswith("train.py has no mixed precision of its own.")
+
+
+def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
+    plan = planned(tmp_path, TORCH_AMP_SCRIPT, dtypes=["float16"]).run()
+    runs = by_label(plan)
+    assert list(runs) == ["O0", "O1-float16", "autocast-float16"]
+    assert [row.status for row in plan.rows] == ["ok", "ok", "ok"]
+    own = list(map(float, python("train.py", cwd=tmp_path).stdout.split()))
+    in_fp32 = list(map(float, python("train.py", "fp32", cwd=tmp_path).stdout.split()))
+    assert printed(plan, runs["autocast-float16"]) == own != in_fp32
+    assert printed(plan, runs["O0"]) == in_fp32
+    as_it_is = runs["autocast-float16"].measured
+    assert as_it_is.skipped == [number == 2 for number in range(10)]
+    losses = as_it_is.losses["0"].values
+    assert losses[:2] + losses[3:] == pytest.approx(own[:2] + own[3:], rel=1e-6)  # before scaling
+    assert as_it_is.loss_scales["0"].values == [65536.0, 32768.0]
+    [note] = [note for note in plan.results.notes if "torch.amp" in note]
+    assert "train.py uses torch.amp (train.py:12): the row autocast is the script as it is" in note
+
+
+def test_what_a_kind_cannot_have_ends_the_sweep_with_the_line_to_write(tmp_path):
+    with pytest.raises(SweepError, match=r"O0 and O1 .* model, optimizer = ampatch\.initialize\("):
+        planned(tmp_path, PLAIN, levels=["O0", "O2"]).run()
+    with pytest.raises(SweepError, match="add O0 to --levels"):
+        planned(tmp_path, PLAIN, levels=["O1"], overwrite=True).run()
+
+
+def test_a_resumed_sweep_knows_the_kind(tmp_path):
+    plan = planned(tmp_path, PLAIN)
+    first = plan.trials[0]
+    plan.run()
+    kept = [run.trial for run in read_runs(plan.directory)]
+    (plan.directory / "runs" / f"{kept[-1].file_stem}.json").unlink()
+    again = planned(tmp_path, PLAIN, resume=True)
+    assert [trial.case.label for trial in again.trials] == ["O0", "O1-bfloat16"]
+    assert [run.trial for run in again.runs] == [first]
+    assert [run.trial for run in again.run().runs] == kept
+
+
+def test_initialize_after_steps_in_fp32_is_an_error_that_says_so(tmp_path):
+    late = textwrap.dedent(PLAIN) + "import ampatch\nampatch.initialize(model, optimizer)\n"
+    plan = planned(tmp_path, late)
+    plan.run()
+    assert "initialize before the first step" in plan.rows[0].status
+
+
+LOOPS = {
+    "accelerate": """
+        import accelerate, torch
+        torch.manual_seed(0)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        model = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(6):
+            loss = model(torch.randn(16, 8)).pow(2).mean()
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+    """,
+    "lightning": """
+        import lightning, torch
+
+        class Model(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(8, 1)
+
+            def training_step(self, batch, number):
+                return self.layer(batch).pow(2).mean()
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        lightning.seed_everything(0)
+        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", precision="bf16-mixed", enable_model_summary=False,
+            **off
+        )
+        trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(96, 8), 16))
+    """,
+    "transformers": """
+        import os, torch
+        from transformers import Trainer, TrainingArguments
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(8, 1)
+
+            def forward(self, x, labels):
+                return {"loss": (self.layer(x) - labels).pow(2).mean()}
+
+        torch.manual_seed(0)
+        rows = [{"x": torch.randn(8), "labels": torch.zeros(1)} for _ in range(96)]
+        arguments = TrainingArguments(
+            os.environ["AMPATCH_TRIAL_DIR"], num_train_epochs=1, per_device_train_batch_size=16,
+            bf16=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+        )
+        Trainer(Model(), arguments, train_dataset=rows).train()
+    """,
+}
+
+
+@pytest.mark.parametrize("framework", LOOPS)
+def test_a_framework_trains_through_its_integration(framework, tmp_path):
+    """Its own mixed precision is off at O0 and beside ampatch."""
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    plan = planned(tmp_path, LOOPS[framework], levels=["O0", "O2"], autocast=False).run()
+    in_fp32, managed = plan.runs
+    kind = in_fp32.measured.kind
+    assert (kind.name, kind.framework, kind.dtypes) == (FRAMEWORK, framework, ("bfloat16",))
+    assert [(row.label, row.status, row.steps) for row in plan.rows] == [
+        ("O0", "ok", 6),
+        ("O2-bfloat16", "ok", 6),
+    ]
+    assert managed.measured.opt_level == "O2"
+    losses = [run.measured.losses["0"].values for run in plan.runs]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+@pytest.mark.parametrize("name", [NO_AMP, TORCH_AMP])
+def test_rows_by_kind(name):
+    from ampatch.sweep.kinds import Kind
+
+    kind = Kind(name, places=("a.py:1",) * (name == TORCH_AMP), dtypes=("float16", "bfloat16"))
+    labels = [case.label for case in cases(None, ["bfloat16"], autocast=True, kind=kind)]
+    own = ["autocast-float16+bfloat16"] if name == TORCH_AMP else []
+    assert labels == ["O0", "O1-bfloat16", *own]
