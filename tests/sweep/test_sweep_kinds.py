@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import textwrap
+from itertools import pairwise
 
 import pytest
 from warm_python import python
@@ -44,7 +45,7 @@ TORCH_AMP_SCRIPT = """
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        print(loss.item())
+        print(loss.item(), scaler.get_scale())
 """
 
 
@@ -54,9 +55,12 @@ def planned(folder, script, *arguments, **options):
     return Sweep(folder / "train.py", arguments, **chosen)
 
 
+def lines(plan, run):
+    return (plan.directory / "runs" / f"{run.trial.file_stem}.log").read_text().split()
+
+
 def printed(plan, run):
-    log = plan.directory / "runs" / f"{run.trial.file_stem}.log"
-    return [float(line) for line in log.read_text().splitlines()]
+    return list(map(float, lines(plan, run)))
 
 
 def by_label(plan):
@@ -83,17 +87,17 @@ def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
     runs = by_label(plan)
     assert list(runs) == ["O0", "O1-float16", "autocast-float16"]
     assert [row.status for row in plan.rows] == ["ok", "ok", "ok"]
-    own = list(map(float, python("train.py", cwd=tmp_path).stdout.split()))
-    in_fp32 = list(map(float, python("train.py", "fp32", cwd=tmp_path).stdout.split()))
-    assert printed(plan, runs["autocast-float16"]) == own != in_fp32
-    assert printed(plan, runs["O0"]) == in_fp32
+    own = python("train.py", cwd=tmp_path).stdout.split()
+    in_fp32 = python("train.py", "fp32", cwd=tmp_path).stdout.split()
+    assert lines(plan, runs["autocast-float16"]) == own != in_fp32
+    assert lines(plan, runs["O0"]) == in_fp32
     as_it_is = runs["autocast-float16"].measured
-    assert as_it_is.skipped == [number == 2 for number in range(10)]
-    losses = as_it_is.losses["0"].values
-    assert losses[:2] + losses[3:] == pytest.approx(own[:2] + own[3:], rel=1e-6)  # before scaling
-    assert as_it_is.loss_scales["0"].values == [65536.0, 32768.0]
+    losses, scales = (list(map(float, own[column::2])) for column in (0, 1))
+    assert as_it_is.losses["0"].values == pytest.approx(losses, rel=1e-6, nan_ok=True)  # not scaled
+    assert as_it_is.skipped == [scale < before for before, scale in pairwise([65536.0, *scales])]
+    assert as_it_is.skipped[2] and not all(as_it_is.skipped)
     [note] = [note for note in plan.results.notes if "torch.amp" in note]
-    assert "train.py uses torch.amp (train.py:12): the row autocast is the script as it is" in note
+    assert "train.py uses torch.amp (train.py:11): the row autocast is the script as it is" in note
 
 
 def test_what_a_kind_cannot_have_ends_the_sweep_with_the_line_to_write(tmp_path):
