@@ -131,6 +131,12 @@ def _add_measures(parser: argparse.ArgumentParser) -> None:
         help='what the verdict is about: a metric or "last loss" (default: the first metric)',
     )
     measures.add_argument(
+        "--margin",
+        metavar="NUMBER|PERCENT%",
+        help="the smallest difference from O0 that matters in what is judged; a row is recommended "
+        "only if the test would have seen one (default: 1%% of O0's value)",
+    )
+    measures.add_argument(
         "--better",
         type=name_and_value,
         action="append",
@@ -254,6 +260,7 @@ def _sweep(options: argparse.Namespace) -> Sweep:
             overrides=options.overrides,
             metrics=dict(options.metric),
             judge=options.judge,
+            margin=options.margin,
             better=dict(options.better),
             autocast=options.autocast,
             auto=options.auto,

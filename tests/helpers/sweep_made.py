@@ -4,8 +4,8 @@ import math
 
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.report.judge import recommendation
 from ampatch.sweep.report.machine_state import machine_state
+from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import write_files

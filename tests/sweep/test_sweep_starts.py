@@ -9,7 +9,7 @@ import pytest
 from ampatch.cli.main import main
 from ampatch.sweep import read_runs
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.report.judge import recommendation
+from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.starts import other_starts
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import Case, Trial

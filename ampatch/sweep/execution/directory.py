@@ -36,7 +36,7 @@ from ampatch.sweep.report.results import (
 from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
-GROWING = ("rounds",)  # settings that may be larger in a resumed sweep: trials are added
+GROWING = ("rounds", "seeds")  # settings that may be larger in a resumed sweep: trials are added
 _LOCK = ".lock"
 _FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
 

@@ -50,8 +50,9 @@ from ampatch.sweep.plan import (
 )
 from ampatch.sweep.report import own_seeds, paired
 from ampatch.sweep.report.figures import OK, status
-from ampatch.sweep.report.judge import LOSS, recommendation
+from ampatch.sweep.report.judge import LOSS
 from ampatch.sweep.report.machine_state import machine_state
+from ampatch.sweep.report.recommendation import Margin, recommendation
 from ampatch.sweep.report.results import SUMMARY, Results, Row, read_results
 from ampatch.sweep.report.starts import note as starts_note
 from ampatch.sweep.report.starts import other_starts
@@ -86,6 +87,9 @@ class Sweep:
         overrides: additional rows, such as "O2 loss_scale=128".
         metrics: regular expressions over the output, by name; the group is the number.
         judge: the metric (or "last loss") that the verdicts are about; by default the first.
+        margin: the smallest difference from O0 that matters in what is judged: a number, or a part
+            of O0's value ("1%", the default).  A row is recommended only if the test would have
+            seen one.
         better: for metrics, "higher" or "lower"; by default the metric's name decides.
         autocast: add a row for each dtype with torch.autocast and GradScaler, or the script as
             it is where it uses these itself.
@@ -129,6 +133,7 @@ class Sweep:
         overrides: Iterable[str] = (),
         metrics: Mapping[str, str] | None = None,
         judge: str | None = None,
+        margin: str | None = None,
         better: Mapping[str, str] | None = None,
         autocast: bool = True,
         auto: bool = False,
@@ -178,6 +183,7 @@ class Sweep:
         self._steps, self._timeout = steps, timeout
         self._metrics, self._better = patterns(metrics or {}), directions(better or {})
         self._judge, self._override_seeds = judge, override_seeds
+        self._margin = Margin.of(margin)
         if dtypes is None:  # last: what is wrong above is said before anything is timed
             in_half = any(case.dtype in DTYPES for case in asked_cases)
             dtypes = default_dtypes(path, resume) if in_half else DTYPES
@@ -223,7 +229,7 @@ class Sweep:
             machine=machine_state(self.runs),
             rows=rows,
             done=len(self.runs),
-            recommendation=recommendation(rows),
+            recommendation=recommendation(rows, self._margin),
             notes=self._notes(),
             provenance={**self._provenance, **provenance.devices(self.runs)},
         )

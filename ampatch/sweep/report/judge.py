@@ -1,4 +1,4 @@
-"""The verdicts: does a row reach O0's accuracy, and which row is recommended?
+"""The verdicts: does a row reach O0's accuracy?
 
 Accuracy is compared by paired t tests over seeds, corrected over the rows (`paired.py`).
 "Within seed noise" means that the test found no difference.  A difference may still exist: the
@@ -20,7 +20,6 @@ from ampatch.sweep.report.paired import LEVEL, POWER, available, holm, paired, s
 from ampatch.sweep.report.results import Comparison, Row
 
 LOSS = "last loss"
-NOTHING_YET = "nothing to compare yet"
 FAR = 0.1  # of O0's score
 Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
 
@@ -97,33 +96,6 @@ def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
     return dataclasses.replace(row, verdict="; ".join(filter(None, ordered)))
 
 
-def anything_compared(rows: Sequence[Row]) -> bool:
-    """Whether O0 and another row have gone well, so that there is something to say of the two."""
-    outcomes = {row.outcome for row in rows}
-    return "baseline" in outcomes and bool(outcomes - {"baseline", "failed"})
-
-
-def recommendation(rows: Sequence[Row]) -> str:
-    """One line: what to train with, and why."""
-    apart = [row for row in rows if row.start]
-    if apart:
-        first = next((row for row in apart if row.outcome != "baseline"), apart[0])
-        return (
-            f"none: the rows do not start alike. {_name(first)} has a {first.start}; so the rows "
-            "cannot be compared."
-        )
-    if not anything_compared(rows):
-        return f"{NOTHING_YET}: {_what_lacks(rows)}."
-    fit = [row for row in rows if row.outcome in ("within", "better", "untested")]
-    fit = [row for row in fit if not (row.comparisons and _is_far(row.comparisons[0]))]
-    faster = pace.worthwhile(fit)
-    base = next(row for row in rows if row.outcome == "baseline")
-    if not faster:
-        return pace.none_recommended(fit, base) + _smaller(fit, base)
-    best = max(faster, key=lambda row: row.speeds.median)
-    return f"{_name(best)}: {best.verdict}.{_memory(best, base)}{_caveats(best)}"
-
-
 def _compared(
     name: str, sample: dict[int, float], base: dict[int, float], better: str, seeds_matter: bool
 ) -> Comparison:
@@ -174,14 +146,6 @@ def _is_far(one: Comparison) -> bool:
     return one.p is None and one.better == "higher" and lost > FAR * abs(one.base_mean)
 
 
-def _what_lacks(rows: Sequence[Row]) -> str:
-    if not rows:
-        return "no run has ended"
-    if all(row.outcome != "baseline" for row in rows):
-        return "there is no O0 that went well"
-    return "O0 alone has run" if len(rows) == 1 else "no row beside O0 has gone well"
-
-
 def _quality(row: Row) -> str:
     if row.start and row.outcome != "failed":
         what = "the baseline, but" if row.outcome == "baseline" else "accuracy not compared:"
@@ -193,7 +157,12 @@ def _quality(row: Row) -> str:
         return row.status + (f" ({bad} of {row.runs} runs)" if row.runs > 1 else "")
     if not row.comparisons:
         return "accuracy not compared"
-    return quality_text(row.comparisons[0], "O0")
+    said = quality_text(row.comparisons[0], "O0")
+    loss = next((one for one in row.comparisons[1:] if one.name == LOSS), None)
+    if loss is None or loss.p is None:
+        return said
+    is_within = "within seed noise" if loss.outcome == "within" else loss.outcome
+    return f"{said}; {LOSS} {is_within}: difference {difference_text(loss)}"
 
 
 def quality_text(one: Comparison, base: str) -> str:
@@ -237,43 +206,6 @@ def mean_and_sd(mean: float, sd: float | None, n: int) -> str:
     if sd is None:
         return f"{mean:.4g}"
     return f"{mean:.4g} ± {sd:.2g}" if sd else f"{mean:.4g} with each of {n} seeds"
-
-
-def _caveats(row: Row) -> str:
-    few = []
-    if row.outcome == "untested":
-        few.append("accuracy is untested: use --seeds 3 or more, and have them reach the script")
-    if row.speeds.n < 3:
-        few.append("the speed-up rests on two rounds: use --rounds 3 or more")
-    return f" But {', and '.join(few)}." if few else ""
-
-
-def _memory(row: Row, base: Row) -> str:
-    if not (row.memory_bytes and base.memory_bytes):
-        return ""
-    much = _less(row, base)
-    return f" It takes {much} {'as' if much.startswith('as') else 'than'} O0."
-
-
-def _smaller(fit: Sequence[Row], base: Row) -> str:
-    """The row that saves most memory, where no row saves time."""
-    sizes = [row for row in fit if row.memory_bytes and base.memory_bytes]
-    least = min(sizes, key=lambda row: row.memory_bytes, default=None)
-    if least is None or least.memory_bytes > 0.95 * base.memory_bytes:
-        return ""
-    return f" {_name(least)} takes {_less(least, base)} than O0."
-
-
-def _less(row: Row, base: Row) -> str:
-    """How much less memory the row takes: `38 % less memory`."""
-    percent = round(100 * (1 - row.memory_bytes / base.memory_bytes))
-    if not percent:
-        return "as much memory"
-    return f"{abs(percent)} % {'less' if percent > 0 else 'more'} memory"
-
-
-def _name(row: Row) -> str:
-    return f"{row.opt_level} in {row.dtype}"
 
 
 def _sd(values: Sequence[float]) -> float | None:

@@ -33,10 +33,19 @@ def pace_of(speeds: Spread | None, noise: Spread | None) -> str:
         return ONE_ROUND
     if noise is None:
         return NO_NOISE
-    reach = max(noise.high, 1 / noise.low, 1.0)
+    reach = _reach(noise)
     if is_noisy(noise) or not (speeds.low > reach or speeds.high < 1 / reach):
         return UNKNOWN
     return FASTER if speeds.low > reach else SLOWER
+
+
+def told_apart(faster: Row, other: Row, base: Row) -> bool:
+    """Whether one row is surely faster than another, as `pace_of` says it beside O0."""
+    return faster.speeds.low > other.speeds.high * _reach(base.speeds)
+
+
+def _reach(noise: Spread) -> float:
+    return max(noise.high, 1 / noise.low, 1.0)
 
 
 def is_noisy(noise: Spread) -> bool:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import OK, status, step_ms
-from ampatch.sweep.report.judge import anything_compared, mean_and_sd, method, p_text
+from ampatch.sweep.report.judge import mean_and_sd, method, p_text
 from ampatch.sweep.report.numbers import MISSING, split_interval
 from ampatch.sweep.report.plots import Gallery, Picture
 from ampatch.sweep.report.provenance import called, facts
+from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.results import Comparison, Results, Row
 from ampatch.sweep.report.table import PARTS_NOTE, Column, columns, notes, part_columns
 

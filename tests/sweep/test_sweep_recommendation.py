@@ -1,0 +1,115 @@
+"""A row is recommended only if it was shown to be as accurate and faster; else what is missing."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.paired import smallest_seen
+from ampatch.sweep.report.recommendation import Margin, recommendation
+from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.trial import Case, Trial
+
+
+def runs_of(level, accuracies, losses, ms=1.0, **trial):
+    """One run for each seed; its steps take `ms` milliseconds."""
+    case = Case(level) if level == "O0" else Case(level, "bfloat16")
+    return [
+        Run(
+            Trial(case, seed, **trial),
+            0,
+            1.0,
+            Measured(
+                opt_level=level,
+                skipped=[False] * 40,
+                step_seconds=[None] + [ms / 1000] * 39,
+                losses={"0": Series(list(range(40)), [1.0] + [loss] * 39)},
+                metrics={"accuracy": Series([40], [accuracy])},
+            ),
+        )
+        for seed, (accuracy, loss) in enumerate(zip(accuracies, losses, strict=True))
+    ]
+
+
+BASE = [0.970, 0.980, 0.975]
+LOSSES = [0.20, 0.22, 0.21]
+
+
+def advice(*rows, margin=None, base=BASE, losses=LOSSES):
+    """What is said of O0 and of rows `(level, gains, losses, speed)`; O0 agrees with itself."""
+    runs = runs_of("O0", base, losses) + runs_of("O0", base, losses, short=True, again=True)
+    for level, gains, its_losses, speed in rows:
+        scores = [score + gain for score, gain in zip(base, gains, strict=True)]
+        runs += runs_of(level, scores, its_losses, 1 / speed)
+    return recommendation(summarize(runs), Margin.of(margin))
+
+
+NEAR = [0.0002, -0.0003, 0.0001]  # a difference of .001 would have been seen
+COARSE = [0.01, -0.015, 0.004]  # .05
+
+
+def test_a_row_shown_to_be_as_accurate_and_faster_is_recommended():
+    said = advice(("O1", NEAR, LOSSES, 1.5))
+    assert said.startswith("O1 in bfloat16: 1.50x the speed of O0")
+    assert "accuracy 0.975 against 0.975" in said and "last loss within seed noise" in said
+
+
+def test_the_example_of_the_readme_gets_no_recommendation():
+    """O3: 4 points of accuracy could have gone unnoticed, and its loss is 45 % above O0's."""
+    louder = [1.45 * loss for loss in LOSSES]
+    assert advice(("O3", COARSE, louder, 2.0)) == (
+        "Stay with O0: no row that went well is as accurate."
+    )
+    said = advice(("O3", COARSE, LOSSES, 2.0))
+    assert said.startswith("none yet. O3 in bfloat16 has 2.00x the speed of O0")
+    scatter = statistics.stdev(COARSE)
+    seen = smallest_seen(scatter, 3)
+    assert f"a difference in accuracy of {seen:.2g} would have gone unseen" in said
+    assert f"{0.01 * statistics.mean(BASE):.2g} matters (1 % of O0's)" in said
+    seeds = next(n for n in range(4, 99) if smallest_seen(scatter, n) <= 0.00975)
+    assert said.endswith(f"With {seeds} seeds that would be seen: --resume --seeds {seeds}.")
+
+
+def test_the_margin_says_what_matters():
+    row = ("O1", COARSE, LOSSES, 1.5)
+    assert advice(row, margin="0.2").startswith("O1 in bfloat16: ")
+    assert advice(row, margin="20%").startswith("O1 in bfloat16: ")
+    assert advice(row, margin="0.02").startswith("none yet. O1")
+    assert "Not even 50 seeds" in advice(row, margin="1e-5")
+    for wrong in ("much", "-1", "0", "1 %%", ""):
+        with pytest.raises(ValueError, match="--margin"):
+            Margin.of(wrong)
+
+
+def test_a_worse_loss_is_enough_against_a_row():
+    worse = [loss + 0.05 for loss in LOSSES[:2]] + [LOSSES[2] + 0.051]
+    assert advice(("O1", NEAR, worse, 2.0), ("O2", NEAR, LOSSES, 1.2)).startswith("O2 in bfloat16")
+
+
+def test_of_rows_that_are_equally_fast_that_with_more_fp32_is_named():
+    """Rounds of one speed are told apart by anything; where they overlap they are not."""
+    rows = [(level, NEAR, LOSSES, 1.5) for level in ("O3", "O2", "O1")]
+    said = advice(*rows)
+    assert said.startswith("O1 in bfloat16: 1.50x")
+    assert "Not told apart" not in said
+    assert advice(("O3", NEAR, LOSSES, 2.0), ("O1", NEAR, LOSSES, 1.5)).startswith("O3 in")
+    overlapping = []
+    for level, speeds in (("O1", (1.5, 1.6, 1.7)), ("O3", (1.55, 1.65, 1.75))):
+        for seed, speed in enumerate(speeds):
+            runs = runs_of(
+                level, [score + gain for score, gain in zip(BASE, NEAR)], LOSSES, 1 / speed
+            )
+            overlapping.append(runs[seed])
+    base = runs_of("O0", BASE, LOSSES) + runs_of("O0", BASE, LOSSES, short=True, again=True)
+    said = recommendation(summarize([*base, *overlapping]))
+    assert (
+        said.startswith("O1 in bfloat16: 1.60x") and "Not told apart from it in speed: O3" in said
+    )
+
+
+def test_a_metric_without_scatter_needs_no_more_seeds():
+    assert advice(("O1", [0.0] * 3, LOSSES, 1.5)).startswith("O1 in bfloat16: ")
+    assert not math.isnan(Margin.of("3%").value)
