@@ -288,7 +288,7 @@ def _report(sweep: Sweep, stopped: str, trackers: list[str]) -> int:
     from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
-    write_results(results, sys.stdout)
+    write_results(results, sys.stdout, told={case.label for case in sweep.told})
     try:
         write_shown(sweep.directory, trackers)
     except OSError as error:

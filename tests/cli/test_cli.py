@@ -87,7 +87,11 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
     assert second.split()[6].endswith("x") and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
     assert parts.split()[2:6] == ["data", "forward", "backward", "optimizer"]
-    of_o0, of_o1, native_part, threads, load, scaling, recommended, written = verdicts.splitlines()
+    of_o0, of_o1, kind, checked, native_part, threads, load, scaling, recommended, written = (
+        verdicts.splitlines()
+    )
+    assert kind == "Script: calls initialize of ampatch or apex."
+    assert checked.startswith("Checked: O0 had no torch.autocast and no GradScaler, and FP32 prod")
     assert native_part == "Native part: not in force."
     assert threads.startswith("Threads: ") and "over a minute" in load and scaling.endswith(".")
     assert of_o0 == "O0 float32: the baseline"
@@ -96,7 +100,8 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
     progress = done.stderr.splitlines()
     assert progress[0] == "[1/2] O0 seed 0: started"
-    assert progress[3].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
+    assert progress[1] == "Note: train.py calls initialize of ampatch or apex."
+    assert progress[4].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
     rows = json.loads((tmp_path / "ampatch-sweep/train/summary.json").read_text())["rows"]
     assert [row["metrics"] for row in rows] == [{"accuracy": 0.75}] * 2
 
@@ -120,7 +125,7 @@ def test_arguments_after_two_dashes_are_the_scripts(script, tmp_path):
         tmp_path / "here/runs/O0.seed0.repeat0.log"
     ).read_text() == "['--levels', 'x', '--', 'y']\n"
     assert done.returncode == 1  # no run went well
-    assert "never calls ampatch.initialize" in done.stdout
+    assert "never steps an optimizer of torch.optim, nor calls initialize" in done.stderr
 
 
 def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path):

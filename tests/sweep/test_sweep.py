@@ -195,7 +195,7 @@ def test_each_way_to_fail_is_a_row(directory):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("print('nothing to see')", "no training: never calls ampatch.initialize"),
+        ("print('nothing to see')", "no training: never steps an optimizer of torch.optim"),
         (
             TRAINING + INITIALIZE,
             "no training: never steps an optimizer (given to ampatch.initialize)",

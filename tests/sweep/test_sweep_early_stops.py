@@ -51,20 +51,13 @@ def stopped(plan):
     return str(stop.value)
 
 
-def test_a_script_without_initialize_ends_at_its_first_step(tmp_path):
-    plan = planned(tmp_path, PLAIN)
-    assert "never calls ampatch.initialize" in (said := stopped(plan)) and "--auto" in said
-    assert (plan.directory / "runs/O0.seed0.repeat0.log").read_text() == "before 0\n"
+def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path):
+    plan = planned(tmp_path, PLAIN, levels=["O1", "O2"])
+    said = stopped(plan)
+    assert "never calls ampatch.initialize" in said and "add O0 to --levels" in said
+    assert (plan.directory / "runs/O1-bfloat16.seed0.repeat0.log").read_text() == "before 0\n"
     assert len(plan.runs) == 1
     assert plan.results.recommendation.startswith("nothing to compare yet")
-    [row] = planned(tmp_path, PLAIN, auto=True, levels=["O0"], overwrite=True).run().rows
-    assert (row.status, row.steps) == ("ok", 100)
-
-
-def test_auto_does_not_take_half_of_the_scripts_own_for_fp32(tmp_path):
-    in_half = PLAIN.replace("import torch", "import torch; torch.autocast('cpu').__enter__()")
-    said = stopped(planned(tmp_path, in_half, auto=True))
-    assert "--auto is for scripts without AMP code, and this one calls torch.autocast. " in said
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_script_without_amp_code_needs_no_flag(tmp_path):
         assert list(run.measured.parts) == ["backward", "optimizer", "unsplit"]
     assert printed(plan, runs["O0"]) != printed(plan, runs["O1-bfloat16"])
     assert printed(plan, runs["O0"]) == pytest.approx(printed(plan, runs["O1-bfloat16"]), rel=0.05)
-    assert plan.results.notes[0].endswith("train.py has no mixed precision of its own.")
+    assert plan.results.machine["script"] == "has no mixed precision of its own"
 
 
 def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
@@ -96,8 +96,8 @@ def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
     assert as_it_is.losses["0"].values == pytest.approx(losses, rel=1e-6, nan_ok=True)  # not scaled
     assert as_it_is.skipped == [scale < before for before, scale in pairwise([65536.0, *scales])]
     assert as_it_is.skipped[2] and not all(as_it_is.skipped)
-    [note] = [note for note in plan.results.notes if "torch.amp" in note]
-    assert "train.py uses torch.amp (train.py:11): the row autocast is the script as it is" in note
+    said = plan.results.machine["script"]
+    assert said.startswith("uses torch.amp (train.py:11): the row autocast is the script as it is")
 
 
 def test_what_a_kind_cannot_have_ends_the_sweep_with_the_line_to_write(tmp_path):

@@ -13,6 +13,7 @@ from ampatch.sweep.execution.engines.options import Where
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
+from ampatch.sweep.execution.watching import Reach
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
 
@@ -38,7 +39,7 @@ class Engine:
         steps = self.script.get(trial.label, ["end"])
         if steps and steps[0] == "step":
             steps.pop(0)
-            return [Started(trial), Reached(trial, 1, 0.5)]
+            return [Started(trial), Reached(trial, Reach(1, 0.5))]
         self.running.pop(0)
         return (
             [Lost(trial, "gone")]

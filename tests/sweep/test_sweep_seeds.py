@@ -91,7 +91,8 @@ def printed(plan):
 
 
 def test_a_constant_seed_is_said_after_the_first_run(tmp_path):
-    plan, (first, note, second, unreached) = swept(tmp_path, CONSTANT)
+    plan, (kind, first, note, second, unreached) = swept(tmp_path, CONSTANT)
+    assert "calls initialize" in kind
     assert (first, second) == ("O0 seed 0", "O0 seed 1")
     for part in (
         "random.seed(42), numpy.random.seed(42), torch.manual_seed(42) at train.py:8",
@@ -151,7 +152,7 @@ def test_seeds_of_ranks_differ_where_the_script_has_them_differ():
 def test_a_seed_that_is_passed_on_is_no_constant(tmp_path):
     script = CONSTANT.replace("(42)", "(int(os.environ['AMPATCH_SEED']))")
     script = script.replace("[43, 44, 43]", "[]")
-    plan, events = swept(tmp_path, script)
+    plan, (_, *events) = swept(tmp_path, script)
     [note] = plan.results.notes
     assert events == ["O0 seed 0", "O0 seed 1", note]  # of the two generators: they stay
     assert "constant" not in note and "default_rng(0)" in note

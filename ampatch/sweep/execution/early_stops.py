@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, UNKNOWN
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.report.figures import status
+from ampatch.sweep.report.figures import brief, status
 from ampatch.sweep.trial import BASE
 
 LAST_LINES = 12  # of the output, shown with a crash
@@ -42,7 +42,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
         return why or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
     if run.case == BASE and not any(map(steps_of, earlier)) and not _lacks_memory(said):
         when = "in" if run.measured is None else "before its first step in"
-        return f"{script}: {said}, {when} {run.trial.label}.\n{_last_lines(log)}"
+        return f"{script}: {said}, {when} {run.trial.label}.\n{last_lines(log)}"
     return ""
 
 
@@ -91,7 +91,19 @@ def _lacks_memory(said: str) -> bool:
     return any(word in said for word in _WITHOUT_ENOUGH_MEMORY)
 
 
-def _last_lines(log: Path) -> str:
+def failure(run: Run, log: Path) -> str:
+    """How a run failed, and the end of its output, which has an exception's message already."""
+    said = status(run)
+    if not log.exists():
+        return f"{run.trial.label} {said}."
+    shown = last_lines(log)
+    if said.partition(": ")[2] in shown:
+        said = brief(said)
+    return f"{run.trial.label} {said}. Its last lines:\n{shown}"
+
+
+def last_lines(log: Path) -> str:
+    """The end of a run's output, and where all of it is."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     shown = "\n".join(f"  {line}" for line in lines[-LAST_LINES:] if line.strip())
     return f"{shown}\nAll of its output: {log}"

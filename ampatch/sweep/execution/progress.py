@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ampatch.sweep.execution.time_left import TimeLeft
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.figures import status, step_ms
+from ampatch.sweep.report.figures import brief, status, step_ms
 from ampatch.sweep.trial import Trial
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ def shortened(name: str, room: int) -> str:
 
 
 def outcome(run: Run) -> str:
-    """How a run went, in one line: `ok, 230 steps of 4.1 ms in 3.2 s`."""
+    """How a run went, in one line and without details: `ok, 230 steps of 4.1 ms in 3.2 s`."""
     steps = len(run.measured.skipped) if run.measured else 0
     ms = step_ms(run.measured)
     each = f" of {ms:.2f} ms" if ms is not None else ""
-    return f"{status(run)}, {steps} steps{each} in {run.seconds:.1f} s"
+    return f"{brief(status(run))}, {steps} steps{each} in {run.seconds:.1f} s"

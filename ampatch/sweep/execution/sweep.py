@@ -19,7 +19,7 @@ from ampatch.launch.program import Program
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.default_dtypes import default_dtypes
 from ampatch.sweep.execution.directory import Directory, choose
-from ampatch.sweep.execution.early_stops import reason_to_stop
+from ampatch.sweep.execution.early_stops import failure, reason_to_stop
 from ampatch.sweep.execution.engines.options import Where, names
 from ampatch.sweep.execution.engines.protocol import (
     Ended,
@@ -54,11 +54,11 @@ from ampatch.sweep.report.judge import LOSS
 from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.recommendation import Margin, recommendation
 from ampatch.sweep.report.results import SUMMARY, Results, Row, read_results
+from ampatch.sweep.report.starts import checked, other_starts
 from ampatch.sweep.report.starts import note as starts_note
-from ampatch.sweep.report.starts import other_starts
 from ampatch.sweep.report.summary import seeds_matter, summarize
 from ampatch.sweep.report.summary_files import write_files
-from ampatch.sweep.trial import BASE, Trial
+from ampatch.sweep.trial import BASE, Case, Trial
 from ampatch.torch_private.devices import has_tf32
 
 
@@ -189,6 +189,7 @@ class Sweep:
             dtypes = default_dtypes(path, resume) if in_half else DTYPES
         self._dtypes, self._repeats = dtypes, (seeds, repeats, rounds)
         self.runs: list[Run] = []
+        self.told: set[Case] = set()  # of which a failure was shown with its last lines
         self._begun: set[Trial] = set()
         self._plan()
         self.directory = path
@@ -226,7 +227,7 @@ class Sweep:
             planned=sum(trial in done or is_due(trial, self.runs) for trial in self.trials),
             settings=self._held.settings,
             versions=versions(),
-            machine=machine_state(self.runs),
+            machine={**self._facts(), **machine_state(self.runs)},
             rows=rows,
             done=len(self.runs),
             recommendation=recommendation(rows, self._margin),
@@ -296,7 +297,8 @@ class Sweep:
         """The trials that run beside each other, and those that run alone; O0 shows the kind."""
         left = self._to_start()
         first = next((trial for trial in left if trial.case == BASE), None)
-        if first is not None and not self._kind:
+        is_open = not self._kind and all(run.case != BASE for run in self.runs)
+        if first is not None and is_open:
             left.remove(first)
             left.insert(0, first)
         beside = self._where.side_by_side
@@ -326,8 +328,7 @@ class Sweep:
         except ValueError as error:
             raise SweepError(f"{self.script}: {error}") from None
         self._held.settings.update(self._settings())
-        for note in self._script_notes()[:1]:
-            shown.said(note)
+        shown.said(f"{self.script} {kind.in_words()}.")
         return True
 
     def _runner_for(self, trial: Trial, runner: Runner) -> Runner | None:
@@ -374,6 +375,10 @@ class Sweep:
         for note in self._script_notes():
             if note not in known:
                 shown.said(note)
+        if status(run) != OK and run.case not in self.told:
+            self.told.add(run.case)
+            if not reason:
+                shown.said(failure(run, RunFiles.of(self._held.runs, run.trial).log))
         if reason and len(self.runs) < len(self.trials):
             raise SweepError(reason)
         if reason:
@@ -436,9 +441,15 @@ class Sweep:
     def _script_notes(self) -> list[str]:
         """What the script does that a sweep has to tell: about seeds, autocast and weights."""
         starts = other_starts(self.runs)
-        kind = f"{self.script} {self._kind.in_words()}." if self._kind else ""
-        notes = [kind, *self._seed_notes(), self._autocast_note()]
+        notes = [*self._seed_notes(), self._autocast_note()]
         return [note for note in [*notes, starts_note(self.script, starts, self.runs)] if note]
+
+    def _facts(self) -> dict[str, str]:
+        """What the script is, and what was checked of its runs."""
+        facts = {"script": self._kind.in_words() if self._kind else "", "checked": ""}
+        if not other_starts(self.runs):
+            facts["checked"] = checked(self.runs)
+        return {name: text for name, text in facts.items() if text}
 
     def _autocast_note(self) -> str:
         """Where the script enters torch.autocast beside its `initialize`."""

@@ -143,6 +143,11 @@ def status(run: Run) -> str:
     return divergence(measured) or OK
 
 
+def brief(status: str) -> str:
+    """A status without its details, for a cell of a table: `crashed`, `diverged at step 12`."""
+    return status.partition(":")[0]
+
+
 def divergence(measured: Measured) -> str:
     """The step and the loss at which a run diverged, as text; "" if it did not."""
     for losses in measured.losses.values():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
+from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.judge import LOSS, difference_text
 from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity, ratio
 from ampatch.sweep.report.results import Row, Spread
@@ -67,7 +68,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         *_difference(rows),
         Column("skips", _skips, main=False),
         Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
-        Column("status", lambda row: row.status, right=False, main=False),
+        Column("status", lambda row: brief(row.status), right=False, main=False),
     ]
 
 

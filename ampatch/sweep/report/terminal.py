@@ -10,11 +10,12 @@ import importlib.util
 import itertools
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.figures import OK, brief
+from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.report.table import PARTS_NOTE, Column, aligned, columns, notes, part_columns
 
@@ -22,12 +23,19 @@ GAP = 2  # spaces between columns
 _LEAST = 10  # the least width of a column of words
 
 
-def write_results(results: Results, stream: TextIO) -> None:
-    """Write the tables, the verdicts, the notes, and the recommendation."""
+def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) -> None:
+    """Write the tables, the verdicts, the notes, and the recommendation.
+
+    `told` are the labels of rows whose errors have been shown: these are not written again.
+    """
     if results.rows:
         _write_tables(results.rows, stream)
     for row in results.rows:
-        _say(f"{row.name}: {row.verdict}", stream)
+        if row.outcome == "failed" and row.label in told:
+            failed = f"{row.runs - row.good_runs} of {counted(row.runs, 'run')}"
+            _say(f"{row.name}: {brief(row.status)} in {failed}, as shown", stream)
+        else:
+            _say(f"{row.name}: {row.verdict}", stream)
     for note in results.notes:
         _say(f"Note: {note}", stream)
     for name, text in results.machine.items():
