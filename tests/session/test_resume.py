@@ -33,7 +33,7 @@ def in_a_new_process(*arguments):
 
 
 def test_a_new_process_goes_on_bit_for_bit(tmp_path):
-    """All levels, half types, optimizers and kernels; loaded in any order."""
+    """All levels and half types, optimizers of each kind; loaded in any order."""
     save_all(tmp_path)
     assert in_a_new_process(HELPERS / "resuming.py", tmp_path).splitlines() == []
 
