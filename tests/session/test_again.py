@@ -282,7 +282,7 @@ def test_many_rounds_leave_memory_flat(opt_level):
     for _ in range(3):
         round_trip()
     before = tensor_bytes()
-    references = [reference for number in range(40) for reference in round_trip(number)]
+    references = [reference for number in range(20) for reference in round_trip(number)]
     after = tensor_bytes()
     assert after == before
     assert all(reference() is None for reference in references)

@@ -65,8 +65,8 @@ def test_a_shallow_copy_shares_weights_and_casts(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_every_pickle_protocol_holds_a_plain_model(level, protocol):
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
+def test_a_pickle_of_any_protocol_holds_a_plain_model(level, protocol):
     model, _ = start(level)
     loaded = pickle.loads(pickle.dumps(model, protocol))
     assert set(vars(loaded)) == set(vars(Net())) and type(loaded.__dict__) is dict

@@ -74,8 +74,13 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "opt_level, pair, way",
+    [
+        *(("O2", pair, way) for pair in PAIRS for way in WAYS),
+        *((level, "model first", way) for level in ("O0", "O1", "O3") for way in WAYS),
+    ],
+)
 def test_a_copied_pair_trains(pair, way, opt_level):
     """Its optimizer holds the copied model's parameters, with their state: as FP32 goes on."""
     model, optimizer = start(opt_level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -123,8 +124,9 @@ def train_plain(model, optimizer, step):
     optimizer.step()
 
 
-@pytest.mark.parametrize("source", [None, "O0", "O1", "O2"])
-@pytest.mark.parametrize("target", [None, "O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    "source, target", [*itertools.combinations_with_replacement([None, "O0", "O1", "O2"], 2)]
+)
 def test_checkpoints_cross_levels_and_come_back(source, target):
     """FP32 values at every level but O3: weights and optimizer state arrive exactly."""
     model, optimizer = begin(source, seed=0)
