@@ -56,20 +56,6 @@ def test_compiled_equals_eager(compiled, inputs, level, when, backend):
         assert torch.equal(eager, traced)
 
 
-def test_it_recompiles_when_the_policy_changes(compiled, inputs):
-    model = Three()
-    amp.initialize(model, verbosity=0)
-    fast = compiled(model)
-    for _ in range(2):
-        assert fast(inputs)[2].dtype is FP16
-        with amp.disable_casts():
-            assert fast(inputs)[2].dtype is FP32
-        with amp.precision("float"):
-            assert fast(inputs)[2].dtype is FP32
-    amp.deactivate()
-    assert fast(inputs)[2].dtype is FP32
-
-
 def test_hooks_are_not_compiled_as_frames_of_their_own(inputs):
     """One code object for all models: a few of them would reach Dynamo's recompile limit."""
     for level in ("O1", "O2"):
@@ -86,14 +72,6 @@ def test_a_compiled_function_that_calls_the_model(compiled, inputs):
         model = amp.initialize(Three(), opt_level=level, verbosity=0)
         assert all(map(torch.equal, compiled(lambda x, m=model: m(x))(inputs), model(inputs)))
         amp.deactivate()
-
-
-def test_an_overridden_submodule(compiled, inputs):
-    model = Three()
-    amp.initialize(model, verbosity=0, overrides={"b": "float"})
-    eager = model(inputs)
-    assert [output.dtype for output in eager] == [FP16, FP32, FP16]
-    assert all(map(torch.equal, compiled(model)(inputs), eager))
 
 
 def test_scope_model(compiled, inputs):
@@ -144,22 +122,6 @@ def test_a_decorated_function_keeps_its_cast(compiled, inputs):
     assert compiled(lambda x: double(x) * 1)(inputs).dtype is FP16
     amp.deactivate()
     assert compiled(double)(inputs).dtype is FP32
-
-
-def test_the_compiler_knows_torchs_functions_after_a_session():
-    """Dynamo reads its table of torch's functions by name, at a time when they may be patched.
-
-    The table has a rule for the original, which replacements call, and none for them.
-    """
-    rules = pytest.importorskip("torch._dynamo.trace_rules")
-    fill = rules.get_torch_obj_rule_map.__wrapped__
-    product = [torch.bmm]  # in a list, where early names are not looked for
-    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    assert torch.bmm is not product[0]
-    assert product[0] in fill()
-    assert torch.bmm not in fill()
-    amp.deactivate()
-    assert product[0] in fill()
 
 
 # What is captured
@@ -219,6 +181,8 @@ def test_switching_casts_off_and_on_compiles_each_kind_once(capture, inputs):
     for _ in range(3):
         with amp.disable_casts():
             assert torch.equal(fast(inputs), plain)
+        with amp.precision("float"):
+            assert torch.equal(fast(inputs), plain)
         assert torch.equal(fast(inputs), mixed)
     compiled = len(capture.graphs)
     assert compiled <= 4
@@ -244,13 +208,7 @@ def test_dynamic_shapes(capture, level):
     assert len(capture.graphs) == 1
 
 
-@pytest.mark.parametrize(
-    "level, when",
-    [
-        *(("O0", "before"), ("O1", "before"), ("O2", "before")),
-        *(("O2", "after"), ("O3", "after")),
-    ],
-)
+@pytest.mark.parametrize("level, when", [("O0", "before"), ("O1", "after"), ("O3", "before")])
 def test_compiled_in_place(level, when, inputs):
     """`model.compile()` instead of `torch.compile(model)`: hooks and all."""
     torch._dynamo.reset()

@@ -217,20 +217,6 @@ def test_a_policy_inside_the_graph_is_the_one_that_counts(backend):
         assert all(map(torch.equal, compiled, eager))
 
 
-@whole_graphs
-def test_sessions_come_and_go():
-    model, x = nn.Conv1d(3, 4, 3), torch.randn(2, 3, 8)
-    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
-    plain = fast(x)
-    for _ in range(2):
-        start(model)
-        assert fast(x).dtype is BF16 and torch.equal(fast(x), model(x))
-        with amp.disable_casts():
-            assert torch.equal(fast(x), plain)
-        amp.deactivate()
-        assert torch.equal(fast(x), plain)
-
-
 # Dynamo itself
 
 TABLES = """

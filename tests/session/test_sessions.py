@@ -53,68 +53,6 @@ def test_set_opt_level_equals_a_fresh_start_at_that_level():
 # At once
 
 
-@pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O0"), ("O3", "O1"), ("O0", "O1")])
-def test_two_sessions_do_not_meet(levels):
-    solo = []
-    for seed, level in enumerate(levels):
-        model, optimizer = pair(seed)
-        ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
-        solo.append(([one_step(model, optimizer, step) for step in range(4)], state_of(model)))
-        ampatch.deactivate()
-    pairs = [pair(seed) for seed in (0, 1)]
-    for (model, optimizer), level in zip(pairs, levels, strict=True):
-        ampatch.initialize(
-            model, optimizer, opt_level=level, dtype=BF16, patch_scope="model", verbosity=0
-        )
-    assert len(registry.sessions) == 2
-    losses = [[one_step(*one, step) for one in pairs] for step in range(4)]
-    for index in (0, 1):
-        assert [row[index] for row in losses] == solo[index][0]
-        assert same(state_of(pairs[index][0]), solo[index][1])
-
-
-def gan(level):
-    torch.manual_seed(0)
-    generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (generator, critic)]
-    if level:
-        found = ampatch.initialize(
-            [generator, critic], optimizers, opt_level=level, dtype=BF16, num_losses=3, verbosity=0
-        )
-        assert found == ([generator, critic], optimizers)
-    history = []
-
-    def backward(loss, optimizer, loss_id):
-        if not level:
-            return loss.backward()
-        with ampatch.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
-            return scaled.backward()
-
-    for step in range(12):
-        source = torch.Generator().manual_seed(step)
-        real, noise = (torch.randn(8, n, generator=source) for n in (4, 2))
-        optimizers[1].zero_grad()
-        loss_real = F.softplus(-critic(real + 1).float()).mean()
-        loss_fake = F.softplus(critic(generator(noise).detach()).float()).mean()
-        backward(loss_real, optimizers[1], 0)
-        backward(loss_fake, optimizers[1], 1)
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        loss = F.softplus(-critic(generator(noise)).float()).mean()
-        backward(loss, optimizers[0], 2)
-        optimizers[0].step()
-        history.append([loss_real.item(), loss_fake.item(), loss.item()])
-    ampatch.deactivate()
-    return torch.tensor(history)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_gan_follows_its_float_run(level):
-    expected = gan(None)
-    assert torch.allclose(gan(level), expected, atol=0.03 if level != "O0" else 0)
-    assert (expected[0] - expected[-1]).abs().max() > 0.1
-
-
 def test_sessions_close_in_any_order():
     before = snapshot()
     first = pair()
