@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from small_training import managed
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, Dataset
@@ -38,10 +39,8 @@ def weights_in(level):
     return H if level == "O3" else FP32
 
 
-def start(level, model=None):
-    model = Net() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ampatch.initialize(model, optimizer, opt_level=level, dtype=H, verbosity=0)
+def start(level, model=None, **settings):
+    return managed(Net() if model is None else model, level, **settings)
 
 
 # copy.copy
@@ -165,7 +164,7 @@ def test_data_loader_workers(method):
     """A forked worker prepares data without casts; a spawned one knows of no session."""
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
-    start("O1")
+    start("O1", patch_scope="process")
     loader = DataLoader(Products(), num_workers=1, batch_size=2, multiprocessing_context=method)
     with ampatch.disable_casts():
         expected = X.t() @ X
