@@ -32,7 +32,14 @@ from typing import Any
 import torch
 
 from ..log import logger
-from .opt_levels import Properties, half_type, level_name, loss_scale_value, properties_for
+from .opt_levels import (
+    OF_MODELS,
+    Properties,
+    half_type,
+    level_name,
+    loss_scale_value,
+    properties_for,
+)
 from .scale_settings import invertible
 
 VARIABLES = (
@@ -43,8 +50,6 @@ VARIABLES = (
     "AMPATCH_SETTINGS",
 )
 OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
-
-_TIED = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Asked:
                 f"AMPATCH_SETTINGS: {', '.join(unknown)}: no such setting. Expected names among "
                 f"{', '.join(known)}."
             )
-        tied = dict.fromkeys(_TIED if self.opt_level not in (None, own["opt_level"]) else ())
+        tied = dict.fromkeys(OF_MODELS if self.opt_level not in (None, own["opt_level"]) else ())
         dropped = [name for name in tied if own[name] is not None]
         if dropped:
             logger.warning(

@@ -114,15 +114,8 @@ LEVELS = ("O0", "O1", "O2", "O3")
 _BFLOAT16_LEVELS = {"O4": "O1", "O5": "O2"}
 
 # What an opt level decides unless told otherwise; None means "as the level says".
-NULLABLE = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-    "min_loss_scale",
-)
-
+OF_MODELS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
+OF_LEVELS = (*OF_MODELS, "loss_scale")
 
 # The arguments of `initialize` that are checked by themselves, in the order of their checks.
 ARGUMENTS = tuple(
@@ -135,7 +128,7 @@ ARGUMENTS = tuple(
 def properties_for(opt_level: Any, dtype: Any = torch.float16, **given: Any) -> Properties:
     """The checked `Properties` for an opt level and what the user gave beside it.
 
-    In `given`, None for one of the properties that an opt level decides (`NULLABLE`) means
+    In `given`, None for one of the properties that an opt level decides (`OF_LEVELS`) means
     "as the level says".  Raises `TypeError` or `ValueError` naming the argument.
     """
     name, half = level_name(opt_level), half_type(dtype)
@@ -144,7 +137,7 @@ def properties_for(opt_level: Any, dtype: Any = torch.float16, **given: Any) -> 
     checked = {
         key: _CHECKS[key](_call(key, value), value)
         for key, value in given.items()
-        if not (value is None and key in NULLABLE)
+        if not (value is None and key in (*OF_LEVELS, "min_loss_scale"))
     }
     properties = dataclasses.replace(level(name, half), **checked)
     _check_together(properties, given)

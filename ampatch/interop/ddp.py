@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..casting.patches import Replacement
 from ..errors import AmpatchError
 from ..torch_private.dtensors import is_dtensor
+from .rank_agreement import Trained
 
 Agree = Callable[[nn.Module, Any], None]
 """`agree(model, process_group)` raises where ranks that are about to wrap a model do not train it
@@ -31,22 +32,6 @@ with the same settings.
 
 IsLent = Callable[[Tensor], bool]
 """Whether forwards of a managed model have a half copy of this weight."""
-
-
-class Trained(Protocol):
-    """What this rank's sessions have for a model."""
-
-    def refuse_uneven(self, model: nn.Module) -> None:
-        """Raise `AmpatchError` if the ranks communicate in a way that `join` does not know."""
-
-    def join_begins(self, model: DistributedDataParallel) -> None:
-        """Have other ranks know what this one has: it may have no data."""
-
-    def shadow(self, model: DistributedDataParallel) -> None:
-        """This rank has no data any more, and others go on."""
-
-    def broadcast_scales(self, model: nn.Module, send: Callable[[list], None]) -> None:
-        """Have `send` make the loss scales of the model's losses equal on all ranks."""
 
 
 def at_wrapping(agree: Agree, is_lent: IsLent) -> list[Replacement]:

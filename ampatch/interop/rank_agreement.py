@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,18 @@ class Trained(Protocol):
     def take_scales(self, model: nn.Module, scales: Scales) -> None:
         """Have those of another rank."""
 
+    def broadcast_scales(self, model: nn.Module, send: Callable[[list], None]) -> None:
+        """Have `send` make the loss scales of the model's losses equal on all ranks."""
+
+    def refuse_uneven(self, model: nn.Module) -> None:
+        """Raise `AmpatchError` if the ranks communicate in a way that `join` does not know."""
+
+    def join_begins(self, model: DistributedDataParallel) -> None:
+        """Have other ranks know what this one has: it may have no data."""
+
+    def shadow(self, model: DistributedDataParallel) -> None:
+        """This rank has no data any more, and others go on."""
+
 
 def agree_at_wrapping(trained: Trained, model: nn.Module, group: Any) -> None:
     """The ranks of `group` wrap a model, and torch has not sent anything yet.
@@ -62,11 +75,6 @@ def agree_at_wrapping(trained: Trained, model: nn.Module, group: Any) -> None:
     meeting.say(settings)
     if pass_verification(group, sent):
         trained.take_scales(model, meeting.conclude(trained.scales(model)))
-
-
-def can_meet() -> bool:
-    """Whether the ranks have a store."""
-    return store_of_ranks() is not None
 
 
 def say_inactive(wrapper: DistributedDataParallel) -> None:

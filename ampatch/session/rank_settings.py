@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..config.opt_levels import Properties
+from ..config.opt_levels import OF_MODELS, Properties
 from ..errors import AmpatchError
 from ..interop import rank_agreement
 from ..interop.rank_agreement import FirstPass, Scales, Settings
+from ..torch_private.ddp import store_of_ranks
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -20,16 +21,7 @@ if TYPE_CHECKING:
     from .registry import Registry
     from .session import Session
 
-_OF_A_MODEL = (
-    "opt_level",
-    "dtype",
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "cast_model_outputs",
-    "patch_scope",
-)
+_COMPARED = ("opt_level", "dtype", *OF_MODELS, "cast_model_outputs", "patch_scope")
 _EVERYWHERE = "every model"  # what a session without models concerns
 
 
@@ -42,7 +34,7 @@ class RankSettings:
 
     def expect(self, wrappers: list[DistributedDataParallel], session: Session) -> None:
         """A session was given models that had been wrapped: ranks are to agree later."""
-        if not (wrappers and rank_agreement.can_meet()):
+        if not wrappers or store_of_ranks() is None:
             return
         for wrapper in wrappers:
             if session.properties.enabled:
@@ -137,7 +129,7 @@ def _settings(session: Session, properties: Properties) -> dict[str, str]:
     Overrides decide in which types calls compute, and weights are sent.  Scales that move are no
     settings.
     """
-    shown = {name: getattr(properties, name) for name in _OF_A_MODEL}
+    shown = {name: getattr(properties, name) for name in _COMPARED}
     if properties.opt_level == "O0":
         del shown["dtype"]
     given = [*session.rules.modules, *session.rules.functions.items()]

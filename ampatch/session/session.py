@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting.policy import Policy
-from ..config.opt_levels import NULLABLE, Properties, properties_for
+from ..config.opt_levels import OF_LEVELS, Properties, properties_for
 from ..config.overrides import Overrides
 from ..errors import UndoAll
 from ..interop import dynamo_skip, fx_jit, rank_agreement
@@ -358,7 +358,7 @@ class Session:
         kept = {
             field.name: getattr(self.properties, field.name)
             for field in dataclasses.fields(self.properties)
-            if field.name not in ("opt_level", *NULLABLE) or field.name == "min_loss_scale"
+            if field.name not in ("opt_level", *OF_LEVELS)
         }
         properties = properties_for(opt_level, **kept)
         others = self._models_but(model)

@@ -58,10 +58,16 @@ def run(level, half, when, kind, fused):
     return found
 
 
-@pytest.mark.usefixtures("scale_lives_on")
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    "scale_lives_on, half, fused",
+    [
+        *(("host", torch.float16, False), ("device", torch.float16, True)),
+        *(("host", torch.bfloat16, True), ("device", torch.bfloat16, False)),
+    ],
+    indirect=["scale_lives_on"],
+)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_training_is_the_same(opt_level, half, when, fused):
+def test_training_is_the_same(opt_level, half, when, fused, scale_lives_on):
     """Everything, to the bit, is what it is under the usual default."""
     kind = torch.optim.Adam
     wanted = run(opt_level, half, None, kind, fused)

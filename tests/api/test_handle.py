@@ -96,6 +96,8 @@ def test_a_wrapped_optimizer_has_a_scale_for_each_loss():
         scaled.backward()
     optimizer.step()
     assert torch.equal(weight, torch.full((2,), 0.5))
+    with optimizer.scale_loss(weight.sum()) as scaled:
+        assert float(scaled.detach()) == 2.0**16  # a step begins the turns anew
     handle._deactivate()
     assert "step" not in vars(optimizer._optimizer)
 

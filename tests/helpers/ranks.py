@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
+import os
+import signal
+import socket
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -10,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import torch.multiprocessing  # tensors go through a pipe as shared memory
+from torch_snapshot import changes, snapshot
+from warm_python import Process, environment, start
 
 import ampatch
 
@@ -28,59 +35,76 @@ class Ranks:
         self._folder = folder
         self._count = count
         self._started = 0
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self._ranks: list[tuple[Process, Connection]] = []
 
     def __call__(self, work: Callable, *args: Any) -> list[Any]:
-        if not self._processes:
+        if not self._ranks:
             self._start()
-        for pipe in self._pipes:
+        for _, pipe in self._ranks:
             pipe.send((work, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(PATIENCE):
-                self.stop()
-                raise TimeoutError(f"{work.__name__}{args}: no answer from rank {rank}")
+        return [self._answer(rank, work, args) for rank in range(self._count)]
+
+    def _answer(self, rank: int, work: Callable, args: tuple) -> Any:
+        pipe, error, value = self._ranks[rank][1], "no answer", None
+        if pipe.poll(PATIENCE):
             error, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
-            if error is not None:
-                self.stop()
-                raise RuntimeError(f"{work.__name__}{args}, rank {rank}:\n{error}")
-            answers.append(value)
-        return answers
+        if error is not None:
+            self.stop()
+            raise RuntimeError(f"{work.__name__}{args}, rank {rank}:\n{error}")
+        return value
 
     def _start(self) -> None:
         self._started += 1
         place = f"file://{self._folder}/{self._started}"
-        context = torch.multiprocessing.get_context("spawn")
         for rank in range(self._count):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(there, rank, self._count, place), daemon=True
-            )
-            process.start()
-            self._pipes.append(here)
-            self._processes.append(process)
+            here, there = socket.socketpair()
+            code = f"import ranks; ranks.serve({there.fileno()})"
+            with there, open(os.devnull) as nothing:
+                process = start(
+                    *("-c", f"import sys; sys.path[:] = {sys.path}; {code}"),
+                    env=environment(),
+                    **{"stdin": nothing.fileno(), "stdout": 1, "stderr": 2},
+                    pass_fds=(there.fileno(),),
+                )
+            pipe = Connection(here.detach())
+            key = bytes(multiprocessing.current_process().authkey)
+            pipe.send((key, place, rank, self._count))
+            self._ranks.append((process, pipe))
 
     def stop(self) -> None:
         """End the processes; the next call starts others."""
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.kill()
-            process.join()
+        for process, pipe in self._ranks:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._ranks = []
 
 
-def _serve(pipe: Connection, rank: int, count: int, place: str) -> None:
+def serve(descriptor: int) -> None:
+    """Be a rank: do what comes through this end of the pipe."""
+    pipe = Connection(descriptor)
+    key, place, rank, count = pipe.recv()
+    multiprocessing.current_process().authkey = key
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=count)
     while True:
-        work, args = pipe.recv()
         try:
-            answer = None, work(rank, *args)
-        except Exception:
-            answer = traceback.format_exc(), None
-        finally:
-            ampatch.deactivate()
+            work, args = pipe.recv()
+        except EOFError:  # the tests have ended
+            return
         file = io.BytesIO()
-        torch.save(answer, file)
+        torch.save(_done(work, rank, args), file)
         pipe.send_bytes(file.getvalue())
+
+
+def _done(work: Callable, rank: int, args: tuple) -> tuple[str | None, Any]:
+    """What went wrong, and the result; as after each test torch must be as it was."""
+    before = snapshot()
+    try:
+        value = work(rank, *args)
+    except Exception:
+        return traceback.format_exc(), None
+    finally:
+        ampatch.deactivate()
+    left = changes(before, snapshot())
+    return (f"left in torch: {left}" if left else None), value

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from repository import HELPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from warm_python import python
 
 import ampatch
 from ampatch.interop import rank_agreement
@@ -82,8 +82,14 @@ DIFFERENT = {  # what one rank is given, and the other; what is shown of each
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-@pytest.mark.parametrize("kind, order", [("torch", "after"), ("torch", "before"), (APEX, "after")])
+@pytest.mark.parametrize(
+    "what, kind, order",
+    [
+        *((what, "torch", "after") for what in DIFFERENT),
+        *((what, "torch", "before") for what in ("level", "growth")),
+        *((what, APEX, "after") for what in ("half type", "number of losses")),
+    ],
+)
 def test_ranks_that_differ_are_told_on_every_rank(ranks, what, kind, order):
     *settings, one, other = DIFFERENT[what]
     messages = ranks(told, kind, order, settings)
@@ -205,14 +211,10 @@ def _told_and_left(rank, by_rank):
 @pytest.mark.parametrize("case", ["disabled", "never"])
 def test_no_rank_waits_for_ever(case, tmp_path):
     """For one that has no session, or a disabled one: its own collectives end with the job."""
-    command = [sys.executable, HELPERS / "one_rank_without.py", case, tmp_path / "store"]
-    processes = [
-        subprocess.Popen([*map(str, command), str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=100)[1] for process in processes]
-    assert all(process.returncode for process in processes)
-    assert "rank 1 has no active ampatch" in said[0], said[0]
+    command = [HELPERS / "one_rank_without.py", case, tmp_path / "store"]
+    ended = small_training.in_threads(*(partial(python, *command, rank) for rank in range(2)))
+    assert all(one.returncode for one in ended)
+    assert "rank 1 has no active ampatch" in ended[0].stderr, ended[0].stderr
 
 
 @pytest.mark.parametrize("order", ["after", "before"])

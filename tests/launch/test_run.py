@@ -389,7 +389,7 @@ CHILDREN = """
     if __name__ == "__main__":
         for method in ("spawn", "forkserver"):
             loader = torch.utils.data.DataLoader(
-                Numbers(), num_workers=2 if method == "spawn" else 1, multiprocessing_context=method
+                Numbers(), num_workers=1, multiprocessing_context=method
             )
             print(method, [(batch.item(), name[0]) for batch, name in loader])
         context = torch.multiprocessing.get_context("spawn")

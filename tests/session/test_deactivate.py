@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 
 import pytest
+import session_pairs
 import torch
 import torch.nn.functional as F
-from torch import nn
+from small_training import data
 
 import ampatch
 
 
 def build():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    model = session_pairs.build()
     model[0].bias.requires_grad_(False)
     return model
 
@@ -22,26 +22,18 @@ def build():
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
 }
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
 
 
 def train(model, optimizer, steps, scaled=True):
     for step in steps:
-        optimizer.zero_grad()
-        inputs, targets = batch(step)
-        loss = F.mse_loss(model(inputs).float(), targets)
         if scaled:
-            with ampatch.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            session_pairs.one_step(model, optimizer, step)
         else:
-            loss.backward()
-        optimizer.step()
+            optimizer.zero_grad()
+            inputs, targets = data(step)
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
 
 
 def names(model, optimizer):
@@ -55,8 +47,7 @@ def names(model, optimizer):
     return keys, hooks, set(vars(optimizer))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("kind, skip", [("SGD", True), ("Adam", False)])
 def test_everything_is_given_back(opt_level, half, kind, skip):
     model = build()
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -68,7 +59,7 @@ def test_everything_is_given_back(opt_level, half, kind, skip):
     assert names(model, optimizer) != before
     train(model, optimizer, range(3))
     if skip:
-        with ampatch.scale_loss(model(batch(0)[0]).float().sum() * torch.nan, optimizer) as scaled:
+        with ampatch.scale_loss(model(data(0)[0]).float().sum() * torch.nan, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
         assert ampatch.step_was_skipped(optimizer)
@@ -118,11 +109,9 @@ def test_gradients_move_along(opt_level, delayed):
     model, plain = build(), build()
     optimizer = OPTIMIZERS["SGD"](model.parameters())
     ampatch.initialize(model, optimizer, opt_level=opt_level, init_scale=64.0, verbosity=0)
-    inputs, targets = batch(0)
-    loss = F.mse_loss(model(inputs).float(), targets)
-    with ampatch.scale_loss(loss, optimizer, delay_unscale=delayed) as scaled:
-        scaled.backward()
+    session_pairs.backward(model, optimizer, 0, delay_unscale=delayed)
     ampatch.deactivate()
+    inputs, targets = data(0)
     F.mse_loss(plain(inputs), targets).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         if theirs.grad is None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from repository import HELPERS
+from session_pairs import pair
 from torch import nn
 from torch_snapshot import changes, snapshot
 from warm_python import python
@@ -23,11 +24,6 @@ SETTINGS = {
 }
 
 
-def pair():
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def train(model, optimizer, factor=1.0):
     loss = model(torch.ones(3, 4)).float().sum() * factor
     with ampatch.scale_loss(loss, optimizer) as scaled:
@@ -41,8 +37,7 @@ def tensors():
     return {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize("has_optimizer, steps", [(True, 0), (True, 2), (False, 2)])
 def test_a_session_whose_members_are_gone_leaves_torch_as_it_was(opt_level, has_optimizer, steps):
     """Nor does it hold a tensor.  No other call of ampatch is needed for that."""
 

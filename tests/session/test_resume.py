@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def in_a_new_process(*arguments):
 
 
 def test_a_new_process_goes_on_bit_for_bit(tmp_path):
-    """All levels, half types, optimizers and kernels; loaded in any order."""
+    """All levels and half types, optimizers of each kind; loaded in any order."""
     save_all(tmp_path)
     assert in_a_new_process(HELPERS / "resuming.py", tmp_path).splitlines() == []
 
@@ -123,8 +124,9 @@ def train_plain(model, optimizer, step):
     optimizer.step()
 
 
-@pytest.mark.parametrize("source", [None, "O0", "O1", "O2"])
-@pytest.mark.parametrize("target", [None, "O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    "source, target", [*itertools.combinations_with_replacement([None, "O0", "O1", "O2"], 2)]
+)
 def test_checkpoints_cross_levels_and_come_back(source, target):
     """FP32 values at every level but O3: weights and optimizer state arrive exactly."""
     model, optimizer = begin(source, seed=0)
@@ -163,31 +165,6 @@ def test_state_dict_holds_the_weights(level, half):
     assert any(more) is (level == "O2")
 
 
-def test_loading_refreshes_cached_copies(opt_level, half):
-    """After training, between two forwards: the next forward and step use what was loaded."""
-    model, optimizer = start(opt_level, half, "SGD")
-    train(model, optimizer, range(2))
-    inputs = torch.randn(5, 4)
-    model.eval()
-    with torch.no_grad():
-        before = model(inputs)
-        loaded = build(3).state_dict()
-        model.load_state_dict(loaded)
-        after = model(inputs)
-    fresh, _ = start(opt_level, half, "SGD", seed=3)
-    fresh.eval()
-    with torch.no_grad():
-        assert torch.equal(after, fresh(inputs)) and not torch.equal(after, before)
-    exact = opt_level != "O3"
-    for name, value in model.state_dict().items():
-        expected = loaded[name]
-        if not exact and value.is_floating_point():
-            expected = expected.to(half).float()
-        assert torch.equal(value, expected), name
-    for master, param in zip(ampatch.master_params(optimizer), model.parameters(), strict=True):
-        assert torch.equal(master.to(param.dtype), param)
-
-
 # Without ampatch
 
 READER = """
@@ -222,39 +199,3 @@ def test_a_process_without_ampatch_reads_and_trains_on(tmp_path):
             expected += [str(sum(value.double().sum().item() for value in values)), "True"]
             ampatch.deactivate()
     assert in_a_new_process("-c", READER, *paths).split() == expected
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {},
-        {"loss_scaler1": {"loss_scale": 2.0, "unskipped": 0}},
-        {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}},
-        {"loss_scaler0": {"loss_scale": float("nan"), "unskipped": 0}},
-    ],
-)
-def test_a_wrong_amp_state_changes_nothing(state):
-    start("O1", torch.float16, "SGD")
-    before = ampatch.state_dict()
-    with pytest.raises(ValueError):
-        ampatch.load_state_dict(state)
-    assert ampatch.state_dict() == before
-
-
-def test_a_model_state_that_does_not_fit_is_refused_as_torch_does():
-    """Each parameter that does fit has its master loaded, as torch loads the parameter."""
-    model, optimizer = start("O2", torch.bfloat16, "SGD")
-    state = build(3).state_dict()
-    state["3.weight"] = torch.ones(7, 7)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(state)
-    plain = build()
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        plain.load_state_dict(state)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, plain.state_dict()[name]), name
-    optimizer.step()
-    assert torch.equal(model.state_dict()["0.weight"], state["0.weight"])

@@ -101,9 +101,10 @@ def test_mismatches_are_refused_by_name_and_change_nothing():
         ampatch.load_state_dict(missing)
     with pytest.raises(ValueError, match=r"unknown: session2\.loss_scaler0"):
         ampatch.load_state_dict({**state, "session2.loss_scaler0": state["loss_scaler0"]})
-    wrong = {**state, "session0.loss_scaler0": {"loss_scale": -1.0}}
-    with pytest.raises(ValueError, match=r"state\['session0.loss_scaler0'\]"):
-        ampatch.load_state_dict(wrong)
+    for value in (-1.0, 0.0, float("nan")):
+        wrong = {**state, "session0.loss_scaler0": {"loss_scale": value, "unskipped": 0}}
+        with pytest.raises(ValueError, match=r"state\['session0.loss_scaler0'\]"):
+            ampatch.load_state_dict(wrong)
     assert ampatch.state_dict() == before
     ampatch.deactivate()
     kept = begin()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
 
 import pytest
 import torch
+from frames import frames, frames_of_each
 from torch import nn
 
 import ampatch
@@ -19,36 +19,6 @@ SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}
 def pair():
     model = nn.Linear(2, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def frames(function, *args) -> int:
-    """Python functions entered by and below `function(*args)`, but for what the collector runs."""
-    return frames_of_each(function, [args])[0]
-
-
-def frames_of_each(function, calls) -> list[int]:
-    """The same of several calls, in turn."""
-    gc.collect()  # replacements of earlier sessions: the patches' weak table hears of each
-    gc.disable()
-    try:
-        return [_entered(function, *args) for args in calls]
-    finally:
-        gc.enable()
-
-
-def _entered(function, *args) -> int:
-    entered = 0
-
-    def profile(frame, event, argument):
-        nonlocal entered
-        entered += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        function(*args)
-    finally:
-        sys.setprofile(None)
-    return entered
 
 
 def entries() -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import types
 
 import pytest
 import torch
+from frames import frames
 from torch import nn
 
 import ampatch
@@ -108,32 +108,13 @@ def test_rows_have_names_of_their_own_and_nothing_is_needed_without_sessions():
     assert not any(row.is_needed(NOTHING) for row in rows)
 
 
-def calls(function) -> int:
-    """Python functions entered by and below `function()`."""
-    entered = 0
-    gc.collect()
-    gc.disable()
-
-    def profile(frame, event, argument):
-        nonlocal entered
-        entered += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return entered
-
-
 def calls_for_modules(function, monkeypatch) -> int:
     """How many of them are for modules of the process: with so many more modules, the increase."""
-    few = calls(function)
+    few = frames(function)
     with monkeypatch.context() as patch:
         for number in range(MODULES):
             patch.setitem(sys.modules, f"a_module_{number}", types.ModuleType(f"a_{number}"))
-        many = calls(function)
+        many = frames(function)
     return many - few
 
 
