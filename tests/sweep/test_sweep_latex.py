@@ -8,8 +8,9 @@ import pytest
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.sweep import Case, write_report
-from ampatch.sweep.report.latex import as_figures, as_table, escaped
+from ampatch.sweep.report.latex import as_figures, as_method, as_table, escaped
 from ampatch.sweep.report.plots import Picture
+from ampatch.sweep.report.summary_files import as_csv, as_markdown
 
 STRANGE = Case(
     "O2", "float16", settings=(("a_b", "50% & {x} $y$ \\z ~^#|<é>\N{CYRILLIC SMALL LETTER BE}"),)
@@ -45,10 +46,30 @@ def test_the_table_is_whole(tmp_path):
     lines = [line for line in table.splitlines() if line.endswith(r"\\")]
     assert len(lines) == 1 + len(results.rows)
     assert {line.count("&") for line in lines} == {len(sides) - 1}
-    assert r"0.905 $\pm$ 0.0071" not in text and r"0.9050 $\pm$ 0.0071" in text
-    assert r"2.00$\times$" in text
-    assert r"crashed: No: \textless{}boom\textgreater{}" in text  # below the table
-    assert "1 of 120 steps were skipped" in text
+    assert r"0.905 \pm" not in text and r"$0.9050 \pm  0.0071$" in text
+    assert r"$2.00\times^{\dagger}$" in text and r"$^{\dagger}$ speed not told apart" in text
+    assert "crashed." in text and "resizebox" not in text
+    below = text[text.index(r"\bottomrule") :]
+    assert len(below) < 500  # the rest is for an appendix
+    method = as_method(results)
+    assert method.count("$") % 2 == 0 and r"$\mathrm{ncp}\cdot s/\sqrt{n}$" in method
+    assert r"crashed: No: \textless{}boom\textgreater{}" in method
+    assert "1 of 120 steps were skipped" in method
+
+
+def test_differences_have_their_mark_in_every_file(tmp_path):
+    runs = [made_run(CASES[1], seed) for seed in (0, 1)]
+    for run in runs:
+        for series in run.measured.metrics.values():
+            series.values[-1] = series.values[-1] / 2
+    results = results_of(tmp_path, *runs)
+    differs = [
+        row for row in results.rows if row.comparisons and row.comparisons[0].outcome == "worse"
+    ]
+    assert len(differs) == 1
+    assert r"^{\ddagger}$" in as_table(results) and "differs from O0" in as_table(results)
+    assert "\N{DOUBLE DAGGER} differs from O0" in as_csv(results)
+    assert "\N{DOUBLE DAGGER}" in as_markdown(results)
 
 
 def test_the_table_has_the_main_columns_only(tmp_path):
@@ -78,7 +99,7 @@ def test_latex_compiles_without_a_complaint(tmp_path, style):
     (tmp_path / "paper.tex").write_text(
         rf"\documentclass{options}{']' if options else ''}{{{name}}}"
         r"\usepackage{booktabs,graphicx}\begin{document}"
-        r"\input{summary.tex}\input{figures.tex}\end{document}"
+        r"\input{summary.tex}\input{figures.tex}\input{method.tex}\end{document}"
     )
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")

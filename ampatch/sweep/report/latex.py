@@ -1,9 +1,10 @@
 """A sweep as LaTeX: the table with booktabs, and the pictures with their captions.
 
     \\usepackage{booktabs,graphicx}
-    \\input{summary.tex}  \\input{figures.tex}
+    \\input{summary.tex}  \\input{figures.tex}  \\input{method.tex}
 
-Both compile with pdflatex, and shrink to the width of the line where they are too wide.
+`method.tex` is a paragraph for an appendix: what was measured and how it was tested.  All compile
+with pdflatex.  The table has the width of the page, also in two columns.
 Comments at the top of each say where the figures come from.
 """
 
@@ -14,13 +15,13 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.figures import OK, brief
 from ampatch.sweep.report.judge import method
 from ampatch.sweep.report.numbers import MISSING, counted, split_interval
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.provenance import lines, software
 from ampatch.sweep.report.results import PLOTS, Results, Row
-from ampatch.sweep.report.table import Column, columns, notes
+from ampatch.sweep.report.table import Column, columns, mark_notes, notes
 
 _UNITS = {"step ms": "step (ms)", "memory MiB": "memory (MiB)"}
 _PLAIN = {
@@ -30,23 +31,30 @@ _PLAIN = {
     "\N{PLUS-MINUS SIGN}": r"$\pm$", "\N{MULTIPLICATION SIGN}": r"$\times$",
     "\N{EN DASH}": "--", "\N{EM DASH}": "---", "\N{MINUS SIGN}": "$-$",
     "\N{NO-BREAK SPACE}": "~",
+    "\N{DAGGER}": r"$^{\dagger}$", "\N{DOUBLE DAGGER}": r"$^{\ddagger}$",
     "\N{HORIZONTAL ELLIPSIS}": r"\dots{}", "\N{MICRO SIGN}": r"$\mu$",
 }  # fmt: skip
 _LETTERS = "ßæÆœŒøØ"  # of pdflatex, besides ASCII and accents
 _QUOTED = re.compile(r'"([^"]*)"')
 _OF_TWO_HYPHENS = re.compile("-(?=-)")  # of "--resume"; two would become a dash
-_TIMES = re.compile(r"(?<=\d)x\b")  # of "1.25x"
-_NEGATIVE = re.compile(r"(?<![\w.)-])-(?=\d)")
+_NUMBERS = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?[-+\d.e,/\[\] x±†‡]*")  # a cell of figures alone
+_IN_NUMBERS = {
+    "x": r"\times", "±": r"\pm", "†": r"^{\dagger}", "‡": r"^{\ddagger}",
+}  # fmt: skip
+_FORMULAS = (
+    (re.compile(r"ncp \* s / sqrt\(n\)"), r"$\\mathrm{ncp}\\cdot s/\\sqrt{n}$"),
+    (re.compile(r"\b(\d[\d.]*)x(?!\w)"), r"$\1\\times$"),
+    (re.compile(r"\bp=([\d.]+(?:e-\d+)?)"), r"$p=\1$"),
+    (re.compile(r"(?<![\w.\[-])([-+]\d[\d.]*) \[([-+\d., e]+)\]"), r"$\1$ $[\2]$"),
+)
 _STACKED = (
     r"\providecommand{\ampatchcell}[2]"
     r"{\begin{tabular}[t]{@{}r@{}}#1\\{\scriptsize #2}\end{tabular}}"
 )
-# As wide as it is, at most as wide as the line; the width is that of what is in the box.
-_SHRUNK = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
 
 
 def as_table(results: Results) -> str:
-    """The table, its notes and the test that was made, as a `table` environment."""
+    """The table and what its marks mean, as a `table*` environment: of the width of the page."""
     rows = results.rows
     shown = [column for column in columns(rows) if column.main]
     sides = "".join("r" if column.right else "l" for column in shown)
@@ -54,23 +62,40 @@ def as_table(results: Results) -> str:
         [
             *comments(results),
             _STACKED,
-            r"\begin{table}[tbp]",
+            r"\begin{table*}[tbp]",
             r"  \centering",
             rf"  \caption{{{escaped(caption(results))}}}",
             r"  \label{tab:ampatch-sweep}",
-            rf"  {_SHRUNK}",
+            r"  \footnotesize\setlength{\tabcolsep}{4pt}%",
             rf"  \begin{{tabular}}{{@{{}}{sides}@{{}}}}",
             r"    \toprule",
             f"    {' & '.join(_head(column, rows) for column in shown)} \\\\",
             r"    \midrule",
             *(f"    {' & '.join(_cell(column, row) for column in shown)} \\\\" for row in rows),
             r"    \bottomrule",
-            r"  \end{tabular}}",
+            r"  \end{tabular}",
             r"  \par\smallskip",
-            rf"  \parbox{{\linewidth}}{{\footnotesize {escaped(' '.join(_notes(results)))}}}",
-            r"\end{table}",
+            rf"  \parbox{{\linewidth}}{{\footnotesize {_text(' '.join(_footnote(results)))}}}",
+            r"\end{table*}",
             "",
         ]
+    )
+
+
+def as_method(results: Results) -> str:
+    """A paragraph that says what the columns are, how rows were compared, and what came of it."""
+    said = [f"{row.name}: {row.verdict}." for row in results.rows]
+    rows = results.rows
+    text = [*_skips(rows), *notes(rows, main=True), method("O0"), *said, *results.notes]
+    return (
+        "\n".join(
+            [
+                *comments(results),
+                r"\paragraph{How the opt levels were compared.}",
+                _text(" ".join(text)),
+            ]
+        )
+        + "\n"
     )
 
 
@@ -129,14 +154,32 @@ def _letter(letter: str) -> str:
     return rf"\texttt{{U+{ord(letter):04X}}}"
 
 
-def _notes(results: Results) -> list[str]:
-    said = [f"{row.name}: {row.status}." for row in results.rows if row.status != OK]
-    said += [
+def _footnote(results: Results) -> list[str]:
+    """What a reader of the table alone has to know, in about two lines."""
+    failed = [f"{row.name}: {brief(row.status)}." for row in results.rows if row.status != OK]
+    return [*failed, "In brackets are quartiles.", *mark_notes(results.rows)]
+
+
+def _skips(rows: Sequence[Row]) -> list[str]:
+    return [
         f"{row.name}: {row.skipped} of {row.all_steps} steps were skipped after an overflow."
-        for row in results.rows
+        for row in rows
         if row.skipped
     ]
-    return [*said, *notes(results.rows, main=True), method("O0"), *results.notes]
+
+
+def _text(text: str) -> str:
+    """Escaped, with formulas in math mode."""
+    pieces, held = text, []
+    for pattern, form in _FORMULAS:
+
+        def hold(found: re.Match[str], form: str = form) -> str:
+            held.append(found.expand(form))
+            return f"\0{len(held) - 1}\0"
+
+        pieces = pattern.sub(hold, pieces)
+    parts = pieces.split("\0")
+    return "".join(held[int(part)] if i % 2 else escaped(part) for i, part in enumerate(parts))
 
 
 def _head(column: Column, rows: Sequence[Row]) -> str:
@@ -162,4 +205,7 @@ def _cell(column: Column, row: Row) -> str:
 
 
 def _number(text: str) -> str:
-    return _NEGATIVE.sub("$-$", _TIMES.sub(r"$\\times$", escaped(text)))
+    """A cell: in math mode if it is made of figures."""
+    if not _NUMBERS.fullmatch(text.removeprefix("[")):
+        return escaped(text)
+    return f"${''.join(_IN_NUMBERS.get(letter, letter) for letter in text)}$"

@@ -42,6 +42,7 @@ from ampatch.sweep.report.drawing import (
 from ampatch.sweep.report.numbers import counted, ratio
 from ampatch.sweep.report.provenance import sentence, software
 from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.report.table import MARKS, NOT_TOLD_APART, speed_mark
 from ampatch.sweep.trial import BASE
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -271,8 +272,9 @@ def _speeds(plan: _Plan) -> Picture | None:
         return None
     drawn = [
         Bar(
-            _wrapped(row), row.speeds.median, f"{ratio(row.speeds.median)}x, {row.step_ms:.3g} ms",
-            plan.bar(row), row.speeds.low, row.speeds.high,
+            _wrapped(row), row.speeds.median,
+            f"{ratio(row.speeds.median)}x{speed_mark(row)}, {row.step_ms:.3g} ms", plan.bar(row),
+            row.speeds.low, row.speeds.high,
         )
         for row in timed
     ]  # fmt: skip
@@ -293,6 +295,7 @@ def _speeds(plan: _Plan) -> Picture | None:
         "the median time of a step.",
         f"Whiskers: quartiles of the ratios of {counted(rounds, 'round')}." if rounds > 1 else "",
         "O0's own ratio is that of its second run in each round to its first.",
+        f"{NOT_TOLD_APART} {MARKS[NOT_TOLD_APART]}." if any(map(speed_mark, timed)) else "",
         "The axis is logarithmic; bars begin at 1." if have_wide_axis(drawn) else "",
     ]
     sheet = Sheet(bars_height(drawn))

@@ -38,7 +38,7 @@ PLOTS = "plots"
 REPORT = "report.html"
 CAPTIONS = "captions.md"  # in PLOTS
 FIGURES = "figures.tex"
-TABLES = ("summary.csv", "summary.md", "summary.tex")
+TABLES = ("summary.csv", "summary.md", "summary.tex", "method.tex")
 EVENTS = "tensorboard"
 
 

@@ -12,10 +12,10 @@ from ampatch.sweep.json_files import write_json, write_whole
 from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report import provenance
 from ampatch.sweep.report.judge import method
-from ampatch.sweep.report.latex import as_table
+from ampatch.sweep.report.latex import as_method, as_table
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
-from ampatch.sweep.report.table import PARTS_NOTE, Column, columns, notes, part_columns
+from ampatch.sweep.report.table import PARTS_NOTE, Column, columns, mark_notes, notes, part_columns
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
@@ -35,8 +35,8 @@ def write_files(directory: Path, results: Results) -> None:
 
 
 def write_tables(directory: Path, results: Results) -> None:
-    """Write `summary.csv`, `.md` and `.tex`."""
-    for name, make in zip(TABLES, (as_csv, as_markdown, as_table)):
+    """Write `summary.csv`, `.md` and `.tex`, and `method.tex`."""
+    for name, make in zip(TABLES, (as_csv, as_markdown, as_table, as_method)):
         write_whole(directory / name, make(results))
 
 
@@ -54,7 +54,7 @@ def as_csv(results: Results) -> str:
     head = [*_PLAIN, *(f"step_ms_{end}" for end in ends), *(f"speed_{end}" for end in ends)]
     head += [f"part_ms:{part}" for part in PARTS]
     head += [f"metric:{name}" for name in metrics] + [f"sd:{name}" for name in scatter]
-    head += [f"judged_{name}" for name in _JUDGED]
+    head += [f"judged_{name}" for name in _JUDGED] + ["marks"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*head, "verdict", *(f"from:{name}" for name in origin)])
@@ -67,6 +67,7 @@ def as_csv(results: Results) -> str:
         cells += [row.sds.get(name) for name in scatter]
         judged = row.comparisons[0] if row.comparisons else None
         cells += [getattr(judged, name, None) for name in _JUDGED]
+        cells.append("; ".join(note for note in mark_notes([row])))
         writer.writerow([*cells, row.verdict, *origin.values()])
     return text.getvalue()
 

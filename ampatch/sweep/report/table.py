@@ -12,6 +12,7 @@ from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
 from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.judge import LOSS, difference_text
 from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity, ratio
+from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
 
 STEP_NOTE = (
@@ -38,6 +39,13 @@ MEMORY_NOTES = {
 }
 
 
+NOT_TOLD_APART, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
+MARKS = {
+    NOT_TOLD_APART: "speed not told apart from O0's",
+    DIFFERS: "differs from O0 by more than the seeds do (corrected p below 0.05)",
+}
+
+
 @dataclass(frozen=True)
 class Column:
     """A column; `main` ones are in the table of a paper, where all would be too many."""
@@ -59,7 +67,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("dtype", lambda row: row.dtype, right=False),
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
         *([cpu] if any(row.cpu_ms is not None for row in rows) else []),
-        Column("speed", lambda row: _with_quartiles(row.speeds, ratio, "x")),
+        Column("speed", lambda row: _with_quartiles(row.speeds, ratio, "x" + speed_mark(row))),
         *([samples] if sampled else []),
         Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
@@ -96,7 +104,7 @@ def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
         SCATTER_NOTE: any(any(row.sds.values()) for row in rows),
     }
     of_columns = [note for note, is_shown in shown.items() if is_shown]
-    return [*of_columns, *(MEMORY_NOTES[kind] for kind in kinds)]
+    return [*mark_notes(rows), *of_columns, *(MEMORY_NOTES[kind] for kind in kinds)]
 
 
 def plain_table(rows: Sequence[Row]) -> str:
@@ -125,6 +133,25 @@ def aligned_cells(heads: Sequence[tuple[str, bool]], lines: Sequence[Sequence[st
     return "\n".join(text) + "\n"
 
 
+def speed_mark(row: Row) -> str:
+    """The mark of a speed that was measured and says nothing."""
+    says_nothing = row.speeds is not None and row.pace not in ("", FASTER, SLOWER)
+    return NOT_TOLD_APART if says_nothing else ""
+
+
+def quality_mark(row: Row, name: str) -> str:
+    """The mark of a quantity that differs from O0's."""
+    outcome = next((one.outcome for one in row.comparisons if one.name == name), "")
+    return DIFFERS if outcome in ("worse", "better") else ""
+
+
+def mark_notes(rows: Sequence[Row]) -> list[str]:
+    """What the marks in a table of these rows mean, those that are there."""
+    differs = any(quality_mark(row, one.name) for row in rows for one in row.comparisons)
+    there = {NOT_TOLD_APART: any(map(speed_mark, rows)), DIFFERS: differs}
+    return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if there[mark]]
+
+
 def _metric(name: str, rows: Sequence[Row]) -> Column:
     return _scattered(name.replace("_", " "), name, rows, lambda row: row.metrics.get(name))
 
@@ -134,7 +161,11 @@ def _scattered(
 ) -> Column:
     """A column of means ± standard deviations, all with the same decimals."""
     places = decimals(row.sds.get(name) for row in rows)
-    return Column(title, lambda row: plus_minus(mean(row), row.sds.get(name), places))
+
+    def text(row: Row) -> str:
+        return plus_minus(mean(row), row.sds.get(name), places) + quality_mark(row, name)
+
+    return Column(title, text)
 
 
 def _skips(row: Row) -> str:
