@@ -17,18 +17,18 @@ that the script itself sets come too late; set them in the shell.
 
 What is where:
 
-* `plan.py`, `trial.py`: what is run, and why in whole and in short runs.
+* `plan.py`, `trial.py`, `kinds.py`: what is run, and why in whole and in short runs.
 * `execution/`: the sweep and its directory (`sweep.py`, `directory.py`), the parent's
   part of a trial (`runner.py`), the child's part (`child.py`, `autocast_baseline.py`,
-  `autocast_off.py`, `script_without_amp.py`, `seeding.py`), reasons to end early
+  `autocast_off.py`, `recognition.py`, `plain_training.py`, `seeding.py`), reasons to end early
   (`early_stops.py`), how long short runs are (`short_runs.py`), and the progress display.
 * `execution/engines/`: what starts the trials, on this machine or a cluster, and in which
   order; `ranks.py`: trials of several processes.
 * `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`,
   `written_files.py`), what is read from the script's output, the machine, and the record of a
   trial (`record.py`).
-* `report/`: figures and verdicts (`judge.py`, `pace.py`) made of the records, and the format of
-  the results (`results.py`).  `starts.py` says whether rows start alike, `paired.py` has the
+* `report/`: figures and verdicts (`judge.py`, `pace.py`, `recommendation.py`) made of the records,
+  and the format of the results (`results.py`).  `starts.py` says whether rows start alike, `paired.py` has the
   tests of accuracy, `side_by_side.py` compares two sweeps.  How results are shown: `table.py`
   has the columns for `terminal.py`, `page.py`, `summary_files.py` and `latex.py`; `plots.py` the
   pictures, made of `curves.py` by `drawing.py`; `trackers.py` TensorBoard, Weights & Biases and

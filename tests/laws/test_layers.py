@@ -43,7 +43,7 @@ ALLOWED = {
     "integrations": ABOVE,
     "launch": ABOVE | {"auto", "compat"},
     "diagnose": ABOVE | {"launch"},
-    "sweep": ABOVE | {"auto", "launch", "diagnose.speed"},
+    "sweep": ABOVE | {"auto", "launch", "diagnose.speed", "integrations.brought_in"},
     "cli": ABOVE | {"launch", "diagnose", "sweep"},
     "__main__": {"cli"},
 }

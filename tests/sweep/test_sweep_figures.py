@@ -140,7 +140,7 @@ def test_the_plain_table_is_aligned_and_has_the_metrics():
     assert first[:end].endswith(" 0.9750") and second[:end].endswith("  -")
     assert (first.split()[-2:], second[head.index("status") :]) == (
         ["65536", "ok"],
-        "crashed: RuntimeError: no",
+        "crashed",
     )
 
 

@@ -22,10 +22,11 @@ import torch
 
 import ampatch
 from ampatch.config import environment
+from ampatch.integrations import brought_in
 from ampatch.launch import children
 from ampatch.launch.program import Program
 from ampatch.launch.script import describe
-from ampatch.sweep.execution import framework_rows, ranks
+from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.child_options import ChildOptions
@@ -169,7 +170,7 @@ class _Engine:
         else:
             ampatch.observe(self.recorder)
             if options.kind == FRAMEWORK:
-                framework_rows.bring_in(options.framework)
+                brought_in.bring_in(options.framework)
             stop_untouched()
 
     def _report(self, steps: int, loss: float | None) -> None:

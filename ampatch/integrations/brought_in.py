@@ -2,8 +2,8 @@
 
 The class that a script makes, or derives its own from, is replaced by one with the integration in
 it; the framework's own mixed precision is left out.  Opt level and dtype come from the environment,
-as in every trial.  It serves scripts that make one such object; where the integration cannot come
-in, its own error says why.
+as in each trial of a sweep, which this is for.  It serves scripts that make one such object; where
+the integration cannot come in, its own error says why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def bring_in(framework: str) -> None:
 
 
 def _lightning() -> None:
-    from ampatch.integrations.lightning import AmpatchPrecision
+    from .lightning import AmpatchPrecision
 
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
@@ -31,7 +31,7 @@ def _lightning() -> None:
 
 
 def _fabric() -> None:
-    from ampatch.integrations.lightning import AmpatchFabricPrecision
+    from .lightning import AmpatchFabricPrecision
 
     for name in ("lightning.fabric", "lightning_fabric"):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
@@ -54,13 +54,14 @@ def _with_plugin(owner: Any, plugin: Callable[[], Any]) -> None:
 def _transformers() -> None:
     from transformers import TrainingArguments, trainer
 
-    from ampatch.integrations.transformers import AmpatchTrainerMixin
+    from .transformers import AmpatchTrainerMixin
 
     plain = trainer.Trainer
     managed = type("Trainer", (AmpatchTrainerMixin, plain), {"__module__": plain.__module__})
-    trainer.Trainer = managed
-    sys.modules["transformers"].Trainer = managed  # the first import puts another object there
-    check = TrainingArguments.__post_init__
+    # The first import puts another object into sys.modules than it returns.
+    for module in (trainer, sys.modules["transformers"]):
+        setattr(module, "Trainer", managed)  # noqa: B010 - for a type checker it is one class
+    check: Any = TrainingArguments.__post_init__
 
     @functools.wraps(check)
     def __post_init__(self: Any) -> None:
@@ -68,24 +69,23 @@ def _transformers() -> None:
             setattr(self, name, False)
         check(self)
 
-    TrainingArguments.__post_init__ = __post_init__
+    setattr(TrainingArguments, "__post_init__", __post_init__)  # noqa: B010
 
 
 def _accelerate() -> None:
     import accelerate
 
-    from ampatch.integrations.accelerate import AmpatchAccelerator
-
-    class Accelerator(AmpatchAccelerator):
-        """accelerate's, as the script makes it, with ampatch in it."""
-
-        def __init__(self, *args: Any, mixed_precision: Any = None, **named: Any) -> None:
-            names = list(inspect.signature(plain.__init__).parameters)[1:]
-            named.update(zip(names, args))
-            super().__init__(mixed_precision="no", **named)
+    from .accelerate import AmpatchAccelerator
 
     plain = accelerate.Accelerator
-    accelerate.Accelerator = accelerate.accelerator.Accelerator = Accelerator
+    names = list(inspect.signature(plain.__init__).parameters)[1:]
+
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        given = {**dict(zip(names, args)), **named, "mixed_precision": "no"}
+        AmpatchAccelerator.__init__(self, **given)
+
+    managed = type("Accelerator", (AmpatchAccelerator,), {"__init__": __init__})
+    accelerate.Accelerator = accelerate.accelerator.Accelerator = managed
 
 
 _BRING_IN: dict[str, Callable[[], None]] = {
