@@ -107,14 +107,6 @@ class Installation:
         """Whether anything is patched now, be it by the tables or for an override."""
         return self.has_tables or len(self._patches) > 0
 
-    def original(self, function: Any) -> Any:
-        """What `function` replaced, if it is a replacement; else `function` itself."""
-        return self.replacements.original(function)
-
-    def replaced_by(self, original: Any) -> Any:
-        """The replacement of one of torch's functions, or None."""
-        return self.replacements.of(original)
-
     def ensure(self, function: Callable) -> None:
         """Patch `function` where torch keeps it, so that overrides for it can act."""
         if self.replacements.of(function) is None:

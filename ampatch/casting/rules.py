@@ -19,6 +19,7 @@ from ..errors import BannedFunctionError
 from ..torch_private.dtensors import is_dtensor
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
+from .arguments import tensors_in
 from .handlers import Handled, is_asked, wants_to_see
 from .policy import Policy
 from .recording import Recorded, proxy_of
@@ -112,17 +113,6 @@ def dtype_of(value: Tensor) -> torch.dtype:
         with unhandled():
             return value.dtype
     return value.dtype
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors in an argument list, those in nested lists and tuples included."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(tensors_in(value))
-    return found
 
 
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
