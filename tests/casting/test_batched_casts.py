@@ -1,6 +1,7 @@
 """Weights cast in the graph, in batches: `parameter.grad` is what torch.autocast makes it.
 
-What looks into a backward pass meets the weights themselves, in FP32.
+What looks into a backward pass meets the weights themselves, in FP32.  What a training loop can
+show of it is in `tests/laws/situations_*.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.casting import batched_casts
@@ -92,34 +92,6 @@ def test_forwards_without_a_backward_pass_spoil_nothing(model):
     assert_equal(grads(model), autocast_grads())
 
 
-def test_two_forwards_wait_for_one_backward(model):
-    def both(model):
-        return model(X).float().pow(2).sum() + model(2 * X).float().sum()
-
-    both(model).backward()
-    for found, expected in zip(grads(model), autocast_grads(both), strict=True):
-        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
-
-
-def test_a_forward_between_forward_and_backward_spoils_nothing(model):
-    loss = loss_of(model)
-    model(3 * X)
-    loss.backward()
-    assert_equal(grads(model), autocast_grads())
-
-
-def test_a_step_between_forward_and_backward_leaves_the_graph_its_weights(model):
-    """As under torch.autocast: the graph holds half copies, which belong to its forward."""
-    loss_of(model)
-    loss = loss_of(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    loss_of(model)
-    loss.backward()
-    assert_equal(grads(model), autocast_grads())
-
-
 class _Casts(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -146,18 +118,6 @@ def test_without_a_graph_nothing_splits_a_bucket(model, change):
         found = model(X)
     assert (casts.batched, casts.alone) == (1, 1)  # the weights, the input
     assert torch.equal(found, expected) and not called
-
-
-def test_frozen_weights_get_nothing_and_thawed_ones_do(model):
-    loss_of(model).backward()
-    model.zero_grad()
-    model[0].requires_grad_(False)
-    loss_of(model).backward()
-    assert model[0].weight.grad is None and model[2].weight.grad is not None
-    model.zero_grad()
-    model[0].requires_grad_(True)
-    loss_of(model).backward()
-    assert_equal(grads(model), autocast_grads())
 
 
 def test_frozen_between_forward_and_backward(model):
@@ -228,24 +188,6 @@ def test_threads_that_share_a_model(model):
         thread.join()
     for found, expected in zip(grads(model), autocast_grads(), strict=True):
         torch.testing.assert_close(found, 100 * expected, rtol=2**-6, atol=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore:.*cpu.amp.autocast:FutureWarning")  # torch 2.4's own
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = network()
-
-        def forward(self, x):
-            return checkpoint(self.body, x, use_reentrant=reentrant)
-
-    model = ampatch.initialize(Checkpointed(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
-    for _ in range(2):
-        model.zero_grad()
-        model(X.clone().requires_grad_()).float().pow(2).sum().backward()
-        assert_equal(grads(model), autocast_grads())
 
 
 @pytest.mark.parametrize("end", ["deactivate", "relevel", "delete", "disable"])
@@ -354,22 +296,6 @@ def test_hooks_see_float32_gradients(model, kind, when):
     assert_equal(grads(model), autocast_grads())
 
 
-def test_an_optimizer_in_the_backward_pass(model):
-    """Every weight steps as soon as its gradient is there (torch's tutorial on memory)."""
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-    def step(parameter):
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    loss_of(model).backward()
-    for parameter, old, grad in zip(model.parameters(), before, autocast_grads(), strict=True):
-        torch.testing.assert_close(parameter.detach(), old - 0.1 * grad, rtol=0, atol=1e-6)
-
-
 def test_ranks_that_talk(model, tmp_path):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
@@ -382,15 +308,6 @@ def test_ranks_that_talk(model, tmp_path):
 
 
 # torch.autograd.grad
-
-
-def test_grad_of_parameters(model):
-    found = torch.autograd.grad(loss_of(model), list(model.parameters()))
-    assert grads(model) == [None] * 4
-    assert_equal(found, autocast_grads())
-    assert [one.dtype for one in found] == [torch.float32] * 4
-    (one,) = torch.autograd.grad(loss_of(model), model[2].bias)
-    assert torch.equal(one, autocast_grads()[3])
 
 
 def test_grad_of_parameters_as_a_generator(model):
@@ -449,17 +366,6 @@ def test_a_penalty_on_the_gradient(model, way):
         expected = penalty(reference, loss_of(reference))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
-
-
-def test_backward_to_some_inputs(model):
-    loss_of(model).backward(inputs=[model[0].weight, model[2].bias])
-    expected = autocast_grads()
-    assert torch.equal(model[0].weight.grad, expected[0])
-    assert torch.equal(model[2].bias.grad, expected[3])
-    assert model[0].bias.grad is None and model[2].weight.grad is None
-    model.zero_grad()
-    torch.autograd.backward([loss_of(model)], inputs=model[0].bias)
-    assert torch.equal(model[0].bias.grad, expected[1]) and model[0].weight.grad is None
 
 
 # Transforms, modes and what this torch lacks
