@@ -627,18 +627,6 @@ def test_a_class_that_handles_calls_sees_the_kernel(half):
     assert Seeing.seen[0] is torch._transformer_encoder_layer_fwd
 
 
-def test_afterwards_torch_is_as_before(half):
-    before = torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention
-    model, x = made(encoder)
-    plain = evaluated(model, x)
-    ampatch.initialize(model, dtype=half, verbosity=0)
-    evaluated(model, x)
-    ampatch.deactivate()
-    assert before == (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
-    found = evaluated(model, x)
-    assert torch.equal(found[0], plain[0]) and found[1] == plain[1] == {LAYER}
-
-
 def test_half_models_take_the_kernels_as_pytorch_does(half):
     model, x = made(encoder)
     expected = evaluated(copy.deepcopy(model).to(half), x.to(half))
