@@ -140,7 +140,7 @@ class AutocastWords:
     def _leave(self, region: Any) -> bool:
         """Leave the innermost entry for `region`; whether there was one."""
         for entry in reversed(self._state.thread.stack):
-            if entry.block.of is region:
+            if entry.block.of == region:
                 entry.block.leave()
                 return True
         return False
@@ -246,12 +246,12 @@ def _device_of(args: tuple, kwargs: dict, usual: str) -> str:
 
 def _torch_on(device: str) -> str:
     """What a region stands for in which the switch has turned torch's autocast on."""
-    return sys.intern(f"torch's autocast on {device}, by the switch")
+    return f"torch's autocast on {device}, by the switch"
 
 
 def _casts_off(device: str) -> str:
     """What a region stands for in which the switch has turned ampatch's casts off."""
-    return sys.intern(f"no casts on {device}, by the switch")
+    return f"no casts on {device}, by the switch"
 
 
 def without(policy: Policy | None, device: str) -> Policy | None:
