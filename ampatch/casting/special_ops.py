@@ -21,8 +21,9 @@ from .cast_state import CastState
 from .handlers import overridable, unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
-from .rules import cast, castable
+from .rules import cast, castable, never
 from .stack import FOLLOW
+from .wrapper import replacement
 
 Make = Callable[[Callable], Callable]
 
@@ -34,11 +35,13 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
     starts with an inverse, which has no half kernel and needs the precision.
     """
 
+    as_given = replacement(original, never, state)
+
     def patched(A: Tensor, n: int, **kwargs: Any) -> Tensor:
-        policy = state.current()
-        call = observed(original, (A,), kwargs) if observers else original
+        policy = state.table_policy()
         if (
             policy is None
+            or original in policy.special
             or kwargs.get("out") is not None
             or not isinstance(A, Tensor)
             or not castable(A, policy)
@@ -46,7 +49,8 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
             or n in (0, 1)
             or (policy.gate is not None and not policy.gate((A,), kwargs))
         ):
-            return call(A, n, **kwargs)
+            return as_given(A, n, **kwargs)
+        call = observed(original, (A,), kwargs) if observers else original
         if n < 0:
             A, n = torch.linalg.inv(A.float()), -n
         return A if n == 1 else call(cast(A, policy.half_to, policy), n)

@@ -132,6 +132,24 @@ def test_matrix_power(where, n, half, o1):
     assert named.dtype is found.dtype
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_matrix_power_follows_overrides_and_no_rows_beside_them(level):
+    """Where functions have overrides and the tables do not count, it is left as it is."""
+
+    seen = []
+
+    class Powers(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(torch.matrix_power(torch.eye(3), 2).dtype)
+            return torch.exp(super().forward(x))
+
+    ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    overrides = {torch.matrix_power if level == "O1" else torch.exp: "float"}
+    model = ampatch.initialize(Powers(3, 3), opt_level=level, overrides=overrides, verbosity=0)
+    model(torch.ones(3, 3))
+    assert seen == [torch.float32]
+
+
 def test_an_explicit_out_of_none_is_no_out():
     """Wrappers pass `out=None` on; the cast must not be lost to it."""
     ampatch.initialize(torch.nn.Linear(2, 2), patch_scope="process", verbosity=0)
