@@ -105,6 +105,22 @@ def test_a_change_within_a_forward_is_seen(model, change):
         assert result(model) == 2  # 1 before, 2 after
 
 
+def test_grad_mode_switched_within_a_forward():
+    class Teacher(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = F.linear(x, self.weight)
+            return F.linear(x, self.weight) - target / 2
+
+    teacher = ampatch.initialize(Teacher(), dtype=torch.bfloat16, verbosity=0)
+    teacher(X).float().sum().backward()
+    assert teacher.weight.grad.abs().sum() > 0
+
+
 def test_evaluations_keep_nothing(model):
     import gc
 
