@@ -125,7 +125,9 @@ def check_like_autocast(cases: dict[str, Case], half: torch.dtype) -> None:
     What autocast refuses is refused here too.  The gradients of FP32 arguments are FP32 and near
     those of plain PyTorch.  Initializes ampatch, once for all cases.
     """
-    expected = {name: _of_autocast(function, args, half) for name, (function, args) in cases.items()}
+    expected = {
+        name: _of_autocast(function, args, half) for name, (function, args) in cases.items()
+    }
     plain = {name: _with_gradients(function, args) for name, (function, args) in cases.items()}
     ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     wrong = {}
@@ -147,7 +149,9 @@ def _of_autocast(function: Callable, args: tuple, half: torch.dtype) -> dict[str
     }
 
 
-def _check_case(function: Callable, args: tuple, half: torch.dtype, says: dict, plain: tuple) -> None:
+def _check_case(
+    function: Callable, args: tuple, half: torch.dtype, says: dict, plain: tuple
+) -> None:
     for way, given in _ways(args, half).items():
         found = outcome(function, *given)
         if isinstance(says[way], Exception):
