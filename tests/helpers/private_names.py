@@ -30,8 +30,14 @@ ALLOWED = {
 _GROUPS = 12
 """At least as many as there are names in one statement."""
 
-_SWITCHES = {"_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"}
-"""Without one of these weights are cast one by one, which hides the loss of the others."""
+_SWITCHES = {
+    *("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"),
+    *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+}
+"""Without one of these weights are cast one by one, or steps are taken by torch's own `step`, which
+hides the loss of the others.
+"""
 
 _OF_PYTHON = {"_fields", "_make", "_replace", "_getframe"}
 """Of namedtuples, and of sys; documented."""
@@ -150,7 +156,7 @@ def losable() -> list[list[str]]:
     what it falls back to, or a function, the loss of a name may hide what the loss of another does.
     """
     own = own_names()
-    places: dict[str, set] = collections.defaultdict(set, {name: {"casts"} for name in _SWITCHES})
+    places: dict[str, set] = collections.defaultdict(set, {name: {"switch"} for name in _SWITCHES})
     for path in filter(is_home, sorted(ROOT.rglob("*.py"))):
         for statement in tree_of(path).body:
             for name in private_names(statement, own, frozenset()):

@@ -76,8 +76,8 @@ class Run:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def moves_weights(self) -> None:
-        """What waits at O3 has the weights themselves in its graph."""
-        if self.amp.level == "O3":
+        """What waits has the weights in its graph (O3), or a recompute would ask for them (O2)."""
+        if self.amp.is_half_model:
             self.waiting.clear()
 
 
@@ -206,7 +206,8 @@ def block_fails(run: Run, number: int) -> None:
             scaled.backward()
             raise ZeroDivisionError
     except ZeroDivisionError:
-        pass
+        if run.amp.level == "O3" or run.amp.half is torch.bfloat16:
+            run.optimizer.zero_grad()  # a scale of 1: what a pass has left is there, as in FP32
 
 
 @action
