@@ -66,9 +66,6 @@ LACKING = {
                 test_training_a_compiled_model[eager]
             """,
         },
-        "torch 2.4 itself cannot be imported without its fake tensors": {
-            "test_ways_of_running": "test_a_torch_without_its_private_names[fake tensors]",
-        },
         "torch 2.4 has no half kernel of grid_sampler on the CPU": {
             "test_casting": """
                 test_dtype_is_autocasts[fp16-torch.grid_sampler]
