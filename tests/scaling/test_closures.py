@@ -392,7 +392,7 @@ def test_a_closure_that_delays_the_unscaling():
 @pytest.mark.parametrize(("level", "bad", "steps"), [("O1", math.nan, 0), ("O2", math.inf, 2)])
 @pytest.mark.parametrize("kind, faulty", FAULTS)
 def test_an_overflow_is_one_skipped_step_and_leaves_no_trace(kind, faulty, level, bad, steps):
-    """In any evaluation, and whether there is state already or not; the result is the first loss."""
+    """In any evaluation, with and without a state before; the result is the first loss."""
     model, optimizer = start(kind, level)
     for _ in range(steps):
         optimizer.step(closure_of(model, optimizer))
