@@ -111,6 +111,14 @@ def test_a_step_without_scale_loss_is_said_once(level, caplog):
     assert [r.levelname for r in caplog.records if FORGOT in r.message] == ["WARNING"]
 
 
+def test_a_step_at_a_learning_rate_of_zero_trains_nothing(caplog):
+    """Libraries make an optimizer's state by it."""
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = 0
+    plain_step(model, optimizer)
+    assert FORGOT not in caplog.text
+
+
 def test_a_second_step_on_the_same_gradients_is_one_without(caplog):
     model, optimizer = trained()
     with amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled:

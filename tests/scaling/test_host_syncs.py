@@ -184,6 +184,7 @@ def test_fused_optimizers_skip_in_the_kernel(kind):
         same = all(map(torch.equal, before, ampatch.master_params(optimizer)))
         skipped.append((ampatch.step_was_skipped(optimizer), same))
     assert skipped == [(False, False), (True, True), (False, False)]
+    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()  # were there for the kernel
 
 
 @pytest.mark.usefixtures("scale_lives_on")

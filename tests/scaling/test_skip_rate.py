@@ -89,6 +89,16 @@ def test_a_scale_that_grows_into_its_limit_is_healthy():
     assert counter.skipped_in_training() == 9
 
 
+@on_the_host
+def test_a_rate_around_the_limit_is_one_spell():
+    """Of the last 200 steps 10 and 11 were skipped in turn; more than 10 are said."""
+    counter, said = StepCounter(), 0
+    for step in range(2000):
+        counter.note(step % 19 == 18)
+        said += counter.news(50) is not None
+    assert said == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_than_a_search_from_the_start(kind, caplog):
     """Never a step taken: heard with the 17th, and no longer a search for the scale."""

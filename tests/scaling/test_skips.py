@@ -128,7 +128,7 @@ def test_it_is_said_once_for_each_row(caplog):
     assert len(run(caplog, row)) == 1
     assert len(run(caplog, [*row[:3], 1.0, *row[:3]])) == 0
     assert len(run(caplog, [*row, 1.0, *row])) == 2
-    assert len(run(caplog, [math.inf], limit=1)) == 1
+    assert len(run(caplog, [math.inf, 1.0, math.inf], limit=1)) == 2
 
 
 def test_a_long_history_is_shortened(caplog):
