@@ -11,13 +11,13 @@ import ampatch as amp
 SAID = "gradients are used that an ampatch.scale_loss block left scaled"
 
 
-@pytest.fixture(params=["O1", "O2"])
-def pair(request):
+@pytest.fixture
+def pair():
     """A generator and a discriminator with an optimizer each, managed together."""
     torch.manual_seed(0)
     models = [nn.Linear(4, 4), nn.Linear(4, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
-    amp.initialize(models, optimizers, opt_level=request.param)
+    amp.initialize(models, optimizers, opt_level="O2")
     return models, optimizers
 
 
@@ -100,9 +100,8 @@ def scaled_step(model, optimizer, **options):
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_without_scale_loss_is_said_once(level, caplog):
-    model, optimizer = trained(opt_level=level)
+def test_a_step_without_scale_loss_is_said_once(caplog):
+    model, optimizer = trained(opt_level="O2")
     scaled_step(model, optimizer)
     assert FORGOT not in caplog.text
     for _ in range(3):
