@@ -490,6 +490,20 @@ def test_the_order_of_events_is_the_optimizers():
     assert events == ["hook", True]
 
 
+class WithoutGradients(Base):
+    """Compares losses at perturbed weights, as zeroth-order ones do."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        return closure()
+
+
+def test_whether_gradients_are_recorded_is_for_the_optimizer_to_say():
+    model, optimizer = start(WithoutGradients)
+    optimizer.step(lambda: model(data()[0]).sum() if not torch.is_grad_enabled() else 1 / 0)
+    assert ampatch.step_counts(optimizer) == (1, 0, 0)
+
+
 class OfOptions(Base):
     """Takes its closure in a dict of options, and another one beside it."""
 
