@@ -138,7 +138,7 @@ class SamWithHalves(Base):
 
 
 class Forgiving(Base):
-    """Goes on where an evaluation raised."""
+    """Goes on where an evaluation raised, whatever that was."""
 
     @torch.no_grad()
     def step(self, closure):
@@ -146,7 +146,9 @@ class Forgiving(Base):
         try:
             with torch.enable_grad():
                 loss = closure()
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             loss = None
         self.descend()
         return loss

@@ -57,8 +57,10 @@ class Wrapper:
 class Lookahead(torch.optim.Optimizer):
     """An Optimizer around another: every second step goes half way back to the slow weights."""
 
+    inner = property(lambda self: self.held[0])
+
     def __init__(self, inner):
-        self.inner = inner
+        self.held = [inner]
         super().__init__(inner.param_groups, {})
         self.param_groups = inner.param_groups
         self.count = 0
@@ -158,7 +160,7 @@ def test_state_goes_along(kind, level):
         for key, value in old.items():
             if isinstance(value, torch.Tensor):
                 dtype = value.dtype if key == "step" else param.dtype
-                assert torch.equal(found[key], value.to(dtype)), key
+                assert found[key].dtype is dtype and torch.equal(found[key], value.to(dtype)), key
     train(model, optimizer, range(3, 6))
     ampatch.deactivate()
     train(model, optimizer, range(6, 9), scaled=False)
