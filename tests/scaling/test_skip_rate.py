@@ -91,11 +91,12 @@ def test_a_scale_that_grows_into_its_limit_is_healthy():
 
 @on_the_host
 def test_a_rate_around_the_limit_is_one_spell():
-    """Of the last 200 steps 10 and 11 were skipped in turn; more than 10 are said."""
+    """Of 200 steps more than 10 are skipped, then fewer, but never half as few, and again."""
     counter, said = StepCounter(), 0
-    for step in range(2000):
-        counter.note(step % 19 == 18)
-        said += counter.news(50) is not None
+    for gap in ([15] * 14 + [22] * 10) * 3:
+        for step in range(gap):
+            counter.note(step == gap - 1)
+            said += counter.news(50) is not None
     assert said == 1
 
 
