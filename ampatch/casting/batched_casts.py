@@ -98,7 +98,7 @@ class _CastTogether(Function):
             list(map(_layout_of, grads)).count(torch.strided) == len(grads)
             and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
             and not is_recording()
-            and not any(map(is_batched, grads))  # type: ignore[arg-type]  # none is None here
+            and not any(map(is_batched, grads))
         ):
             return None, None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
         note_unreached(ctx.plan, [key for key, grad in zip(ctx.keys, grads) if grad is None])
