@@ -277,8 +277,9 @@ def overridden_exist(rules: Overrides, models: list[nn.Module]) -> None:
                 f"submodule matches {shown!r}. Expected a path such as those of "
                 "model.named_modules()." + did_you_mean(shown, names)
             )
+    installation = registry.installation
     for function, precision in rules.functions.items():
-        if not registry.installation.can_patch(registry.installation.original(function)):
+        if not installation.can_patch(installation.replacements.original(function)):
             raise ValueError(
                 f"ampatch.initialize(overrides={{{function!r}: {precision!r}}}): this function is "
                 f"not found in {', '.join(NAMESPACES)}. For functions of your own use "

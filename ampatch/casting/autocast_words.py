@@ -140,7 +140,7 @@ class AutocastWords:
     def _leave(self, region: Any) -> bool:
         """Leave the innermost entry for `region`; whether there was one."""
         for entry in reversed(self._state.thread.stack):
-            if entry.block.of is region:
+            if entry.block.of == region:
                 entry.block.leave()
                 return True
         return False
@@ -184,26 +184,26 @@ class AutocastWords:
         def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
             if original(*args, **kwargs):
                 return True
-            policy = self._state.policy_on(_device_of(args, kwargs, usual))
-            if policy is None or is_dynamo_compiling():
-                return policy is not None and policy.gate is None
-            return _is_told(policy, sys._getframe(1))
+            return self._told(_device_of(args, kwargs, usual)) is not None
 
         return is_autocast_enabled
 
     def _dtype(self, original: Callable, usual: str) -> Callable:
         def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
             device = _device_of(args, kwargs, usual)
-            policy = self._state.policy_on(device)
-            if policy is None or is_enabled(device):
-                return original(*args, **kwargs)
-            if is_dynamo_compiling():
-                is_told = policy.gate is None
-            else:
-                is_told = _is_told(policy, sys._getframe(1))
-            return policy.half_type if is_told else original(*args, **kwargs)
+            policy = None if is_enabled(device) else self._told(device)
+            return original(*args, **kwargs) if policy is None else policy.half_type
 
         return get_autocast_dtype
+
+    def _told(self, device: str) -> Policy | None:
+        """The policy for calls on `device`, if who asks, two frames up, is told of its casts."""
+        policy = self._state.policy_on(device)
+        if policy is None:
+            return None
+        if is_dynamo_compiling():
+            return policy if policy.gate is None else None
+        return policy if _is_told(policy, sys._getframe(2)) else None
 
 
 def _note(original: Callable) -> Callable:
@@ -246,12 +246,12 @@ def _device_of(args: tuple, kwargs: dict, usual: str) -> str:
 
 def _torch_on(device: str) -> str:
     """What a region stands for in which the switch has turned torch's autocast on."""
-    return sys.intern(f"torch's autocast on {device}, by the switch")
+    return f"torch's autocast on {device}, by the switch"
 
 
 def _casts_off(device: str) -> str:
     """What a region stands for in which the switch has turned ampatch's casts off."""
-    return sys.intern(f"no casts on {device}, by the switch")
+    return f"no casts on {device}, by the switch"
 
 
 def without(policy: Policy | None, device: str) -> Policy | None:

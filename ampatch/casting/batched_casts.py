@@ -24,7 +24,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,20 +78,50 @@ def note_unreached(plan: int, ids: list[int]) -> None:
         known.learn((), ids)
 
 
-class _CastInOneBlock(Function):
-    """Weights in one block of memory in, copies in one block out.  One call uses all or none."""
+class _CastTogether(Function):
+    """FP32 weights in, half copies out; a missing gradient is passed on as None.
+
+    The plan of that number is told the weights of missing gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, make: Callable[..., list[Tensor]], dtype: torch.dtype, plan: int, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(_in_one_block(weights, dtype))
+        ctx.plan, ctx.keys = plan, list(map(id, weights))
+        return tuple(make(weights, dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *[None if grad is None else grad.float() for grad in grads]
+        if (  # one call may write them all
+            list(map(_layout_of, grads)).count(torch.strided) == len(grads)
+            and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
+            and not is_recording()
+            and not any(map(is_batched, grads))
+        ):
+            return None, None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
+        note_unreached(ctx.plan, [key for key, grad in zip(ctx.keys, grads) if grad is None])
+        return None, None, None, *[None if grad is None else grad.float() for grad in grads]
+
+
+_apply = super(Function, _CastTogether).apply
+"""`Function.apply` without its questions about torch.func: in its transforms it is not used."""
+
+
+def _layout_of(grad: Tensor | None) -> torch.layout | None:
+    return None if grad is None else grad.layout
+
+
+def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """New tensors with these values in `dtype`, written in one batch, outside the graph."""
+    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    foreach.copy_(made, list(tensors))
+    return made
 
 
 def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """As `copies`, of tensors in one block of memory: they share one too, at the same places."""
     first = tensors[0]
     size = first.untyped_storage().nbytes() // first.element_size()
     block = torch.empty(size, dtype=dtype, device=first.device).untyped_storage()
@@ -106,56 +136,15 @@ def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
 
 
 def cast_in_one_block(weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The copies of weights that share one block of memory share one too, at the same places."""
+    """The copies of weights that share one block of memory; one call uses all or none."""
     if torch.is_grad_enabled() and any(map(_wants_grad, weights)):
-        return _apply_in_one_block(dtype, *weights)
+        return _apply(_in_one_block, dtype, _NO_PLAN, *weights)
     with torch.no_grad():
         return _in_one_block(weights, dtype)
 
 
-class _CastTogether(Function):
-    """FP32 weights in, half copies out; a missing gradient is passed on as None.
-
-    The plan of that number is told the weights of missing gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, plan: int, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.plan, ctx.keys = plan, list(map(id, weights))
-        return tuple(copies(weights, dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if (  # one call may write them all
-            list(map(_layout_of, grads)).count(torch.strided) == len(grads)
-            and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
-            and not is_recording()
-            and not any(map(is_batched, grads))  # type: ignore[arg-type]  # none is None here
-        ):
-            return None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
-        note_unreached(ctx.plan, [key for key, grad in zip(ctx.keys, grads) if grad is None])
-        return None, None, *[None if grad is None else grad.float() for grad in grads]
-
-
-_apply = super(Function, _CastTogether).apply
-_apply_in_one_block = super(Function, _CastInOneBlock).apply
-"""`Function.apply` without its questions about torch.func: in its transforms these are not used."""
-
-
-def _layout_of(grad: Tensor | None) -> torch.layout | None:
-    return None if grad is None else grad.layout
-
-
-def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """New tensors with these values in `dtype`, written in one batch, outside the graph."""
-    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    foreach.copy_(made, list(tensors))
-    return made
-
-
 def _in_graph(weights: list[Tensor], dtype: torch.dtype, plan: int) -> Sequence[Tensor]:
-    return _apply(dtype, plan, *weights)
+    return _apply(copies, dtype, plan, *weights)
 
 
 def _outside_graph(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -197,7 +186,6 @@ class Plan:
         self._changing = threading.RLock()
         self._model = model
         self._order: dict[int, Tensor] = {}  # by id; held, so that an id stays a weight's own
-        self._places: dict[int, Any] = {}
         self._left_out: set[int] = set()  # ids of weights that a forward did not use
         self._hook_tables: list[dict] = []
         self._changes = 0
@@ -225,21 +213,16 @@ class Plan:
         were cast by themselves; `unused` the ids of those that were cast with others and not used.
         """
         with self._changing:
-            self._learn(new, unused)
-
-    def _learn(self, new: Iterable[Tensor], unused: Iterable[int]) -> None:
-        changed = False
-        for key in unused:
-            self._left_out.add(key)
-            changed = self._order.pop(key, None) is not None or changed
-        for weight in new if self._changes < MOST_CHANGES else ():
-            key = id(weight)
-            if key not in self._order and key not in self._left_out:
-                self._order[key], self._places[key] = weight, place_of(weight)
-                changed = True
-        if changed:
-            self._changes += 1
-            self._divide()
+            before = list(self._order)
+            for key in unused:
+                self._left_out.add(key)
+                self._order.pop(key, None)
+            for weight in new if self._changes < MOST_CHANGES else ():
+                if id(weight) not in self._left_out:
+                    self._order.setdefault(id(weight), weight)
+            if list(self._order) != before:
+                self._changes += 1
+                self._divide()
 
     def _divide(self) -> None:
         """Divide the weights into buckets; drop those that have left the model."""
@@ -249,22 +232,11 @@ class Plan:
             own = set()
         self._left_out.update(key for key in self._order if key not in own)
         self._order = {key: weight for key, weight in self._order.items() if key in own}
-        self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
-        for module in parts:
-            self._hook_tables += backward_tables(module)
+        self._hook_tables = hook_tables(parts)
         hooked = below_hooks(parts) if any(self._hook_tables) else set()
         self._has_hooks = bool(hooked)
-        bucket_of: dict[int, list[Tensor]] = {}
-        open_buckets: dict[Any, list[Tensor]] = {}
-        for key, weight in self._order.items():
-            if key in hooked:
-                continue
-            bucket = open_buckets.get(self._places[key])
-            if bucket is None or not _has_room(bucket, weight):
-                bucket = open_buckets[self._places[key]] = []
-            bucket.append(weight)
-            bucket_of[key] = bucket
-        self.bucket_of = bucket_of
+        planned = [weight for key, weight in self._order.items() if key not in hooked]
+        self.bucket_of = {id(one): bucket for bucket in divide(planned) for one in bucket}
 
 
 def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
@@ -311,15 +283,17 @@ def may_be_planned(weight: Tensor) -> bool:
     )
 
 
-def divide(weights: list[Tensor]) -> list[list[Tensor]]:
-    """Weights in buckets, in their order; only neighbours that live in the same place."""
+def divide(weights: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Weights in buckets, in their order; those of a bucket live in the same place."""
     buckets: list[list[Tensor]] = []
-    place = None
+    latest: dict[Any, list[Tensor]] = {}  # by place
     for weight in weights:
-        if not buckets or place_of(weight) != place or not _has_room(buckets[-1], weight):
-            buckets.append([])
-        buckets[-1].append(weight)
         place = place_of(weight)
+        bucket = latest.get(place)
+        if bucket is None or not _has_room(bucket, weight):
+            bucket = latest[place] = []
+            buckets.append(bucket)
+        bucket.append(weight)
     return buckets
 
 
@@ -327,6 +301,11 @@ def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
     size = sum(one.numel() for one in bucket) + weight.numel()
     most = MOST_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MOST_BYTES
     return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= most
+
+
+def hook_tables(parts: list[nn.Module]) -> list[dict]:
+    """The tables of backward hooks of these modules, and of all modules."""
+    return [*GLOBAL_BACKWARD_TABLES, *(table for one in parts for table in backward_tables(one))]
 
 
 def below_hooks(parts: list[nn.Module]) -> set[int]:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .arguments import tensors_in
+
 
 class CastObserver(Protocol):
     """What an observer is told, in the thread that makes the call."""
@@ -40,13 +42,13 @@ class ObservedCall:
 
     def __init__(self, function: Callable, args: Any, kwargs: dict) -> None:
         self._function = function
-        self._before = _tensors_in((args, kwargs))
+        self._before = tensors_in((*args, *kwargs.values()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watching = list(observers)
         for observer in watching:
             observer.call_begins(self._function)
-        self.note_casts(self._before, (args, kwargs))
+        self._note(self._before, tensors_in((*args, *kwargs.values())))
         result = None
         try:
             result = self._function(*args, **kwargs)
@@ -57,7 +59,10 @@ class ObservedCall:
 
     def note_casts(self, before: Any, after: Any) -> None:
         """Report each tensor that is another one in `after` than in its place in `before`."""
-        for old, new in zip(_tensors_in(before), _tensors_in(after), strict=False):
+        self._note(tensors_in((before,)), tensors_in((after,)))
+
+    def _note(self, before: list[Tensor], after: list[Tensor]) -> None:
+        for old, new in zip(before, after, strict=False):
             if old is not new:
                 for observer in observers:
                     observer.was_cast(self._function, old, new)
@@ -75,13 +80,3 @@ def note_copies(halves: Sequence[Tensor]) -> None:
     """Report half copies of weights that one cast has made."""
     for observer in observers:
         observer.copies_made(halves)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for item in value for tensor in _tensors_in(item)]

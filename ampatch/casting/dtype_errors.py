@@ -34,7 +34,7 @@ _KINDS = {
     **dict.fromkeys(("complexhalf", "complexfloat", "complexdouble"), "complex"),
 }
 """What torch's messages call dtypes, in small letters: `c10::Half`, `torch.HalfTensor`, `Half`."""
-_OURS = (__name__.partition(".")[0],)
+_OURS = __name__.partition(".")[0]
 _FAR = 64
 """How many steps back in a graph to look for the call that made a tensor half."""
 
@@ -115,7 +115,7 @@ def _describe(error: BaseException, cause: str) -> str | None:
                 f"ampatch: {cause}. In {_place(frame, line)}: {'; '.join(said)}. Cast one of them "
                 f"yourself, such as {halves[0]}.float(), {_REMEDY}"
             )
-    user_s = [found for found in frames if not _is_torch_s(found[0])] or frames
+    user_s = [found for found in frames if _package(found[0]) != "torch"] or frames
     if not user_s:
         return None
     frame, line = user_s[0]
@@ -136,8 +136,8 @@ def _place(frame: FrameType, line: int) -> str:
     return f"{code.co_name} ({code.co_filename}:{line}, `{_source(frame, line)}`)"
 
 
-def _is_torch_s(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _calls(frame: FrameType, line: int) -> list[str]:
@@ -160,7 +160,7 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
         found.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
     for frame, line in reversed(found):
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OURS:
+        if _package(frame) != _OURS:
             yield frame, line
 
 

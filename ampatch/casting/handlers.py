@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..torch_private.torch_functions import (
     pop_mode,
     push_mode,
 )
+from .arguments import leaves
 from .cast_state import CastState
 from .patches import PatchSet
 
@@ -49,7 +50,9 @@ def wants_to_see(value: Any) -> bool:
 
 def is_asked(args: tuple, kwargs: dict) -> bool:
     """Whether a handler wants a call with these arguments."""
-    return not is_dynamo_compiling() and has_torch_function(tuple(_leaves(args, kwargs)))
+    return not is_dynamo_compiling() and has_torch_function(
+        tuple(leaves((*args, *kwargs.values())))
+    )
 
 
 def call_handlers(
@@ -58,7 +61,7 @@ def call_handlers(
     """What `torch.overrides.handle_torch_function` does, with the function each handler knows."""
     if original is _OPERATOR:  # of which torch speaks as of the method
         patched, original = torch.Tensor.matmul, original_of_matmul()
-    overloaded = overloaded_args(tuple(_leaves(args, kwargs)))
+    overloaded = overloaded_args(tuple(leaves((*args, *kwargs.values()))))
     types = tuple(map(type, overloaded))
 
     def ask(handler: Any) -> Any:
@@ -92,14 +95,6 @@ def overridable(made: Callable, original: Callable, state: CastState) -> Callabl
         return made(*args, **kwargs)
 
     return patched
-
-
-def _leaves(args: Iterable, kwargs: dict) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            yield from _leaves(value, {})
-        else:
-            yield value
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ What this torch lacks is left out and listed in `missing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,14 +17,22 @@ from . import fused_attention, special_ops, user_functions
 from .autocast_words import AutocastWords
 from .cast_state import CastState
 from .dynamo_tables import DynamoTables
-from .handlers import fresh_tables, overridable
+from .handlers import fresh_tables
 from .library_ops import LibraryOps
 from .patches import PatchSet
 from .places import NAMESPACES, has, places_of, public_name, raw_attribute, resolve
 from .replacements import Replacements
-from .rules import APEX_CHOOSERS, BEYOND_CHOOSERS, CHOOSERS, Choose, never
+from .rules import (
+    APEX_CHOOSERS,
+    BEYOND_CHOOSERS,
+    CHOOSERS,
+    Choose,
+    banned,
+    never,
+    refused,
+)
 from .tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
-from .wrapper import banned, refuse, replacement
+from .wrapper import replacement
 
 
 class Installation:
@@ -99,14 +107,6 @@ class Installation:
         """Whether anything is patched now, be it by the tables or for an override."""
         return self.has_tables or len(self._patches) > 0
 
-    def original(self, function: Any) -> Any:
-        """What `function` replaced, if it is a replacement; else `function` itself."""
-        return self.replacements.original(function)
-
-    def replaced_by(self, original: Any) -> Any:
-        """The replacement of one of torch's functions, or None."""
-        return self.replacements.of(original)
-
     def ensure(self, function: Callable) -> None:
         """Patch `function` where torch keeps it, so that overrides for it can act."""
         if self.replacements.of(function) is None:
@@ -141,10 +141,7 @@ class Installation:
         """Have one of torch's functions cast to what `choose` says, whatever the tables say."""
         self._state.has_rules_of_user = True
         found = raw_attribute(owner, name)
-        make = self._overridable(
-            lambda raw, state: user_functions.torch_function(raw, choose, self._ask_state)
-        )
-        self.replacements.put(owner, name, make)
+        self.replacements.put(owner, name, self._maker(choose, is_whole=True))
         self.replacements.rebind(found)
 
     def _put_row(self, row: Row) -> None:
@@ -161,33 +158,22 @@ class Installation:
             self.missing.append(f"{where}.{name}")
 
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
-        if row.rule is Rule.POWER:
-            return self._overridable(special_ops.matrix_power)
-        if row.rule is Rule.FUSED_ATTENTION:
-            return lambda original: fused_attention.attention_kernel(original, self._state)
-        if row.rule is Rule.FUSED_LAYER:
-            return lambda original: fused_attention.layer_kernel(original, self._state)
+        make = _MORE_THAN_CASTS.get(row.rule)
+        if make is not None:
+            return lambda original: make(original, self._state)
+        return self._maker(self._chooser(row, name))
+
+    def _chooser(self, row: Row, name: str) -> Choose:
         if row.rule in (Rule.BANNED, Rule.REFUSE_IN_PLACE):
             place = public_name(f"{row.where}.{name}")
             message = f"{place} was called with a half precision argument. {row.why}"
-            if row.rule is Rule.REFUSE_IN_PLACE:
-                return self._overridable(
-                    lambda original, state: special_ops.refused(original, message, state)
-                )
-            decide = refuse(message, self._warn_once)
-            return self._overridable(lambda original, state: banned(original, decide, state))
-        choosers: Mapping[Rule, Choose] = CHOOSERS
+            return banned(message, self._warn_once) if row.rule is Rule.BANNED else refused(message)
         if row in APEX:
-            choosers = APEX_CHOOSERS
-        elif row in BEYOND:
-            choosers = BEYOND_CHOOSERS
-        return self._maker(choosers[row.rule])
+            return APEX_CHOOSERS[row.rule]
+        return (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
 
-    def _maker(self, choose: Choose) -> Callable[[Any], Any]:
-        return lambda original: replacement(original, choose, self._state)
-
-    def _overridable(self, make: Callable[[Any, CastState], Any]) -> Callable[[Any], Any]:
-        return lambda original: overridable(make(original, self._state), original, self._state)
+    def _maker(self, choose: Choose, is_whole: bool = False) -> Callable[[Any], Any]:
+        return lambda original: replacement(original, choose, self._state, is_whole)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -195,3 +181,10 @@ class Installation:
             logger.warning(
                 "%s It runs in FP32; pass allow_banned=False to have it refused.", message
             )
+
+
+_MORE_THAN_CASTS: dict[Rule, Callable[[Callable, CastState], Callable]] = {
+    Rule.POWER: special_ops.matrix_power,
+    Rule.FUSED_ATTENTION: fused_attention.attention_kernel,
+    Rule.FUSED_LAYER: fused_attention.layer_kernel,
+}

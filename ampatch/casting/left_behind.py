@@ -12,6 +12,7 @@ is in force any more, and it calls the original.
 from __future__ import annotations
 
 import collections
+import operator
 import sys
 import types
 from collections.abc import Iterable, Mapping
@@ -77,7 +78,9 @@ class _Walk:
         elif issubclass(kind, type):
             if value.__module__ in self._homes:
                 for name, held in list(vars(value).items()):
-                    self._set(value, name, held)
+                    new = self._original(held)
+                    if new is not held:
+                        setattr(value, name, new)
         elif kind is types.FunctionType:
             if value.__module__ in self._homes:
                 self._look_into_function(value)
@@ -89,22 +92,11 @@ class _Walk:
 
     def _refill(self, container: Any) -> None:
         if isinstance(container, _DICTS):
-            found = list(container.items())
-            new = [(self._original(key), self._original(held)) for key, held in found]
-            moved = [
-                pair
-                for pair, old in zip(new, found, strict=True)
-                if pair[0] is not old[0] or pair[1] is not old[1]
-            ]
-            if any(new_key is not key for (new_key, _), (key, _) in zip(new, found, strict=True)):
-                container.clear()  # in the order there was
-                moved = new
-            for key, held in moved:
-                container[key] = held
+            self._refill_dict(container)
             return
         found = list(container)
         new = [self._original(item) for item in found]
-        if all(map(_is, new, found)):
+        if all(map(operator.is_, new, found)):
             return
         if type(container) is set:
             container.clear()
@@ -112,6 +104,17 @@ class _Walk:
         else:
             for index, item in enumerate(new):
                 container[index] = item
+
+    def _refill_dict(self, container: dict) -> None:
+        found = list(container.items())
+        new = [(self._original(key), self._original(held)) for key, held in found]
+        if not all(one is key for (one, _), (key, _) in zip(new, found, strict=True)):
+            container.clear()  # in the order there was
+            container.update(new)
+            return
+        for (key, held), (_, old) in zip(new, found, strict=True):
+            if held is not old:
+                container[key] = held
 
     def _look_into_function(self, function: types.FunctionType) -> None:
         defaults = self._original(function.__defaults__)
@@ -127,11 +130,6 @@ class _Walk:
             if new is not held:
                 cell.cell_contents = new
 
-    def _set(self, owner: type, name: str, held: Any) -> None:
-        new = self._original(held)
-        if new is not held:
-            setattr(owner, name, new)
-
     def _original(self, value: Any) -> Any:
         """What is to stand where `value` stands; what may hold replacements waits its turn."""
         if id(value) in self._originals:
@@ -141,17 +139,13 @@ class _Walk:
             if len(value) > _LARGEST:
                 return value
             items = [self._original(item) for item in value]
-            return value if all(map(_is, items, value)) else _like(value, items)
+            return value if all(map(operator.is_, items, value)) else _like(value, items)
         if kind is staticmethod:
             inside = self._original(value.__func__)
             return value if inside is value.__func__ else staticmethod(inside)
         if kind not in _PLAIN and not issubclass(kind, types.ModuleType):
             self._waiting.append(value)
         return value
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _like(found: Any, items: list[Any]) -> Any:

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from ..errors import BannedFunctionError
 from ..torch_private.dtensors import is_dtensor
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
-from .handlers import Handled, wants_to_see
+from .arguments import tensors_in
+from .handlers import Handled, is_asked, wants_to_see
 from .policy import Policy
 from .recording import Recorded, proxy_of
 from .tables import Rule
@@ -113,17 +115,6 @@ def dtype_of(value: Tensor) -> torch.dtype:
     return value.dtype
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors in an argument list, those in nested lists and tuples included."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(tensors_in(value))
-    return found
-
-
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """The dtype PROMOTE casts to: the widest castable one, FP32 for two different half types."""
     dtypes = {
@@ -186,6 +177,39 @@ def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
 def never(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """Only an override of the function casts it."""
     return None
+
+
+def banned(message: str, warn: Callable[[str], None]) -> Choose:
+    """FLOAT for calls with half arguments: refused with `message`, or warned of."""
+
+    def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+        if not _has_half(args, kwargs, policy):
+            return None
+        if not policy.allow_banned:
+            raise BannedFunctionError(message)
+        warn(message)
+        return policy.float_to
+
+    return choose
+
+
+def refused(message: str) -> Choose:
+    """With apex's tables: an in-place function that would have to change a half tensor's dtype."""
+
+    def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+        if policy.apex_tables and _has_half(args[:1], {}, policy):
+            raise BannedFunctionError(message)
+        return None
+
+    return choose
+
+
+def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
+    """Whether half tensors are among what is cast; what a handler is yet to see does not count."""
+    return not is_asked(args, kwargs) and any(
+        value.dtype in (torch.float16, torch.bfloat16) and castable(value, policy)
+        for value in tensors_in((*args, *kwargs.values()))
+    )
 
 
 CHOOSERS: dict[Rule, Choose] = {

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..errors import BannedFunctionError
 from ..torch_private.modules import FLAT_WEIGHTS
 from . import fused_attention
 from .cast_observers import observed, observers
 from .cast_state import CastState
-from .handlers import unseen_where_modes_are
+from .handlers import overridable, unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
-from .rules import cast, castable
+from .rules import cast, castable, never
 from .stack import FOLLOW
+from .wrapper import replacement
 
 Make = Callable[[Callable], Callable]
 
@@ -35,11 +35,13 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
     starts with an inverse, which has no half kernel and needs the precision.
     """
 
+    as_given = replacement(original, never, state)
+
     def patched(A: Tensor, n: int, **kwargs: Any) -> Tensor:
-        policy = state.current()
-        call = observed(original, (A,), kwargs) if observers else original
+        policy = state.table_policy()
         if (
             policy is None
+            or original in policy.special
             or kwargs.get("out") is not None
             or not isinstance(A, Tensor)
             or not castable(A, policy)
@@ -47,12 +49,13 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
             or n in (0, 1)
             or (policy.gate is not None and not policy.gate((A,), kwargs))
         ):
-            return call(A, n, **kwargs)
+            return as_given(A, n, **kwargs)
+        call = observed(original, (A,), kwargs) if observers else original
         if n < 0:
             A, n = torch.linalg.inv(A.float()), -n
         return A if n == 1 else call(cast(A, policy.half_to, policy), n)
 
-    return patched
+    return overridable(patched, original, state)
 
 
 def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
@@ -125,22 +128,3 @@ def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
     if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input
-
-
-def refused(function: Callable, message: str, state: CastState) -> Callable:
-    """With apex's tables: an in-place function that would have to change a half tensor's dtype."""
-
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = state.table_policy()
-        if (
-            policy is not None
-            and policy.apex_tables
-            and args
-            and isinstance(args[0], Tensor)
-            and args[0].dtype in (torch.float16, torch.bfloat16)
-            and castable(args[0], policy)
-        ):
-            raise BannedFunctionError(message)
-        return function(*args, **kwargs)
-
-    return patched

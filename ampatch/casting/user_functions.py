@@ -16,7 +16,6 @@ from ..errors import type_name
 from .cast_observers import observed, observers
 from .cast_state import CastState
 from .rules import Choose
-from .stack import BLOCK, Block
 from .wrapper import call_in
 
 Make = Callable[[Any], Any]
@@ -30,34 +29,9 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
         policy = ask().table_policy()
         to = None if policy is None else choose(args, kwargs, policy)
         call = observed(function, args, kwargs) if observers else function
-        if policy is None or to is None:
+        if policy is None:
             return call(*args, **kwargs)
         return call_in(to, call, patched, args, kwargs, policy)
-
-    return patched
-
-
-def torch_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
-    """As `user_function`, for one of torch's: without casts inside, which the tables would decide.
-
-    Where `choose` gives None the call is not cast at all.
-    """
-
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        state = ask()
-        policy = state.table_policy()
-        call = observed(function, args, kwargs) if observers else function
-        if (
-            policy is None
-            or kwargs.get("out") is not None
-            or (policy.gate is not None and not policy.gate(args, kwargs))
-        ):
-            return call(*args, **kwargs)
-        to = choose(args, kwargs, policy)
-        with Block(state, BLOCK):
-            if to is None:
-                return call(*args, **kwargs)
-            return call_in(to, call, patched, args, kwargs, policy)
 
     return patched
 

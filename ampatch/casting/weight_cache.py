@@ -38,21 +38,6 @@ class CacheInfo:
 class _Forward:
     """The copies of one forward: those in its graph, and those outside of it."""
 
-    __slots__ = (
-        "alone",
-        "below",
-        "graphed",
-        "in_inference",
-        "is_hooked",
-        "kept",
-        "lasting",
-        "opener",
-        "plain",
-        "plan",
-        "touched",
-        "used",
-    )
-
     def __init__(
         self,
         opener: object,

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
-from ..errors import BannedFunctionError
 from ..torch_private.torch_functions import is_mode_on
-from .cast_observers import ObservedCall, observed, observers
+from .cast_observers import ObservedCall, observers
 from .cast_state import CastState
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
@@ -34,10 +33,8 @@ from .rules import (
     NoHalfKernel,
     cast,
     cast_call,
-    castable,
     choose_float,
     choose_half,
-    tensors_in,
     widest,
 )
 from .stack import BLOCK, FOLLOW, Block
@@ -48,8 +45,13 @@ else:
     _call_cast, _UNUSUAL = native.part.call_cast, native.part.UNUSUAL
 
 
-def replacement(original: Callable, choose: Choose, state: CastState) -> Callable:
-    """A plain function that stands in for `original` and casts to what `choose` says."""
+def replacement(
+    original: Callable, choose: Choose, state: CastState, is_whole: bool = False
+) -> Callable:
+    """A plain function that stands in for `original` and casts to what `choose` says.
+
+    `is_whole`: what the function calls itself is not cast, as of a function with an override.
+    """
     is_half, is_float = choose is choose_half, choose is choose_float
     as_object = opaque_call(original)
 
@@ -71,8 +73,10 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
             to = None
-        elif policy.special:
-            return overridden(call, original, choose, patched, args, kwargs, policy, state)
+        elif policy.special or is_whole:
+            return overridden(
+                call, original, choose, is_whole, patched, args, kwargs, policy, state
+            )
         elif is_half:
             to = policy.half_to
         elif is_float:
@@ -131,9 +135,16 @@ def replacement(original: Callable, choose: Choose, state: CastState) -> Callabl
 
 
 def call_in(
-    to: torch.dtype, original: Callable, patched: Callable, args: Any, kwargs: dict, policy: Policy
+    to: torch.dtype | None,
+    original: Callable,
+    patched: Callable,
+    args: Any,
+    kwargs: dict,
+    policy: Policy,
 ) -> Any:
-    """`original` with its arguments cast to `to`; where torch.fx records, `patched` patched."""
+    """`original` with its arguments cast to `to`, if any; where torch.fx records, `patched`."""
+    if to is None:
+        return original(*args, **kwargs)
     try:
         cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
     except Recorded as proxy:
@@ -147,13 +158,14 @@ def overridden(
     call: Callable,
     original: Callable,
     choose: Choose,
+    is_whole: bool,
     patched: Callable,
     args: Any,
     kwargs: dict,
     policy: Policy,
     state: CastState,
 ) -> Any:
-    """A patched call under a policy with overrides of functions, perhaps of this one.
+    """A patched call under a policy with overrides of functions, or of a function that is whole.
 
     Casts are off inside an overridden function: the rows of what it calls itself
     (F.softmax calls Tensor.softmax) would have the last word.
@@ -163,13 +175,11 @@ def overridden(
     if is_asked(args, kwargs):
         return call_handlers(state, patched, original, args, kwargs)
     to = policy.special.get(original)
-    if to is None:
-        to = choose(args, kwargs, policy) if policy.follows_tables else None
-        return (
-            call(*args, **kwargs)
-            if to is None
-            else call_in(to, call, patched, args, kwargs, policy)
-        )
+    has_last_word = to is not None
+    if to is None and policy.follows_tables:
+        to, has_last_word = choose(args, kwargs, policy), is_whole
+    if not has_last_word:
+        return call_in(to, call, patched, args, kwargs, policy)
     with Block(state, BLOCK):
         output = call_in(to, call, patched, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)
@@ -179,36 +189,3 @@ def overridden(
     if isinstance(call, ObservedCall):
         call.note_casts(output, after)
     return after
-
-
-def banned(original: Callable, decide: Callable[[Policy], None], state: CastState) -> Callable:
-    """FLOAT for calls with half arguments, unless `decide(policy)` raises."""
-
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = state.table_policy()
-        if policy is None or not _has_half(args, kwargs, policy):
-            call = observed(original, args, kwargs) if observers else original
-            return call(*args, **kwargs)
-        decide(policy)
-        return floated(*args, **kwargs)
-
-    floated = replacement(original, choose_float, state)
-    return patched
-
-
-def refuse(message: str, warn: Callable[[str], None]) -> Callable[[Policy], None]:
-    """For `banned`: raise `message` where the policy says so; else `warn` of the call."""
-
-    def decide(policy: Policy) -> None:
-        if not policy.allow_banned:
-            raise BannedFunctionError(message)
-        warn(message)
-
-    return decide
-
-
-def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
-    return any(
-        value.dtype in (torch.float16, torch.bfloat16) and castable(value, policy)
-        for value in tensors_in((*args, *kwargs.values()))
-    )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.torch_private import custom_ops, dispatch_modes
-from ampatch.torch_private.foreach import TORCH_NAMES
+from ampatch.torch_private.foreach import COPY
 
 from .exact import largest_exact
 from .storages import StorageNotes, storage_key, values
@@ -30,7 +30,7 @@ CHECKED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 )
-OVERWRITING = ("copy_", TORCH_NAMES["copy_"])  # what their first argument held does not count
+OVERWRITING = ("copy_", COPY)  # what their first argument held does not count
 MOST_NODES = 200_000  # nodes of the graph whose place in the code is remembered
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])

@@ -8,13 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..casting.batched_casts import below_hooks, divide
-from ..torch_private.modules import (
-    GLOBAL_BACKWARD_TABLES,
-    backward_tables,
-    flat_weights,
-    list_weights,
-)
+from ..casting.batched_casts import below_hooks, divide, hook_tables
+from ..torch_private.modules import flat_weights, list_weights
 from . import entries
 
 StaysFloat = Callable[[nn.Module], bool]
@@ -80,9 +75,7 @@ class Tree:
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(weight)] for weight in weights]
         self.attributes: list[dict] = list(map(vars, self.parameters))
-        self.hook_tables = [*GLOBAL_BACKWARD_TABLES]
-        for module in modules:
-            self.hook_tables += backward_tables(module)
+        self.hook_tables = hook_tables(modules)
 
     def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
         """Takes out of `found` the weights of RNNs that share one block of memory.

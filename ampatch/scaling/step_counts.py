@@ -147,10 +147,6 @@ class StepCounter:
         looks = self._looks
         if not looks:
             looks.append((self._search(), self._search()))
-        if skipped == looks[0][1]:  # none since
-            first = max(looks[0][0], steps - WINDOW)
-            looks.clear()
-            looks.append((first, skipped))
         looks.append((steps, skipped))
         while len(looks) > 1 and looks[1][0] <= steps - WINDOW:
             looks.popleft()

@@ -46,7 +46,7 @@ __all__ = [
 
 session_of = registry.table.session_of
 edit_tables = registry.edit_tables
-replacement_of = registry.installation.replaced_by
+replacement_of = registry.installation.replacements.of
 
 
 # Sessions and models

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..casting.arguments import tensors_in
 from ..casting.cast_state import CastState
 from ..casting.policy import Policy
-from ..casting.rules import dtype_of, tensors_in
+from ..casting.rules import dtype_of
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..models.managed_model import Places
 from ..models.module_overrides import ModuleOverride

@@ -249,7 +249,7 @@ class Registry:
         if policy.apex_tables:
             self.installation.install_apex_rows(self._table_edits)
         for function, precision in session.policies.function_rules.items():
-            original = self.installation.original(function)
+            original = self.installation.replacements.original(function)
             self.installation.ensure(original)
             dtype = torch.float32 if precision == "float" else session.properties.dtype
             session.policies.tables.override(original, dtype)

@@ -13,6 +13,7 @@ Where to look first:
 * several ranks: `ddp`, `zero_redundancy`; each rank's part of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
 * the order of autograd's nodes: `nodes`;
+* the look-up with its fallback: `lookup`;
 * compilers: `dynamo`, `dynamo_inputs` (torch.compile), `scripting` (torch.jit), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;
 * FSDP2's policies and groups of parameters: `sharding`;

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch.library
 
-try:
-    from torch._ops import OpOverload, OpOverloadPacket
+from .lookup import of_torch
 
-    OPERATOR_CLASSES: tuple[type, ...] = (OpOverload, OpOverloadPacket)
-except ImportError:  # custom operators run as they do without casts
-    OPERATOR_CLASSES = ()
+OPERATOR_CLASSES: tuple[type, ...] = tuple(
+    filter(
+        None, (of_torch(f"torch._ops.{name}", None) for name in ("OpOverload", "OpOverloadPacket"))
+    )
+)
+"""Without them custom operators run as they do without casts."""
 
 
 def registered_kernels() -> set[str]:

@@ -6,21 +6,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-try:
-    from torch.utils.data._utils import fetch as _fetch
-except ImportError:
-    _fetch = None  # type: ignore[assignment]
-
-try:
-    from torch.utils.data.dataloader import _BaseDataLoaderIter as _Iterator
-except ImportError:
-    _Iterator = None  # type: ignore[assignment, misc]
+from .lookup import of_torch
 
 _PLACES = (
     (DataLoader, "__iter__"),  # starts samplers, and workers: forked from here
-    (_Iterator, "_next_index"),
-    (getattr(_fetch, "_MapDatasetFetcher", None), "fetch"),
-    (getattr(_fetch, "_IterableDatasetFetcher", None), "fetch"),
+    (of_torch("torch.utils.data.dataloader._BaseDataLoaderIter", None), "_next_index"),
+    (of_torch("torch.utils.data._utils.fetch._MapDatasetFetcher", None), "fetch"),
+    (of_torch("torch.utils.data._utils.fetch._IterableDatasetFetcher", None), "fetch"),
 )
 
 PREPARING: list[tuple[Any, str]] = [

@@ -16,41 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    from torch import accelerator as _accelerator
-except ImportError:
-    _accelerator = None  # type: ignore[assignment]
+from .lookup import of_torch
 
-try:
-    from torch._C import _get_privateuse1_backend_name as _name_of_private_backend
-except ImportError:
+_accelerator = of_torch("torch.accelerator", None)
 
-    def _name_of_private_backend() -> str:
-        """The name that torch gives such a backend before it is renamed."""
-        return "privateuseone"
+_name_of_private_backend = of_torch(
+    "torch._C._get_privateuse1_backend_name",
+    lambda: "privateuseone",  # before it is renamed
+)
 
-
-try:
-    from torch.utils._foreach_utils import (
-        _get_fused_kernels_supported_devices as _types_with_fused_optimizers,
-    )
-except ImportError:
-
-    def _types_with_fused_optimizers() -> list[str]:
-        """Where every torch has them."""
-        return ["cuda"]
-
-
-try:
-    from torch.utils._foreach_utils import (
-        _get_foreach_kernels_supported_devices as _types_with_list_kernels,
-    )
-except ImportError:
-
-    def _types_with_list_kernels() -> list[str]:
-        """Where every torch has them."""
-        return ["cuda"]
-
+# Every torch has these kernels on CUDA.
+_types_with_fused_optimizers = of_torch(
+    "torch.utils._foreach_utils._get_fused_kernels_supported_devices", lambda: ["cuda"]
+)
+_types_with_list_kernels = of_torch(
+    "torch.utils._foreach_utils._get_foreach_kernels_supported_devices", lambda: ["cuda"]
+)
 
 FUSED_ATTENTION = frozenset(("cpu", "cuda"))
 """The types of devices where torch's fused attention and encoder layers take half."""
@@ -72,10 +53,10 @@ _NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
 
 def accelerator() -> str | None:
     """The type of the accelerator, as in `tensor.device.type`; None: there is none."""
-    if _accelerator is None:
-        return "cuda" if torch.cuda.is_available() else None
-    if not _accelerator.is_available():
+    if not _functions().is_available():
         return None
+    if _accelerator is None:
+        return "cuda"
     found = _accelerator.current_accelerator()
     return None if found is None else found.type
 
@@ -185,10 +166,13 @@ def _has_streams(kind: str) -> bool:
     return True
 
 
+def _functions() -> Any:
+    """The module with functions of accelerators; CUDA's has them by the same names."""
+    return torch.cuda if _accelerator is None else _accelerator
+
+
 def _current_stream(device: torch.device) -> Any:
-    if _accelerator is None:
-        return torch.cuda.current_stream(device)
-    return _accelerator.current_stream(device)
+    return _functions().current_stream(device)
 
 
 def _new_event(device: torch.device, *, timed: bool = False) -> Any:
@@ -220,12 +204,8 @@ def have_fused_optimizers(tensors: Iterable[Any]) -> bool:
 
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done all its work; what a CPU was given to do is done."""
-    if device.type != accelerator():
-        return
-    if _accelerator is None:
-        torch.cuda.synchronize(device)
-    else:
-        _accelerator.synchronize(device)
+    if device.type == accelerator():
+        _functions().synchronize(device)
 
 
 def moment(device: torch.device) -> Any:
@@ -330,18 +310,16 @@ def described() -> list[str]:
     """
     kind = accelerator()
     found = () if kind is None else (torch.device(kind, index) for index in range(count(kind)))
-    return [" ".join(filter(None, (str(one), _name(one), _capability(one)))) for one in found]
+    return [_described(one) for one in found]
 
 
-def _name(device: torch.device) -> str:
-    name = name_of(device)
-    return "" if name == device.type else name
-
-
-def _capability(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    return "({}.{})".format(*torch.cuda.get_device_capability(device))
+def _described(device: torch.device) -> str:
+    parts, name = [str(device)], name_of(device)
+    if name != device.type:
+        parts.append(name)
+    if device.type == "cuda":
+        parts.append("({}.{})".format(*torch.cuda.get_device_capability(device)))
+    return " ".join(parts)
 
 
 def built_for() -> dict[str, str]:

@@ -7,19 +7,18 @@ from typing import Any
 import torch
 
 from ..errors import AmpatchError
+from .lookup import of_torch
 
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError:
 
-    class TorchDispatchMode:  # type: ignore[no-redef]
-        """Stands for torch's class where there is none; raises `AmpatchError` when it is made."""
+class _Missing:
+    def __init__(self) -> None:
+        raise AmpatchError(
+            f"ampatch.debug: this torch ({torch.__version__}) has no TorchDispatchMode, "
+            "which shows each operator. ampatch.gradient_range works without it."
+        )
 
-        def __init__(self) -> None:
-            raise AmpatchError(
-                f"ampatch.debug: this torch ({torch.__version__}) has no TorchDispatchMode, "
-                "which shows each operator. ampatch.gradient_range works without it."
-            )
+
+TorchDispatchMode = of_torch("torch.utils._python_dispatch.TorchDispatchMode", _Missing)
 
 
 try:
@@ -50,8 +49,8 @@ else:
             _push_mode(one)
 
 
-_current_node = getattr(getattr(torch, "_C", None), "_current_autograd_node", lambda: None)
-_next_number = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+_current_node = of_torch("torch._C._current_autograd_node", lambda: None)
+_next_number = of_torch("torch.autograd._get_sequence_nr", lambda: 0)
 
 
 def running_backward_node() -> tuple[bool, int]:

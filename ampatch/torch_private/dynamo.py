@@ -8,18 +8,17 @@ from typing import Any
 
 import wrapt
 
-try:
-    from torch._guards import CompileContext
+from .lookup import of_torch
 
-    _compiled_now = CompileContext.try_get
-except (ImportError, AttributeError):
-
-    def _compiled_now() -> None:
-        """Without a way to ask, nothing is being compiled."""
+_context = of_torch("torch._guards.CompileContext", None)
+_compiled_now = getattr(_context, "try_get", lambda: None)
 
 
 def is_compiling() -> bool:
-    """Whether this thread is within torch.compile's compiler, and not in what it made."""
+    """Whether this thread is within torch.compile's compiler, and not in what it made.
+
+    Without a way to ask, nothing is being compiled.
+    """
     return _compiled_now() is not None
 
 

@@ -6,26 +6,16 @@ value=2)`.  A list among the further arguments has an item for each tensor.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TORCH_NAMES = {
-    "add": "_foreach_add",
-    "add_": "_foreach_add_",
-    "addcdiv_": "_foreach_addcdiv_",
-    "addcmul_": "_foreach_addcmul_",
-    "copy_": "_foreach_copy_",
-    "lerp_": "_foreach_lerp_",
-    "mul": "_foreach_mul",
-    "mul_": "_foreach_mul_",
-    "norm": "_foreach_norm",
-    "sqrt": "_foreach_sqrt",
-}
-"""What torch calls each of these functions."""
+from .lookup import of_torch
+
+COPY = "_foreach_copy_"
+"""What torch calls `copy_` of lists."""
 
 
 def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) -> list[Tensor]:
@@ -40,18 +30,13 @@ def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) ->
         ]
 
 
-def _of_torch(name: str) -> Callable:
-    found = getattr(torch, TORCH_NAMES[name], None)
-    return functools.partial(one_by_one, name) if found is None else found
-
-
-add = _of_torch("add")
-add_ = _of_torch("add_")
-addcdiv_ = _of_torch("addcdiv_")
-addcmul_ = _of_torch("addcmul_")
-copy_ = _of_torch("copy_")
-lerp_ = _of_torch("lerp_")
-mul = _of_torch("mul")
-mul_ = _of_torch("mul_")
-norm = _of_torch("norm")
-sqrt = _of_torch("sqrt")
+add = of_torch("torch._foreach_add", partial(one_by_one, "add"))
+add_ = of_torch("torch._foreach_add_", partial(one_by_one, "add_"))
+addcdiv_ = of_torch("torch._foreach_addcdiv_", partial(one_by_one, "addcdiv_"))
+addcmul_ = of_torch("torch._foreach_addcmul_", partial(one_by_one, "addcmul_"))
+copy_ = of_torch("torch._foreach_copy_", partial(one_by_one, "copy_"))
+lerp_ = of_torch("torch._foreach_lerp_", partial(one_by_one, "lerp_"))
+mul = of_torch("torch._foreach_mul", partial(one_by_one, "mul"))
+mul_ = of_torch("torch._foreach_mul_", partial(one_by_one, "mul_"))
+norm = of_torch("torch._foreach_norm", partial(one_by_one, "norm"))
+sqrt = of_torch("torch._foreach_sqrt", partial(one_by_one, "sqrt"))

@@ -7,19 +7,26 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn.modules.module
 from torch import nn
+
+from .lookup import of_torch
 
 TORCH_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-try:
-    from torch.nn.modules.batchnorm import _BatchNorm
 
-    # The base of torch's own, and of those that users derive from it.
-    BATCH_NORMS: tuple[type[Any], ...] = (_BatchNorm,)
-except ImportError:
-    BATCH_NORMS = TORCH_BATCH_NORMS
+def _base(name: str, torchs_own: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
+    """The base of torch's own classes, and of those that users derive from it; else torch's own."""
+    found = of_torch(name, None)
+    return torchs_own if found is None else (found,)
+
+
+BATCH_NORMS = _base("torch.nn.modules.batchnorm._BatchNorm", TORCH_BATCH_NORMS)
+INSTANCE_NORMS = _base("torch.nn.modules.instancenorm._InstanceNorm", TORCH_INSTANCE_NORMS)
+ORTHOGONAL_MAPS = _base("torch.nn.utils.parametrizations._Orthogonal", ())
+CONVOLUTIONS = _base("torch.nn.modules.conv._ConvNd", (*_CONVOLUTIONS, *_TRANSPOSED))
 
 SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
     name: vars(nn.SyncBatchNorm)[name]
@@ -27,30 +34,6 @@ SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
     if name in vars(nn.SyncBatchNorm)
 }
 """Methods that `nn.SyncBatchNorm.forward` calls, for a class that borrows that forward."""
-
-try:
-    from torch.nn.modules.instancenorm import _InstanceNorm
-
-    INSTANCE_NORMS: tuple[type[Any], ...] = (_InstanceNorm,)
-except ImportError:
-    INSTANCE_NORMS = TORCH_INSTANCE_NORMS
-
-try:
-    from torch.nn.utils.parametrizations import _Orthogonal
-
-    ORTHOGONAL_MAPS: tuple[type[Any], ...] = (_Orthogonal,)
-except ImportError:
-    ORTHOGONAL_MAPS = ()
-
-try:
-    from torch.nn.modules.conv import _ConvNd
-
-    CONVOLUTIONS: tuple[type[Any], ...] = (_ConvNd,)
-except ImportError:
-    CONVOLUTIONS = (
-        *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    )
 
 APPLY = "_apply"
 """The method behind `.to`, `.half` and `.cuda`.  Where torch has none, conversions go unseen."""
@@ -111,12 +94,19 @@ def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
     return None if before is None or after is None else (before, after)
 
 
-GLOBAL_FORWARD_TABLES: list[dict] = [
-    table
-    for name in ("_global_forward_pre_hooks", "_global_forward_hooks")
-    if (table := getattr(torch.nn.modules.module, name, None)) is not None
-]
-"""Forward hooks of all modules."""
+def _global_tables(*names: str) -> list[dict]:
+    return [table for name in names if (table := of_torch(name, None)) is not None]
+
+
+GLOBAL_FORWARD_TABLES = _global_tables(
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.nn.modules.module._global_forward_hooks",
+)
+GLOBAL_BACKWARD_TABLES = _global_tables(
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+)
+"""Hooks of all modules."""
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:
@@ -132,13 +122,6 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 _BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
-
-GLOBAL_BACKWARD_TABLES: list[dict] = [
-    table
-    for name in ("_global_backward_hooks", "_global_backward_pre_hooks")
-    if (table := getattr(torch.nn.modules.module, name, None)) is not None
-]
-"""Backward hooks of all modules."""
 
 BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWARD_TABLES)
 

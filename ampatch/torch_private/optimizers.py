@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim import optimizer as _module
+from .lookup import of_torch
 
 STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
 STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 """Attributes of an optimizer with the hooks of its `step`; without them there may be some."""
 
-GLOBAL_PRE_HOOKS: Any = getattr(_module, "_global_optimizer_pre_hooks", True)
-GLOBAL_POST_HOOKS: Any = getattr(_module, "_global_optimizer_post_hooks", True)
+GLOBAL_PRE_HOOKS = of_torch("torch.optim.optimizer._global_optimizer_pre_hooks", True)
+GLOBAL_POST_HOOKS = of_torch("torch.optim.optimizer._global_optimizer_post_hooks", True)
 """Hooks of every optimizer's `step`, by the handle's id; True: there may be some."""
 
 

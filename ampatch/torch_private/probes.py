@@ -13,83 +13,40 @@ import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
-try:
-    from torch._C import _set_grad_enabled as set_grad_enabled
-except ImportError:
-    set_grad_enabled = torch.set_grad_enabled  # type: ignore[assignment]
+from .lookup import of_torch
 
-try:
-    from torch._C import _is_tracing
-except ImportError:
-    _is_tracing = torch.jit.is_tracing
+set_grad_enabled = of_torch("torch._C._set_grad_enabled", torch.set_grad_enabled)
 
-try:
-    from torch._C._functorch import peek_interpreter_stack
-except ImportError:
+current_backward_pass = of_torch("torch._C._current_graph_task_id", lambda: -1)
+"""The number of the backward pass that is running; -1: none.  Unknown: none."""
 
-    def peek_interpreter_stack() -> object:  # type: ignore[misc]
-        """Without a way to ask, assume a transform is running: nothing is kept."""
-        return True
+keeps_graph = of_torch("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
+"""Whether the backward pass that runs here keeps its graph's buffers.  Unknown: it may."""
 
+is_batched = of_torch("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: True)
+"""Whether a tensor is one of a batch of gradients (`is_grads_batched`).  Unknown: it may be."""
 
-try:
-    from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+is_profiling = of_torch("torch.autograd._profiler_enabled", lambda: True)
+"""Whether a profiler is running.  Unknown: one may be."""
 
-    _FAKE, _PROXY = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY
-
-    _fx_mode = functools.partial(_get_dispatch_mode, _PROXY)  # no Python call
-
-    def computes_with_fakes() -> bool:
-        """Whether a `FakeTensorMode` is active: tensors that come to be have no values."""
-        return _get_dispatch_mode(_FAKE) is not None
-
-except (ImportError, AttributeError):
-
-    def _fx_mode() -> Any:  # type: ignore[misc]
-        """The mode of a `make_fx` that records; unknown here: it sees batched casts as they are."""
-
-    def computes_with_fakes() -> bool:
-        """Without a way to ask, tensors have values."""
-        return False
-
-
-try:
-    from torch._C import _current_graph_task_id as current_backward_pass
-except ImportError:
-
-    def current_backward_pass() -> int:
-        """The number of the backward pass that is running; -1: none.  Unknown here: none."""
-        return -1
-
-
-try:
-    from torch._C._functorch import is_legacy_batchedtensor as is_batched
-except ImportError:
-
-    def is_batched(tensor: torch.Tensor) -> bool:
-        """Whether it is one of a batch of gradients (`is_grads_batched`); it may be: unknown."""
-        return True
-
-
-try:
-    from torch.autograd import _profiler_enabled as is_profiling
-except ImportError:
-
-    def is_profiling() -> bool:
-        """Without a way to ask, a profiler may be running."""
-        return True
-
-
+_is_tracing = of_torch("torch._C._is_tracing", torch.jit.is_tracing)
+_transform = of_torch("torch._C._functorch.peek_interpreter_stack", lambda: True)  # there may be
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
-try:
-    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
-except ImportError:
+def _no_mode(kind: Any) -> None:
+    """Modes that cannot be asked for: tensors have values, and no `make_fx` records."""
 
-    def keeps_graph() -> bool:
-        """Whether the backward pass that runs here keeps its graph's buffers; unknown here."""
-        return True
+
+_kinds = of_torch("torch._C._TorchDispatchModeKey", None)
+_FAKE, _PROXY = getattr(_kinds, "FAKE", None), getattr(_kinds, "PROXY", None)
+_mode = _no_mode if _PROXY is None else of_torch("torch._C._get_dispatch_mode", _no_mode)
+_fx_mode = functools.partial(_mode, _PROXY)  # no Python call
+
+
+def computes_with_fakes() -> bool:
+    """Whether a `FakeTensorMode` is active: tensors that come to be have no values."""
+    return _mode(_FAKE) is not None
 
 
 def is_recording() -> bool:
@@ -100,15 +57,12 @@ def is_recording() -> bool:
     return (
         (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
         or _is_tracing()
-        or peek_interpreter_stack() is not None
+        or _transform() is not None
         or _fx_mode() is not None
     )
 
 
-try:
-    from torch.distributed import distributed_c10d as _c10d
-except ImportError:  # built without, or kept elsewhere
-    _c10d = None  # type: ignore[assignment]
+_c10d = of_torch("torch.distributed.distributed_c10d", None)  # None: built without
 
 
 def are_ranks() -> bool:

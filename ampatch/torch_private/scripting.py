@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-try:
-    from torch.jit._builtins import _get_builtin_table as builtin_table
-except ImportError:
+from .lookup import of_torch
 
-    def builtin_table() -> dict:  # type: ignore[misc]
-        """Without torch.jit's table, scripting a patched function fails as for any closure."""
-        return {}
+builtin_table = of_torch("torch.jit._builtins._get_builtin_table", dict)
+"""Without it, scripting a patched function fails as for any closure."""

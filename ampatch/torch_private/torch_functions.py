@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.overrides
 from torch.overrides import has_torch_function
+
+from .lookup import of_torch
 
 try:
     from torch._C import _is_torch_function_mode_enabled as is_mode_on
@@ -29,12 +29,10 @@ except ImportError:  # no way to ask: handlers see the original, and the casts
         return 0
 
     def pop_mode() -> Any:
-        """Not called: no mode is known."""
+        """Not called, nor is `push_mode`: no mode is known."""
         raise NotImplementedError("no mode is known")
 
-    def push_mode(mode: Any) -> Any:
-        """Not called: no mode is known."""
-        raise NotImplementedError("no mode is known")
+    push_mode = pop_mode  # type: ignore[assignment]
 
     def overloaded_args(relevant: Iterable) -> list:  # type: ignore[misc]
         """One argument of each class that handles torch's calls."""
@@ -42,14 +40,9 @@ except ImportError:  # no way to ask: handlers see the original, and the casts
         return list({type(value): value for value in found}.values())
 
 
-try:
-    from torch.utils import _device
-except ImportError:
-    _device = None  # type: ignore[assignment]
-
 STACK_CHANGES = [
     (owner, name)
-    for owner in (torch.overrides, _device)
+    for owner in (torch.overrides, of_torch("torch.utils._device", None))
     for name in ("_push_mode", "_pop_mode")
     if hasattr(owner, name)
 ]
@@ -67,19 +60,11 @@ TABLES = [
 ]
 """Functions of `torch.overrides` that remember tables of overridable functions."""
 
-try:
-    from torch._C import DisableTorchFunctionSubclass as _Unhandled
-except ImportError:
-    _Unhandled = contextlib.nullcontext
-
-
-def unhandled() -> AbstractContextManager:
-    """For `with`: no handler of a class is asked.  Where torch cannot do that, handlers are."""
-    return _Unhandled()
-
+unhandled = of_torch("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
+"""For `with`: no handler of a class is asked.  Where torch cannot do that, handlers are."""
 
 NN_NAME = "_nn"
-NN: ModuleType | None = getattr(getattr(torch, "_C", None), "_nn", None)
+NN = of_torch("torch._C._nn", None)
 """The module from which `torch.nn.functional` has some of its functions, and its name there."""
 
 NESTED_TENSORS = "torch.nested._internal.nested_tensor"

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-try:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
+from .lookup import of_torch
 
-    _KINDS: tuple[type, ...] = (FakeTensor, FunctionalTensor)
-except ImportError:
-    _KINDS = ()
-
-try:
-    from torch._C import DispatchKey, _dispatch_tls_is_dispatch_key_excluded
-
-    def _below_autograd() -> bool:
-        return _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
-except ImportError:
-
-    def _below_autograd() -> bool:
-        """Without a way to ask, no: such tensors are cast like others."""
-        return False
+_KINDS = (
+    of_torch("torch._subclasses.fake_tensor.FakeTensor", ()),
+    of_torch("torch._subclasses.functional_tensor.FunctionalTensor", ()),
+)
+_KEY = getattr(of_torch("torch._C.DispatchKey", None), "AutogradFunctionality", None)
+_is_excluded = of_torch("torch._C._dispatch_tls_is_dispatch_key_excluded", lambda key: False)
 
 
 def is_internal(value: Tensor) -> bool:
@@ -29,6 +19,6 @@ def is_internal(value: Tensor) -> bool:
 
     torch.compile's backends and decompositions run torch's Python functions on
     tracing tensors from inside a dispatch handler, where autograd is excluded.
-    The dispatcher's autocast is off there too.
+    The dispatcher's autocast is off there too.  Without a way to ask they are cast like others.
     """
-    return isinstance(value, _KINDS) and _below_autograd()
+    return isinstance(value, _KINDS) and _is_excluded(_KEY)

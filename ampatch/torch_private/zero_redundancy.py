@@ -6,9 +6,6 @@ import sys
 from typing import Any
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
-_BUILD_BUCKETS = "_build_param_buckets"
-_OVERLAPS = "_overlap_with_ddp"
-_JOIN_CONFIG = "_join_config"
 
 
 def is_zero(optimizer: Any) -> bool:
@@ -19,15 +16,15 @@ def is_zero(optimizer: Any) -> bool:
 
 def steps_in_backward(optimizer: Any) -> bool:
     """Whether hooks of DistributedDataParallel make its steps (`overlap_with_ddp`)."""
-    return getattr(optimizer, _OVERLAPS, False)
+    return getattr(optimizer, "_overlap_with_ddp", False)
 
 
 def build_buckets(optimizer: Any) -> None:
     """Make its parameters views of buckets once more, if it has buckets at all."""
-    getattr(optimizer, _BUILD_BUCKETS)()
+    optimizer._build_param_buckets()
 
 
 def leads_join(optimizer: Any) -> bool:
     """Whether it is the first in a `Join` context, which asks there who still has data."""
-    config = getattr(optimizer, _JOIN_CONFIG, None)
+    config = getattr(optimizer, "_join_config", None)
     return config is not None and config.enable and config.is_first_joinable

@@ -70,7 +70,6 @@ MODELS = {  # module, further arguments
         {"tgt": torch.ones(5, 2, 8)},
     ),
 }
-ALL = pytest.mark.parametrize("name", MODELS)
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors")
 
 
@@ -95,34 +94,37 @@ def near(half: torch.dtype, found, reference) -> None:
     torch.testing.assert_close(found.float(), reference, rtol=tolerance, atol=tolerance)
 
 
-@ALL
-def test_training(name, half):
-    model, x, kwargs = model_and_input(name)
-    reference, expected = run(copy.deepcopy(model), x, **kwargs)
-    ampatch.initialize(model, dtype=half, verbosity=0)
-    with Kernels() as kernels:
-        output, grads = run(model, x, **kwargs)
-    assert kernels.dtypes() == {half}
-    assert output.dtype is output_dtype(model, x.dtype, half)
-    near(half, output, reference)
-    for key, grad in grads.items():
-        assert grad.dtype is torch.float32
-        near(half, grad, expected[key])
+def test_training(half):
+    cases = {name: model_and_input(name) for name in MODELS}
+    plain = {
+        name: run(copy.deepcopy(model), x, **kwargs) for name, (model, x, kwargs) in cases.items()
+    }
+    ampatch.initialize([case[0] for case in cases.values()], dtype=half, verbosity=0)
+    for name, (model, x, kwargs) in cases.items():
+        with Kernels() as kernels:
+            output, grads = run(model, x, **kwargs)
+        assert kernels.dtypes() == {half}, name
+        assert output.dtype is output_dtype(model, x.dtype, half), name
+        near(half, output, plain[name][0])
+        for key, grad in grads.items():
+            assert grad.dtype is torch.float32
+            near(half, grad, plain[name][1][key])
 
 
-@ALL
-@pytest.mark.parametrize("given", ["float32", "half"])
-def test_evaluation(name, given, half):
-    model, x, kwargs = model_and_input(name)
-    model.eval()
-    reference = tensor_of(model(x, **kwargs)).detach()  # with gradients: not fused
-    ampatch.initialize(model, dtype=half, verbosity=0)
-    x = x if given == "float32" else x.to(half)
-    with torch.no_grad(), Kernels() as kernels:
-        output = model(x, **kwargs)
-    assert kernels.dtypes() == {half}
-    assert tensor_of(output).dtype is output_dtype(model, x.dtype, half)
-    near(half, tensor_of(output), reference)
+def test_evaluation(half):
+    cases = {name: model_and_input(name) for name in MODELS}
+    plain = {  # with gradients: not fused
+        name: tensor_of(model.eval()(x, **kwargs)).detach()
+        for name, (model, x, kwargs) in cases.items()
+    }
+    ampatch.initialize([case[0] for case in cases.values()], dtype=half, verbosity=0)
+    for name, (model, x, kwargs) in cases.items():
+        for given in (x, x.to(half)):
+            with torch.no_grad(), Kernels() as kernels:
+                output = tensor_of(model(given, **kwargs))
+            assert kernels.dtypes() == {half}, name
+            assert output.dtype is output_dtype(model, given.dtype, half), name
+            near(half, output, plain[name])
 
 
 # Where the fused kernels belong

@@ -1,4 +1,8 @@
-"""Weights cast in the graph, in batches: `parameter.grad` is what torch.autocast makes it."""
+"""Weights cast in the graph, in batches: `parameter.grad` is what torch.autocast makes it.
+
+What looks into a backward pass meets the weights themselves, in FP32.  What a training loop can
+show of it is in `tests/laws/situations_*.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,21 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.casting import batched_casts
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
 
 def network() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
 @pytest.fixture
@@ -49,11 +55,6 @@ def assert_equal(found, expected):
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is torch.float32 and torch.equal(one, other)
-
-
-def test_a_backward_pass_fills_grad(model):
-    loss_of(model).backward()
-    assert_equal(grads(model), autocast_grads())
 
 
 def test_gradients_add_up_in_float32(model):
@@ -91,55 +92,6 @@ def test_forwards_without_a_backward_pass_spoil_nothing(model):
     assert_equal(grads(model), autocast_grads())
 
 
-def test_two_forwards_wait_for_one_backward(model):
-    def both(model):
-        return model(X).float().pow(2).sum() + model(2 * X).float().sum()
-
-    both(model).backward()
-    for found, expected in zip(grads(model), autocast_grads(both), strict=True):
-        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
-
-
-def test_a_forward_between_forward_and_backward_spoils_nothing(model):
-    loss = loss_of(model)
-    model(3 * X)
-    loss.backward()
-    assert_equal(grads(model), autocast_grads())
-
-
-def test_a_step_between_forward_and_backward_leaves_the_graph_its_weights(model):
-    """As under torch.autocast: the graph holds half copies, which belong to its forward."""
-    loss_of(model)
-    loss = loss_of(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    loss_of(model)
-    loss.backward()
-    assert_equal(grads(model), autocast_grads())
-
-
-@pytest.mark.parametrize("how", ["data", "swap", "in_place", "load"])
-def test_a_change_between_forwards_is_seen(model, how):
-    loss_of(model).backward()
-    model.zero_grad()
-    state = {name: 2 * value for name, value in model.state_dict().items()}
-    plain = network()
-    plain.load_state_dict(state)
-    for name, parameter in model.named_parameters():
-        if how == "data":
-            parameter.data.copy_(state[name])
-        elif how == "swap":
-            parameter.data = state[name].clone()
-        elif how == "in_place":
-            with torch.no_grad():
-                parameter.copy_(state[name])
-    if how == "load":
-        model.load_state_dict(state)
-    loss_of(model).backward()
-    assert_equal(grads(model), autocast_grads(model=plain))
-
-
 class _Casts(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -168,32 +120,11 @@ def test_without_a_graph_nothing_splits_a_bucket(model, change):
     assert torch.equal(found, expected) and not called
 
 
-def test_frozen_weights_get_nothing_and_thawed_ones_do(model):
-    loss_of(model).backward()
-    model.zero_grad()
-    model[0].requires_grad_(False)
-    loss_of(model).backward()
-    assert model[0].weight.grad is None and model[2].weight.grad is not None
-    model.zero_grad()
-    model[0].requires_grad_(True)
-    loss_of(model).backward()
-    assert_equal(grads(model), autocast_grads())
-
-
 def test_frozen_between_forward_and_backward(model):
     loss = loss_of(model)
     model[0].requires_grad_(False)
     loss.backward()
     assert model[0].weight.grad is None and model[2].weight.grad is not None
-
-
-def test_a_weight_cut_short_in_place(model):
-    loss_of(model).backward()
-    model.zero_grad()
-    last = model[2]
-    last.weight.data, last.bias.data = last.weight.data[:1], last.bias.data[:1]
-    loss_of(model).backward()
-    assert last.weight.grad.shape == (1, 6)
 
 
 def test_a_model_made_double_is_left_alone(model):
@@ -213,24 +144,6 @@ def test_retained_graphs(model):
     assert_equal(grads(model), [2 * grad for grad in autocast_grads()])
 
 
-def test_a_backward_pass_that_fails_leaves_what_plain_torch_leaves(model):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise KeyError("half-way")
-
-    with pytest.raises(KeyError):
-        model[2](Fails.apply(model[0](X))).float().sum().backward()
-    assert model[2].weight.grad is not None  # reached before the failure
-    model.zero_grad()
-    loss_of(model).backward()
-    assert_equal(grads(model), autocast_grads())
-
-
 def test_threads_that_share_a_model(model):
     loss_of(model).backward()
     model.zero_grad()
@@ -248,24 +161,6 @@ def test_threads_that_share_a_model(model):
         thread.join()
     for found, expected in zip(grads(model), autocast_grads(), strict=True):
         torch.testing.assert_close(found, 100 * expected, rtol=2**-6, atol=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore:.*cpu.amp.autocast:FutureWarning")  # torch 2.4's own
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = network()
-
-        def forward(self, x):
-            return checkpoint(self.body, x, use_reentrant=reentrant)
-
-    model = ampatch.initialize(Checkpointed(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
-    for _ in range(2):
-        model.zero_grad()
-        model(X.clone().requires_grad_()).float().pow(2).sum().backward()
-        assert_equal(grads(model), autocast_grads())
 
 
 @pytest.mark.parametrize("end", ["deactivate", "relevel", "delete", "disable"])
@@ -320,25 +215,230 @@ def test_weights_all_replaced_by_as_many():
     assert_equal(grads(model), autocast_grads())
 
 
-def test_weights_made_anew_in_every_forward():
-    class Hyper(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.kept, self.weight = nn.Linear(4, 4), None
-
-        def forward(self, x):
-            self.weight = None
-            self.weight = nn.Parameter(torch.eye(4))
-            return F.linear(self.kept(x), self.weight)
-
-    model = ampatch.initialize(Hyper(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
-    for _ in range(4):
-        loss_of(model).backward()
-        assert model.weight.grad is not None
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_no_level_touches_the_backward_pass(level):
     before = torch.autograd.backward, torch.autograd.grad
     ampatch.initialize(network(), opt_level=level, dtype=torch.bfloat16, verbosity=0)
     assert before == (torch.autograd.backward, torch.autograd.grad)
+
+
+# What looks into a backward pass
+
+
+HOOKS = {
+    "hook": lambda weight, call: weight.register_hook(lambda grad: call(grad)),
+    "late": lambda weight, call: weight.register_post_accumulate_grad_hook(
+        lambda weight: call(weight.grad)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("when", ["first", "between", "after forward", "after deactivate"])
+def test_hooks_see_float32_gradients(model, kind, when):
+    weight, seen = model[0].weight, []
+    if when in ("between", "after forward"):
+        loss_of(model).backward()
+        model.zero_grad()
+    if when in ("first", "between"):
+        HOOKS[kind](weight, seen.append)
+    loss = loss_of(model)
+    if when.startswith("after"):
+        if when == "after deactivate":
+            ampatch.deactivate()
+        HOOKS[kind](weight, seen.append)
+    loss.backward()
+    assert len(seen) == 1 and seen[0].dtype is torch.float32
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_ranks_that_talk(model, tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    try:
+        loss_of(model).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_equal(grads(model), autocast_grads())
+
+
+# torch.autograd.grad
+
+
+def test_grad_of_parameters_as_a_generator(model):
+    """As everybody writes it: `autograd.grad(loss, model.parameters())`."""
+    assert_equal(torch.autograd.grad(loss_of(model), model.parameters()), autocast_grads())
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss_of(model), named.values(), allow_unused=True)
+    assert_equal(found, autocast_grads())
+    x = X.clone().requires_grad_()
+    (found,) = torch.autograd.grad(model(x).float().sum(), (one for one in [x]))
+    assert found.shape == x.shape
+
+
+def test_an_edge_of_the_graph_for_an_input(model):
+    x = X.clone().requires_grad_()
+    edge = torch.autograd.graph.get_gradient_edge(x)
+    model(x).float().sum().backward(inputs=edge)
+    assert x.grad is not None and model[0].weight.grad is None
+    (found,) = torch.autograd.grad(model(x).float().sum(), edge)
+    assert torch.equal(found, x.grad)
+
+
+def test_grad_of_what_is_not_in_the_graph(model):
+    other = nn.Parameter(torch.ones(2))
+    loss_of(model).backward()
+    inputs = [model[0].weight, other, model[2].weight]
+    loss = model[0](X).float().pow(2).sum()
+    with pytest.raises(RuntimeError, match="allow_unused"):
+        torch.autograd.grad(loss, inputs, retain_graph=True)
+    first, second, third = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
+    assert first is not None and second is None and third is None
+    found = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    assert torch.equal(found[1], torch.zeros(2)) and found[2].shape == (3, 6)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph:UserWarning")
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_a_penalty_on_the_gradient(model, way):
+    """Second derivatives: the first with a graph, then a backward pass through it."""
+
+    def penalty(model, loss):
+        if way == "grad":
+            first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        else:
+            loss.backward(create_graph=True)
+            first = grads(model)
+            assert all(one.requires_grad for one in first[:3])
+            for parameter in model.parameters():
+                parameter.grad = None
+        sum(one.pow(2).sum() for one in first).backward()
+        return grads(model)
+
+    found = penalty(model, loss_of(model))
+    reference = network()
+    with ampatch.disable_casts():
+        expected = penalty(reference, loss_of(reference))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
+
+
+# Transforms, modes and what this torch lacks
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_forward_mode_ad(model):
+    tangents = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    loss_of(model).backward()
+
+    def derivative(model):
+        with forward_ad.dual_level():
+            duals = {
+                name: forward_ad.make_dual(p.detach(), tangents[name])
+                for name, p in model.named_parameters()
+            }
+            out = torch.func.functional_call(model, duals, (X,))
+            return forward_ad.unpack_dual(out.float().sum()).tangent
+
+    found = derivative(model)
+    with ampatch.disable_casts():
+        expected = derivative(network())
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_evaluation_before_training(model, first):
+    with first():
+        model(X)
+        model(X)
+    loss_of(model).backward()
+    assert_equal(grads(model), autocast_grads())
+    with first():
+        out = model(X)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(out, network()(X))
+
+
+def behind_each_layer(model) -> list[list[tuple]]:
+    """The shapes of the weights behind the cast nodes of each layer, as libraries look for them."""
+    layers: dict = {}
+    handles = [
+        layer.register_forward_hook(lambda layer, args, out: layers.update({out.grad_fn: layer}))
+        for layer in (model[0], model[2])
+    ]
+    model(X)
+    for handle in handles:
+        handle.remove()
+    found = []
+    for node in layers:
+        waiting = [inner for inner, _ in node.next_functions if "Tanh" not in str(inner)]
+        shapes = []
+        while waiting:
+            inner = waiting.pop()
+            if hasattr(inner, "variable"):
+                shapes.append(tuple(inner.variable.shape))
+            elif inner is not None:
+                waiting += [further for further, _ in inner.next_functions]
+        found.append(sorted(shapes))
+    return found
+
+
+def test_in_evaluation_mode_a_graph_leads_from_each_layer_to_its_own_weights(model):
+    """torch-pruning and its like walk it so, and find an IndexError where it leads to others."""
+    loss_of(model).backward()
+    model.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = behind_each_layer(network().eval())
+    assert behind_each_layer(model) == expected == [[(6,), (6, 4)], [(3,), (3, 6)]]
+    model.zero_grad()
+    loss_of(model).backward()
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_without_private_names_of_torch(model, monkeypatch):
+    monkeypatch.setattr(batched_casts, "HOOKS_CAN_BE_SEEN", False)
+    loss_of(model).backward()
+    assert_equal(grads(model), autocast_grads())
+
+
+def test_weights_of_other_kinds_are_cast_in_the_graph(model):
+    half = nn.Parameter(torch.ones(3, 4, dtype=torch.float16))
+    large = nn.Parameter(torch.ones(2**14 + 1, 4))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow, self.large = half, large
+
+        def forward(self, x):
+            return F.linear(x, self.narrow).float().sum() + F.linear(x, self.large).float().sum()
+
+    other = ampatch.initialize(Model(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    other(X).backward()
+    assert half.grad.dtype is torch.float16 and large.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda data: data.t(),
+        lambda data: data.reshape(data.shape[1], data.shape[0]),
+        lambda data: data[:1],
+        lambda data: data.reshape(-1),
+    ],
+    ids=["transposed", "reshaped", "first row", "flat"],
+)
+def test_a_weight_whose_data_took_another_shape_is_cast_as_it_is_now(other):
+    """In the same memory, so that its pointer does not tell."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 4, bias=False)
+    ampatch.initialize(layer, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    for _ in range(2):
+        layer(torch.ones(1, 3)).sum().backward()
+        layer.weight.grad = None
+    layer.weight.data = other(layer.weight.data)
+    now = layer.weight.detach().bfloat16()
+    x = torch.ones(1, now.shape[-1])
+    assert torch.equal(layer(x), F.linear(x.bfloat16(), now))
+    assert torch.equal(layer(x), F.linear(x.bfloat16(), now))

@@ -117,19 +117,36 @@ def test_bce_can_be_refused(half):
         F.binary_cross_entropy(p.to(half), p.to(half))
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 5, -1, -3])
 @pytest.mark.parametrize("where", ["torch", "torch.Tensor", "torch.linalg"])
-def test_matrix_power(where, n, half, o1):
-    power = resolve(where).matrix_power
-    matrix = torch.eye(3) + 0.1 * torch.rand(3, 3)
-    with ampatch.disable_casts():
-        reference = torch.linalg.matrix_power(matrix, n)
-    found = power(matrix, n)
-    torch.testing.assert_close(found.float(), reference, rtol=0.05, atol=0.05)
-    assert found.dtype is (torch.float32 if n in (0, 1, -1) else half)
-    assert power(matrix.to(half), n).dtype is (torch.float32 if n == -1 else half)
-    named = power(matrix, n=n)
-    assert named.dtype is found.dtype
+def test_matrix_power(where, half, o1):
+    power, matrix = resolve(where).matrix_power, torch.eye(3) + 0.1 * torch.rand(3, 3)
+    for n in (0, 1, 2, 5, -1, -3):
+        with ampatch.disable_casts():
+            reference = torch.linalg.matrix_power(matrix, n)
+        found = power(matrix, n)
+        torch.testing.assert_close(found.float(), reference, rtol=0.05, atol=0.05)
+        assert (
+            found.dtype is power(matrix, n=n).dtype is (torch.float32 if n in (0, 1, -1) else half)
+        )
+        assert power(matrix.to(half), n).dtype is (torch.float32 if n == -1 else half)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_matrix_power_follows_overrides_and_no_rows_beside_them(level):
+    """Where functions have overrides and the tables do not count, it is left as it is."""
+
+    seen = []
+
+    class Powers(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(torch.matrix_power(torch.eye(3), 2).dtype)
+            return torch.exp(super().forward(x))
+
+    ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    overrides = {torch.matrix_power if level == "O1" else torch.exp: "float"}
+    model = ampatch.initialize(Powers(3, 3), opt_level=level, overrides=overrides, verbosity=0)
+    model(torch.ones(3, 3))
+    assert seen == [torch.float32]
 
 
 def test_an_explicit_out_of_none_is_no_out():

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.masked import masked_tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode, resolve_name
 
 import ampatch
@@ -129,16 +128,6 @@ def test_a_mode_sees_a_model_s_own_calls_only(level):
                 model(X)
         names.append([func.__name__ for func, _ in mode.seen])
     assert names[1] == names[0]
-
-
-def test_causal_bias():
-    """It asks whether the function is F.scaled_dot_product_attention."""
-    q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4)
-    reference = F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(2, 5))
-    o1()
-    found = F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(2, 5))
-    assert found.dtype is H
-    torch.testing.assert_close(found.float(), reference, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

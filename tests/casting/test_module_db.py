@@ -6,11 +6,12 @@ The dtypes are those of autocast for CUDA, the values those of plain FP32.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from autocast_oracle import dtypes, module_dtypes, outcome
+from matrix_kernels import Kernels
 from torch import Tensor, nn
 from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
 from torch.utils._pytree import tree_leaves, tree_map
@@ -95,27 +96,44 @@ def error(found: Tensor, reference: Tensor, scale: float = 0.0) -> float:
     return float(difference / (reference.float()[good].norm() + scale / 100 + 1e-3))
 
 
-def check(info: Any, sample: Any, training: bool, half: torch.dtype) -> None:
-    """One sample: refused as in FP32, or the dtypes of autocast and values near FP32's."""
+class Trial(NamedTuple):
+    """One sample: what plain FP32 and autocast make of it, and the model to try."""
+
+    info: Any
+    inputs: tuple
+    expected: Any
+    autocasts: Any
+    model: nn.Module
+
+
+def trial(info: Any, sample: Any, training: bool, half: torch.dtype) -> Trial:
     inputs = (sample.forward_input.args, sample.forward_input.kwargs)
     plain = build(info, sample, training)
     model = copy.deepcopy(plain)
     expected = outcome(run, plain, inputs, training)
-    says = outcome(module_dtypes, half, plain, *inputs[0], **inputs[1])
-    ampatch.initialize(model, opt_level="O1", dtype=half, verbosity=0)
-    found = outcome(run, model, inputs, training)
-    ampatch.deactivate()
-    if isinstance(expected, Exception):
-        assert type(found) is type(expected), (found, expected)
+    autocasts = outcome(module_dtypes, half, plain, *inputs[0], **inputs[1])
+    return Trial(info, inputs, expected, autocasts, model)
+
+
+def check(trial: Trial, training: bool, half: torch.dtype) -> None:
+    """Refused as in FP32, or the dtypes of autocast and values near FP32's.
+
+    Every kernel that multiplies matrices gets half ones.
+    """
+    with Kernels() as kernels:
+        found = outcome(run, trial.model, trial.inputs, training)
+    if isinstance(trial.expected, Exception):
+        assert type(found) is type(trial.expected), (found, trial.expected)
         return
     if isinstance(found, Exception):
         raise found
-    (outputs, grads), (plain_outputs, plain_grads) = found, expected
+    (outputs, grads), (plain_outputs, plain_grads) = found, trial.expected
+    says = trial.autocasts
     if isinstance(says, Exception):
-        says = [{"float32": torch.float32, "half": half}[NO_ORACLE[info.name]]] * len(
-            dtypes(outputs)
-        )
+        dtype = {"float32": torch.float32, "half": half}[NO_ORACLE[trial.info.name]]
+        says = [dtype] * len(dtypes(outputs))
     assert dtypes(outputs) == says
+    assert not kernels.seen or kernels.dtypes() == {half}, kernels.seen
     tolerance = 0.02 if half is torch.float16 else 0.15
     for new, old in zip(tree_leaves(outputs), tree_leaves(plain_outputs), strict=True):
         assert error(new, old) < tolerance if isinstance(old, Tensor) else new == old
@@ -126,7 +144,31 @@ def check(info: Any, sample: Any, training: bool, half: torch.dtype) -> None:
         assert error(grad, plain_grads[name], max(norms)) < 2 * tolerance, f"gradient of {name}"
 
 
-MODULES = pytest.mark.parametrize("info", module_db, ids=[info.name for info in module_db])
+def check_modules(infos: list, training: bool, half: torch.dtype, cap: int | None) -> None:
+    """Each sample of these modules, in one session for all."""
+    trials = [
+        trial(info, sample, training, half)
+        for info in infos
+        for sample in samples(info, training, cap)
+    ]
+    models = [trial.model for trial in trials]
+    ampatch.initialize(models, opt_level="O1", dtype=half, verbosity=0)
+    wrong = {}
+    for number, one in enumerate(trials):
+        failure = outcome(check, one, training, half)
+        if failure is not None:
+            wrong[f"{one.info.name}, {number}"] = repr(failure)
+    assert wrong == {}
+
+
+SIZE = 10
+MODULES = pytest.mark.parametrize(
+    "infos",
+    [
+        pytest.param(module_db[start : start + SIZE], id=f"{module_db[start].name}..")
+        for start in range(0, len(module_db), SIZE)
+    ],
+)
 QUIET = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor", "ignore:LSTM with projections", "ignore:.*API of nested tensors"
 )
@@ -145,18 +187,16 @@ def unfused():
 @pytest.mark.parametrize(
     "training, half", [(True, torch.float16), (False, torch.bfloat16)], ids=["train", "eval"]
 )
-def test_module(info, training, half):
-    for sample in samples(info, training, CAP):
-        check(info, sample, training, half)
+def test_modules(infos, training, half):
+    check_modules(infos, training, half, CAP)
 
 
 @pytest.mark.slow
 @QUIET
 @MODULES
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_every_sample_of_the_module(info, training, half):
-    for sample in samples(info, training, None):
-        check(info, sample, training, half)
+def test_every_sample_of_the_modules(infos, training, half):
+    check_modules(infos, training, half, None)
 
 
 def refusals() -> list[tuple]:

@@ -87,48 +87,51 @@ def floats(output: Any) -> list[Tensor]:
     ]
 
 
-def check(build: Callable, x: Any, half: torch.dtype) -> None:
+def check(cases: dict[str, tuple[Callable, Any]], half: torch.dtype) -> None:
     """Output in half and all products too, values and gradients near those of FP32."""
-    plain, model = built(build), built(build)
-    reference = floats(plain(x))
-    sum(out.square().sum() for out in reference).backward()
-    ampatch.initialize(model, dtype=half, verbosity=0)
-    with Kernels() as kernels:
-        output = floats(model(x))
-    assert kernels.dtypes() == {half}
-    assert set(dtypes(output)) == {half}
-    sum(out.float().square().sum() for out in output).backward()
+    plains = {name: built(build) for name, (build, _) in cases.items()}
+    models = {name: built(build) for name, (build, _) in cases.items()}
+    references = {name: floats(plains[name](x)) for name, (_, x) in cases.items()}
+    for reference in references.values():
+        sum(out.square().sum() for out in reference).backward()
+    ampatch.initialize(list(models.values()), dtype=half, verbosity=0)
     tolerance = 0.03 if half is torch.float16 else 0.15
-    for new, old in zip(output, reference, strict=True):
-        torch.testing.assert_close(new.float(), old, rtol=tolerance, atol=tolerance)
-    for new, old in zip(model.parameters(), plain.parameters(), strict=True):
-        assert new.grad.dtype is torch.float32
-        error = (new.grad - old.grad).norm() / (old.grad.norm() + 1e-2)
-        assert error < tolerance
-    for new, old in zip(model.buffers(), plain.buffers(), strict=True):
-        assert new.dtype is old.dtype
-        torch.testing.assert_close(new, old, rtol=tolerance, atol=tolerance)
+    for name, (_, x) in cases.items():
+        model, plain = models[name], plains[name]
+        with Kernels() as kernels:
+            output = floats(model(x))
+        assert kernels.dtypes() == {half} == set(dtypes(output)), name
+        sum(out.float().square().sum() for out in output).backward()
+        for new, old in zip(output, references[name], strict=True):
+            torch.testing.assert_close(new.float(), old, rtol=tolerance, atol=tolerance)
+        for new, old in zip(model.parameters(), plain.parameters(), strict=True):
+            assert new.grad.dtype is torch.float32
+            assert (new.grad - old.grad).norm() / (old.grad.norm() + 1e-2) < tolerance, name
+        for new, old in zip(model.buffers(), plain.buffers(), strict=True):
+            assert new.dtype is old.dtype
+            torch.testing.assert_close(new, old, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("given", ["tensor", "packed"])
-@pytest.mark.parametrize("name", CASES)
-def test_training(name, given, half):
-    check(CASES[name], input_as(given), half)
+def test_training(given, half):
+    check({name: (build, input_as(given)) for name, build in CASES.items()}, half)
 
 
 @pytest.mark.parametrize("given", ["tensor", "packed"])
-@pytest.mark.parametrize("name", CASES)
-def test_evaluation(name, given, half):
-    model, x = built(CASES[name]).eval(), input_as(given)
+def test_evaluation(given, half):
+    models, x = {name: built(build).eval() for name, build in CASES.items()}, input_as(given)
     with torch.no_grad():
-        reference = floats(model(x))[0]
-    ampatch.initialize(model, dtype=half, verbosity=0)
+        references = {name: floats(model(x))[0] for name, model in models.items()}
+    ampatch.initialize(list(models.values()), dtype=half, verbosity=0)
     tolerance = 0.03 if half is torch.float16 else 0.15
-    for again in (x, x.to(half)):
-        with torch.no_grad(), Kernels() as kernels:
-            found = floats(model(again))[0]
-        assert kernels.dtypes() == {half} and found.dtype is half
-        torch.testing.assert_close(found.float(), reference, rtol=tolerance, atol=tolerance)
+    for name, model in models.items():
+        for again in (x, x.to(half)):
+            with torch.no_grad(), Kernels() as kernels:
+                found = floats(model(again))[0]
+            assert kernels.dtypes() == {half} and found.dtype is half, name
+            torch.testing.assert_close(
+                found.float(), references[name], rtol=tolerance, atol=tolerance
+            )
 
 
 @pytest.mark.parametrize("states", ["float32", "half"])
@@ -167,12 +170,15 @@ class Loop(nn.Module):
         return torch.stack(outs)
 
 
-@pytest.mark.parametrize("kind", CELLS)
-def test_cells(kind, half):
-    x = torch.randn(3, 5, 8)
-    check(lambda: Loop(CELLS[kind](8, 4)), x, half)
-    ampatch.deactivate()
-    check(lambda: Loop(parametrised(CELLS[kind](8, 4), "weight_hh")), x, half)
+def test_cells(half):
+    x, cases = torch.randn(3, 5, 8), {}
+    for kind, cell in CELLS.items():
+        cases[kind] = lambda cell=cell: Loop(cell(8, 4)), x
+        cases[f"{kind}, parametrised"] = (
+            lambda cell=cell: Loop(parametrised(cell(8, 4), "weight_hh")),
+            x,
+        )
+    check(cases, half)
 
 
 NORMS = {
@@ -190,11 +196,12 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("layer", LAYERS)
-def test_norms_of_weights(layer, norm, half):
-    make, shape = LAYERS[layer]
-    check(lambda: NORMS[norm](make()), torch.randn(shape), half)
+def test_norms_of_weights(half):
+    cases = {
+        f"{norm} of {layer}": (lambda norm=norm, make=make: NORMS[norm](make()), torch.randn(shape))
+        for norm, (layer, (make, shape)) in itertools.product(NORMS, LAYERS.items())
+    }
+    check(cases, half)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -233,6 +233,18 @@ def test_a_backward_hook_computes_as_it_is_written(title, way):
     assert product() is (FP32 if way == "model" else torch.mm(X, X).dtype)
 
 
+def test_a_backward_hook_may_call_what_is_refused_in_half():
+    """Nothing is cast there, so nothing is refused."""
+    model, seen = start(patch_scope="process", allow_banned=False), []
+    p = torch.full((4,), 0.5, dtype=H)
+    with pytest.raises(NotImplementedError):
+        F.binary_cross_entropy(p, p)
+    output = model(X)
+    output.register_hook(lambda grad: seen.append(F.binary_cross_entropy(p, p).dtype))
+    output.float().sum().backward()
+    assert seen == [H]
+
+
 def test_a_managed_model_in_a_backward_hook_casts():
     model, seen = start(patch_scope="process"), []
     y = torch.ones(4, 4, requires_grad=True) * 1

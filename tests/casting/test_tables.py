@@ -7,6 +7,7 @@ PyTorch's own autocast tests, and the dispatcher's registrations for autocast.
 
 import ast
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -50,36 +51,27 @@ def places(names, *wheres):
 
 
 def test_no_op_has_two_rules():
-    count = Counter((row.where, name) for row in (*ROWS, *BEYOND) for name in row.names)
-    assert [op for op, rows in count.items() if rows > 1] == []
+    for rows in ((*ROWS, *BEYOND), APEX):
+        count = Counter((row.where, name) for row in rows for name in row.names)
+        assert [op for op, number in count.items() if number > 1] == []
 
 
-def test_no_op_has_two_rules_in_apex_tables():
-    count = Counter((row.where, name) for row in APEX for name in row.names)
-    assert [op for op, rows in count.items() if rows > 1] == []
+def test_every_row_names_functions_and_says_why():
+    for row in (*ROWS, *BEYOND, *APEX):
+        assert row.where in OWNERS
+        assert row.names and all(name.isidentifier() for name in row.names)
+        assert row.why[0].isupper() and row.why.endswith(".") and ". " not in row.why, row
+        assert len(row.why.split()) >= 6, row
 
 
-@pytest.mark.parametrize(
-    "row", [*ROWS, *BEYOND, *APEX], ids=lambda row: f"{row.where}-{row.names[0]}"
-)
-def test_every_row_names_functions_and_says_why(row):
-    assert row.where in OWNERS
-    assert row.names and all(name.isidentifier() for name in row.names)
-    assert row.why[0].isupper() and row.why.endswith(".") and ". " not in row.why
-    assert len(row.why.split()) >= 6
-
-
-@pytest.mark.parametrize(
-    "table, rules",
-    [
-        ("WHITELIST", {Rule.HALF, Rule.HALF_IF_FIRST, Rule.POWER}),
-        ("BLACKLIST", TO_FP32),
-        ("PROMOTE", TO_WIDEST),
-        ("BANNED", {Rule.BANNED}),
-    ],
-)
-def test_each_table_holds_its_own_rules(table, rules):
-    assert {row.rule for row in TABLES[table]} == rules
+def test_each_table_holds_its_own_rules():
+    expected = {
+        "WHITELIST": {Rule.HALF, Rule.HALF_IF_FIRST, Rule.POWER},
+        "BLACKLIST": TO_FP32,
+        "PROMOTE": TO_WIDEST,
+        "BANNED": {Rule.BANNED},
+    }
+    assert {name: {row.rule for row in table} for name, table in TABLES.items()} == expected
 
 
 def test_only_promoters_are_native():
@@ -150,16 +142,16 @@ def test_the_lists_of_torch_were_found():
     }
 
 
-@pytest.mark.parametrize("list_name, function", LISTED)
-def test_what_torch_tests_for_autocast_has_its_row(list_name, function):
-    if list_name.endswith("expect_builtin_promote"):
-        where = "torch.Tensor" if list_name.startswith("methods") else "torch"
-        assert (where, function) in NATIVE
-        return
-    wheres, rules = LISTS[list_name]
-    function = function.removeprefix("linalg_")
-    found = {RULE_OF[where, function] for where in wheres if (where, function) in RULE_OF}
-    assert found and found <= rules
+def test_what_torch_tests_for_autocast_has_its_row():
+    for list_name, function in LISTED:
+        if list_name.endswith("expect_builtin_promote"):
+            where = "torch.Tensor" if list_name.startswith("methods") else "torch"
+            assert (where, function) in NATIVE
+            continue
+        wheres, rules = LISTS[list_name]
+        places = [(where, function.removeprefix("linalg_")) for where in wheres]
+        found = {RULE_OF[place] for place in places if place in RULE_OF}
+        assert found and found <= rules, function
 
 
 def test_methods_follow_their_functions():
@@ -239,17 +231,15 @@ def call(where, name, left, right):
     return function(left, right)
 
 
-@pytest.mark.parametrize("half_first", [True, False], ids=["half-float", "float-half"])
-@pytest.mark.parametrize("where, name", NATIVE)
-def test_native_rows_promote_without_us(where, name, half_first):
-    left, right = (HALF, FULL) if half_first else (FULL, HALF)
-    result = call(where, name, left, right)
-    by_hand = call(where, name, left.float(), right.float())
-    if isinstance(result, bool):
-        assert result is by_hand
-    else:
-        assert result.dtype in (torch.float32, torch.bool)
-        assert torch.equal(result, by_hand)
+def test_native_rows_promote_without_us():
+    for (where, name), (left, right) in itertools.product(NATIVE, ((HALF, FULL), (FULL, HALF))):
+        result = call(where, name, left, right)
+        by_hand = call(where, name, left.float(), right.float())
+        if isinstance(result, bool):
+            assert result is by_hand
+        else:
+            assert result.dtype in (torch.float32, torch.bool)
+            assert torch.equal(result, by_hand), name
 
 
 def test_the_check_of_native_rows_can_fail():
@@ -278,14 +268,14 @@ BY_NUMBER = {
 }
 
 
-@pytest.mark.parametrize("where, name", [op for op, rule in RULE_OF.items() if rule in TO_WIDEST])
-def test_the_other_promoters_need_us(where, name):
-    function = getattr(OWNERS[where], name)
-    if name in BY_NUMBER:
-        assert BY_NUMBER[name](function).dtype is torch.float16
-    else:
-        with pytest.raises(RuntimeError, match="type|Half|dot|same"):
-            REFUSED[name](function)
+def test_the_other_promoters_need_us():
+    for where, name in [op for op, rule in RULE_OF.items() if rule in TO_WIDEST]:
+        function = getattr(OWNERS[where], name)
+        if name in BY_NUMBER:
+            assert BY_NUMBER[name](function).dtype is torch.float16
+        else:
+            with pytest.raises(RuntimeError, match="type|Half|dot|same"):
+                REFUSED[name](function)
 
 
 # Apex's tables.

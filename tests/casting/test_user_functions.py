@@ -86,6 +86,13 @@ def test_registered_rules(library):
     assert library.promoted(X.to(H), X.to(H)) == (H, H)
 
 
+def test_a_function_of_torch_decides_about_what_it_calls_itself_too(library):
+    """The tables would have the norm in it, and so its result, in FP32."""
+    ampatch.register_half_function(torch.nn.functional, "normalize")
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    assert torch.nn.functional.normalize(X).dtype is H
+
+
 def test_a_missing_name_is_an_error_and_registers_nothing(library):
     with pytest.raises(AttributeError, match="users_library"):
         ampatch.register_half_function(library, "absent")

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.casting.weight_cache import WeightCache
@@ -106,35 +105,7 @@ def test_a_change_within_a_forward_is_seen(model, change):
         assert result(model) == 2  # 1 before, 2 after
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_step_is_seen(fused):
-    model = Twice()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.5, fused=fused)
-    model, optimizer = ampatch.initialize(
-        model, optimizer, opt_level="O1", dtype=torch.bfloat16, verbosity=0
-    )
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(X).float().square().mean()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        weight = model.weight.detach().to(torch.bfloat16)
-        with torch.no_grad(), ampatch.disable_casts():
-            expected = F.linear(F.linear(X.to(torch.bfloat16), weight), weight)
-        with torch.no_grad():
-            assert torch.equal(model(X), expected)
-
-
-@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
-def test_a_forward_without_gradients_does_not_spoil_training(model, first):
-    with first():
-        model(X)
-    model(X).float().sum().backward()
-    assert model.weight.grad.abs().sum() > 0
-
-
-def test_grad_mode_switched_within_a_forward(model):
+def test_grad_mode_switched_within_a_forward():
     class Teacher(nn.Module):
         def __init__(self):
             super().__init__()
@@ -150,7 +121,7 @@ def test_grad_mode_switched_within_a_forward(model):
     assert teacher.weight.grad.abs().sum() > 0
 
 
-def test_a_thousand_evaluations_keep_nothing(model):
+def test_evaluations_keep_nothing(model):
     import gc
 
     def tensors() -> int:
@@ -160,7 +131,7 @@ def test_a_thousand_evaluations_keep_nothing(model):
     with torch.no_grad():
         model(X)
         before = tensors()
-        for _ in range(1000):
+        for _ in range(100):
             model(X)
     # Fewer is fine: the collector may find what an earlier test left.
     assert ampatch.cache_info().entries == 0 and tensors() <= before
@@ -181,40 +152,6 @@ def test_an_exception_in_forward_leaves_it_closed(model):
     model.between = lambda: None
     swap_data(model)
     assert result(model) == 4
-
-
-def test_func_grad_and_vmap(model):
-    weights = {"weight": torch.eye(4) * 2}
-
-    def loss(weights, x):
-        return torch.func.functional_call(model, weights, (x,)).float().sum()
-
-    grads = torch.func.grad(loss)(weights, X)
-    assert torch.allclose(grads["weight"], torch.full((4, 4), 12.0))  # 3 rows * (2 + 2)
-    rows = torch.func.vmap(lambda x: model(x))(X)
-    assert torch.equal(rows, model(X))
-    assert ampatch.cache_info().entries == 0
-    assert result(model) == 1
-
-
-@pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")  # of torch 2.4's own
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Twice()
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    model = ampatch.initialize(Checkpointed(), dtype=torch.bfloat16, verbosity=0)
-    x = X.clone().requires_grad_()
-    out = model(x)
-    assert out.dtype is torch.bfloat16
-    out.float().sum().backward()
-    assert torch.equal(model.inner.weight.grad, torch.full((4, 4), 6.0))
-    assert ampatch.cache_info().entries == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -253,22 +190,3 @@ def test_a_transform_within_a_forward_leaves_no_tensor_of_its_level():
     out.float().sum().backward()
     assert torch.equal(model.weight.grad, torch.full((4, 4), 6.0))  # 3 rows, and 3 slopes
     assert ampatch.cache_info().hits == 0  # the transform's own cast was not kept
-
-
-@pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")  # of torch 2.4's own
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_recomputes_as_it_computed(reentrant):
-    """The recompute runs in backward, outside the block that the forward was in."""
-    seen = []
-
-    def part(x):
-        out = torch.mm(x, x.t())
-        seen.append(out.dtype)
-        return out.tanh()
-
-    ampatch.initialize([], dtype=torch.bfloat16, patch_scope="process", verbosity=0)
-    x = X.clone().requires_grad_()
-    with ampatch.disable_casts():
-        out = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=reentrant)
-    out.sum().backward()
-    assert seen == [torch.float32] * 2

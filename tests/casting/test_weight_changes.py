@@ -23,31 +23,6 @@ def network(*widths):
     return nn.Sequential(*layers[:-1])
 
 
-def test_weights_swapped_between_a_forward_and_its_backward():
-    """As averages are swapped in for an evaluation: the waiting graph keeps its own copies."""
-    model = ampatch.initialize(network(4, 6, 3), opt_level="O1", dtype=H, verbosity=0)
-    averages = [torch.randn_like(p) for p in model.parameters()]
-    x = torch.randn(5, 4)
-    model(x).sum().backward()
-
-    def swap():
-        for index, parameter in enumerate(model.parameters()):
-            parameter.data, averages[index] = averages[index], parameter.data
-
-    loss = model(x).float().square().mean()
-    swap()
-    with torch.no_grad():
-        model(x)
-    swap()
-    model.zero_grad()
-    loss.backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    with torch.autocast("cpu", dtype=H):
-        model(x).float().square().mean().backward()
-    assert all(map(torch.equal, found, [parameter.grad for parameter in model.parameters()]))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("rows", [slice(None, 5), slice(2, 7)], ids=["first", "middle"])
 def test_pruned_weights_get_gradients_of_their_new_shape(level, rows):
@@ -175,36 +150,3 @@ def test_weights_written_through_data_within_the_forward(forwards, how):
         other.step()
         for one, two in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.grad, two.grad) and torch.equal(one, two)
-
-
-@pytest.mark.parametrize("between", ["perturbed", "swapped"])
-def test_weights_perturbed_with_a_forward_in_between(between):
-    """SAM and EMA: by `.data` in place, evaluated, restored, then the backward pass."""
-
-    def run(model, forward):
-        forward(model).backward()
-        model.zero_grad()
-        loss = forward(model)
-        kept = [p.data.clone() for p in model.parameters()]
-        for p in model.parameters():
-            if between == "perturbed":
-                p.data.add_(3.0)
-            else:
-                p.data.copy_(torch.full_like(p, 7.0))
-        with torch.no_grad():
-            forward(model)
-        for p, old in zip(model.parameters(), kept, strict=True):
-            p.data.copy_(old)
-        loss.backward()
-        return [p.grad for p in model.parameters()]
-
-    x = torch.randn(5, 4)
-
-    def under_autocast(model):
-        with torch.autocast("cpu", dtype=H):
-            return model(x).float().square().mean()
-
-    expected = run(network(4, 6, 3), under_autocast)
-    model = ampatch.initialize(network(4, 6, 3), opt_level="O1", dtype=H, verbosity=0)
-    found = run(model, lambda model: model(x).float().square().mean())
-    assert all(map(torch.equal, found, expected))

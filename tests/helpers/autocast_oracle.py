@@ -115,37 +115,58 @@ def outcome(function: Callable, *args: Any, **kwargs: Any) -> Any:
         return error
 
 
-def check_like_autocast(
-    function: Callable, args: tuple, half: torch.dtype, constants: dict | None = None
-) -> None:
+Case = tuple[Callable, tuple]
+"""A function and its arguments."""
+
+
+def check_like_autocast(cases: dict[str, Case], half: torch.dtype) -> None:
     """Dtypes as autocast for CUDA has them, values near FP32's; for FP32, half and mixed tensors.
 
-    What autocast refuses is refused here too.  The gradients of FP32 `args` are FP32 and near
-    those of plain PyTorch; `constants`, passed by keyword, get none.  Initializes ampatch.
+    What autocast refuses is refused here too.  The gradients of FP32 arguments are FP32 and near
+    those of plain PyTorch.  Initializes ampatch, once for all cases.
     """
-    given = (args, constants or {})
-    ways = {"float32": given, "half": to(half, given), "mixed": mixed(half, given)}
     expected = {
-        way: outcome(autocast_dtypes, half, function, *some, **named)
-        for way, (some, named) in ways.items()
+        name: _of_autocast(function, args, half) for name, (function, args) in cases.items()
     }
-    plain, plain_grads = _with_gradients(function, *given)
+    plain = {name: _with_gradients(function, args) for name, (function, args) in cases.items()}
     ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
-    for way, (some, named) in ways.items():
-        found = outcome(function, *some, **named)
-        if isinstance(expected[way], Exception):
-            assert isinstance(found, Exception), (way, expected[way])
+    wrong = {}
+    for name, (function, args) in cases.items():
+        failure = outcome(_check_case, function, args, half, expected[name], plain[name])
+        if failure is not None:
+            wrong[name] = repr(failure)
+    assert wrong == {}
+
+
+def _ways(args: tuple, half: torch.dtype) -> dict[str, tuple]:
+    return {"float32": args, "half": to(half, args), "mixed": mixed(half, args)}
+
+
+def _of_autocast(function: Callable, args: tuple, half: torch.dtype) -> dict[str, Any]:
+    return {
+        way: outcome(autocast_dtypes, half, function, *given)
+        for way, given in _ways(args, half).items()
+    }
+
+
+def _check_case(
+    function: Callable, args: tuple, half: torch.dtype, says: dict, plain: tuple
+) -> None:
+    for way, given in _ways(args, half).items():
+        found = outcome(function, *given)
+        if isinstance(says[way], Exception):
+            assert isinstance(found, Exception), (way, says[way])
             continue
         if isinstance(found, Exception):
             raise found
-        assert dtypes(found) == expected[way], way
-        _assert_near(half, found, plain)
-    _, grads = _with_gradients(function, *given)
-    _assert_near(half, grads, plain_grads)
+        assert dtypes(found) == says[way], way
+        _assert_near(half, found, plain[0])
+    _, grads = _with_gradients(function, args)
+    _assert_near(half, grads, plain[1])
     assert all(grad is None or grad.dtype is torch.float32 for grad in grads)
 
 
-def _with_gradients(function: Callable, args: tuple, constants: dict) -> tuple[Any, list]:
+def _with_gradients(function: Callable, args: tuple) -> tuple[Any, list]:
     args = tree_map(
         lambda leaf: (
             leaf.clone().requires_grad_()
@@ -154,7 +175,7 @@ def _with_gradients(function: Callable, args: tuple, constants: dict) -> tuple[A
         ),
         args,
     )
-    result = function(*args, **constants)
+    result = function(*args)
     outs = [out for out in tree_leaves(result) if isinstance(out, Tensor) and out.requires_grad]
     if outs:
         sum(out.abs().float().sum() for out in outs).backward()

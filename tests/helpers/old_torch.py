@@ -66,9 +66,6 @@ LACKING = {
                 test_training_a_compiled_model[eager]
             """,
         },
-        "torch 2.4 itself cannot be imported without its fake tensors": {
-            "test_ways_of_running": "test_a_torch_without_its_private_names[fake tensors]",
-        },
         "torch 2.4 has no half kernel of grid_sampler on the CPU": {
             "test_casting": """
                 test_dtype_is_autocasts[fp16-torch.grid_sampler]
@@ -79,7 +76,7 @@ LACKING = {
             "test_compat_apex": "test_fused_adam_is_adamw_unless_told_otherwise[True]",
         },
         "torch 2.4's schedulers drop the signature of step": {
-            "test_scale_loss": "test_step_keeps_its_signature[True]",
+            "test_steps": "test_step_keeps_its_signature[True]",
         },
     },
 }

@@ -1,13 +1,14 @@
-"""Private names of torch in ampatch's syntax trees: where they stand, and how to take one away."""
+"""Private names of torch in ampatch's syntax trees: where they stand, and how to take some away."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "ampatch"
@@ -25,6 +26,18 @@ ALLOWED = {
     "_lazy_init_maybe_master_weights": "apex's, for scripts that reach for it",
 }
 """Private names that may stand anywhere, each with the reason."""
+
+_GROUPS = 12
+"""At least as many as there are names in one statement."""
+
+_SWITCHES = {
+    *("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"),
+    *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+}
+"""Without one of these weights are cast one by one, or steps are taken by torch's own `step`, which
+hides the loss of the others.
+"""
 
 _OF_PYTHON = {"_fields", "_make", "_replace", "_getframe"}
 """Of namedtuples, and of sys; documented."""
@@ -136,22 +149,43 @@ def attributes_of_torch() -> frozenset[str]:
     return frozenset(name for one in met for name in dir(one) if is_private(name))
 
 
-class _Renamed(ast.NodeTransformer):
-    """One private name of torch becomes another, which torch does not have."""
+def losable() -> list[list[str]]:
+    """The names that stand in the homes, in groups: each can lose all of its names at once.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lost = f"{name}_lost"
+    No two names of a group stand in one statement of a module.  Within one, such as a `try` and
+    what it falls back to, or a function, the loss of a name may hide what the loss of another does.
+    """
+    own = own_names()
+    places: dict[str, set] = collections.defaultdict(set, {name: {"switch"} for name in _SWITCHES})
+    for path in filter(is_home, sorted(ROOT.rglob("*.py"))):
+        for statement in tree_of(path).body:
+            for name in private_names(statement, own, frozenset()):
+                places[name].add(statement)
+    groups: list[list[str]] = [[] for _ in range(_GROUPS)]
+    for name in sorted(places.keys() - ALLOWED.keys(), key=lambda one: (-len(places[one]), one)):
+        free = [g for g in groups if not any(places[name] & places[other] for other in g)]
+        min(free, key=len).append(name)
+    return groups
+
+
+class _Renamed(ast.NodeTransformer):
+    """Private names of torch become others, which torch does not have."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def _lost(self, name: str) -> str:
+        return f"{name}_lost" if name in self._names else name
 
     def _dotted(self, text: str) -> str:
-        return ".".join(self._lost if part == self._name else part for part in text.split("."))
+        return ".".join(map(self._lost, text.split(".")))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         if (node.module or "").partition(".")[0] == "torch":
             node.module = self._dotted(node.module or "")
             for alias in node.names:
-                if alias.name == self._name:
-                    alias.name, alias.asname = self._lost, alias.asname or self._name
+                if alias.name in self._names:
+                    alias.name, alias.asname = self._lost(alias.name), alias.asname or alias.name
         return node
 
     def visit_Import(self, node: ast.Import) -> ast.AST:
@@ -161,7 +195,7 @@ class _Renamed(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        node.attr = self._lost if node.attr == self._name else node.attr
+        node.attr = self._lost(node.attr)
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
@@ -171,7 +205,7 @@ class _Renamed(ast.NodeTransformer):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    lost = ""
+    lost: frozenset[str] = frozenset()
 
     def get_code(self, fullname: str) -> object:
         tree = _Renamed(self.lost).visit(ast.parse(self.get_data(self.path)))
@@ -179,30 +213,30 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class TorchWithout(importlib.abc.MetaPathFinder):
-    """Has ampatch, when it is imported, find torch without one private name.
+    """Has ampatch, when it is imported, find torch without some private names.
 
-    torch itself keeps the name, since it may need it; files in which such names do not stand
+    torch itself keeps them, since it may need them; files in which such names do not stand
     are imported as they are.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
 
     def _stands_in(self, path: Path) -> bool:
-        return is_home(path) and self._name in path.read_text()
+        return is_home(path) and any(map(path.read_text().__contains__, self._names))
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> object:
-        """The spec of a file with the name, with a loader that renames it; None for others."""
+        """The spec of a file with a name, with a loader that renames it; None for others."""
         if not fullname.startswith("ampatch."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)  # type: ignore[arg-type]
         if spec is None or spec.origin is None or not self._stands_in(Path(spec.origin)):
             return None
         spec.loader = _Loader(fullname, spec.origin)
-        spec.loader.lost = self._name
+        spec.loader.lost = self._names
         return spec
 
 
-def take_away(name: str) -> None:
-    """Before the first `import ampatch` of a process: torch is without `name` from then on."""
-    sys.meta_path.insert(0, TorchWithout(name))
+def take_away(names: Iterable[str]) -> None:
+    """Before the first `import ampatch` of a process: torch is without `names` from then on."""
+    sys.meta_path.insert(0, TorchWithout(frozenset(names)))

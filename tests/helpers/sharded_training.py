@@ -92,14 +92,18 @@ def steps(
     scale: Any,
     count: int = STEPS,
     parts: int = 1,
+    sync: bool = False,
 ) -> list[float]:
-    """Train; `scale(loss)` is a context manager that gives the loss for `backward`."""
+    """Train; `scale(loss)` is a context manager that gives the loss for `backward`.
+
+    Of several parts each is reduced over ranks with `sync`, otherwise their sum.
+    """
     losses = []
     for step in range(count):
         optimizer.zero_grad()
         for part in range(parts):
             if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(part == parts - 1)
+                model.set_requires_gradient_sync(sync or part == parts - 1)
             loss = loss_of(model, data_of(step, part)) / parts
             with scale(loss) as scaled:
                 scaled.backward()

@@ -34,9 +34,7 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.first, self.shared = nn.Linear(4, 6), nn.Linear(6, 6)
         self.late, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
-        for p in self.late.parameters():  # half holds these exactly: a master made late is the same
-            p.data = (p.data * 64).round() / 64
-            p.requires_grad_(False)
+        self.late.requires_grad_(False)
 
     def body(self, x: Tensor) -> Tensor:
         return F.relu(self.shared(torch.tanh(self.shared(x))))
@@ -52,7 +50,6 @@ class Run:
 
     def __init__(self, amp: Driver, adam: bool) -> None:
         self.amp = amp
-        self.half_model = amp.is_half_model
         make = torch.optim.AdamW if adam else torch.optim.SGD
         options = {"lr": 0.01} if adam else {"lr": 0.05, "momentum": 0.9}
         net = Net()
@@ -64,7 +61,6 @@ class Run:
         self.kept = self.state()
         self.mean = self.state()
         self.joined = False
-        self.wrote = ""
 
     def state(self) -> dict[str, Tensor]:
         return {key: value.clone() for key, value in self.model.state_dict().items()}
@@ -79,13 +75,10 @@ class Run:
     def params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def moves_weights(self, written: str = "") -> None:
-        """Weights of a half model are in its graphs; half and master are not written at once."""
-        if self.half_model:
+    def moves_weights(self) -> None:
+        """What waits has the weights in its graph (O3), or a recompute would ask for them (O2)."""
+        if self.amp.is_half_model:
             self.waiting.clear()
-        if written and self.wrote and written != self.wrote:
-            self.model.state_dict()
-        self.wrote = written
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +206,8 @@ def block_fails(run: Run, number: int) -> None:
             scaled.backward()
             raise ZeroDivisionError
     except ZeroDivisionError:
-        pass
+        if run.amp.level == "O3" or run.amp.half is torch.bfloat16:
+            run.optimizer.zero_grad()  # a scale of 1: what a pass has left is there, as in FP32
 
 
 @action
@@ -243,9 +237,6 @@ def evaluate_in_inference_mode(run: Run, number: int) -> None:
 @action
 def evaluate_swapped(run: Run, number: int) -> None:
     """EMA weights by `.data`, an evaluation, and back."""
-    if run.wrote:
-        run.state()
-        run.wrote = ""
     was = [p.data.clone() for p in run.model.parameters()]
     for p, value in zip(run.model.parameters(), run.mean.values()):
         p.data.copy_(value)
@@ -256,13 +247,11 @@ def evaluate_swapped(run: Run, number: int) -> None:
 
 @action
 def evaluate_a_copy(run: Run, number: int) -> None:
-    run.wrote = ""
     run.amp.record(*copy.deepcopy(run.model).state_dict().values())
 
 
 @action
 def train_a_copy(run: Run, number: int) -> None:
-    run.wrote = ""
     model, optimizer = run.amp.pair(run.model, run.optimizer)
     x, y = batch(number)
     optimizer.zero_grad()
@@ -296,7 +285,7 @@ def step_with_closure(run: Run, number: int) -> None:
 
 @action
 def sam(run: Run, number: int) -> None:
-    run.moves_weights("master")
+    run.moves_weights()
     run.optimizer.zero_grad()
     run.amp.backward(run.loss(number), run.optimizer)
     params = [p for p in run.params() if p.grad is not None]
@@ -336,7 +325,6 @@ def join_late_layer(run: Run, number: int) -> None:
     run.joined = True
     run.model.late.requires_grad_(True)
     run.amp.add_group(run.optimizer, list(run.model.late.parameters()), lr=0.02)
-    train(run, number)  # masters may be made at the first step
 
 
 # Gradients
@@ -453,35 +441,34 @@ def unfreeze(run: Run, number: int) -> None:
 
 @action
 def write_by_data(run: Run, number: int) -> None:
-    run.moves_weights("half")
+    run.moves_weights()
     run.weight(number).data.mul_(0.75)
 
 
 @action
 def clamp_by_data(run: Run, number: int) -> None:
-    run.moves_weights("half")
+    run.moves_weights()
     for p in run.model.shared.parameters():
         p.data.clamp_(-0.25, 0.25)
 
 
 @action
 def write_under_no_grad(run: Run, number: int) -> None:
-    run.moves_weights("half")
+    run.moves_weights()
     with torch.no_grad():
         run.weight(number).mul_(0.75)
 
 
 @action
 def replace_data(run: Run, number: int) -> None:
-    run.moves_weights("half")
+    run.moves_weights()
     p = run.weight(number)
     p.data = p.data * 0.75
 
 
 @action
 def write_stepped_weights(run: Run, number: int) -> None:
-    """The masters, at O2."""
-    run.moves_weights("master")
+    run.moves_weights()
     with torch.no_grad():
         for p in run.params():
             p.mul_(0.95)
@@ -489,32 +476,26 @@ def write_stepped_weights(run: Run, number: int) -> None:
 
 @action
 def write_stepped_weights_by_data(run: Run, number: int) -> None:
-    run.moves_weights("master")
+    run.moves_weights()
     for p in run.params():
         p.data.mul_(0.95)
 
 
 @action
 def write_into_state_dict(run: Run, number: int) -> None:
-    if run.amp.level == "O3":
-        return  # the values are copies there
-    run.moves_weights("master")
-    own = run.model.state_dict()
-    for key in own:
-        if run.joined or not key.startswith("late"):  # what is in no optimizer has no master
-            own[key].lerp_(run.mean[key], 0.25)
+    run.moves_weights()
+    for key, value in run.model.state_dict().items():
+        value.lerp_(run.mean[key], 0.25)
 
 
 @action
 def update_mean(run: Run, number: int) -> None:
-    run.wrote = ""
     for key, value in run.model.state_dict().items():
         run.mean[key].lerp_(value.to(run.mean[key].dtype), 0.5)
 
 
 @action
 def keep(run: Run, number: int) -> None:
-    run.wrote = ""
     run.kept = run.state()
 
 
@@ -536,9 +517,7 @@ def load_others(run: Run, number: int) -> None:
 @action
 def initialize_again(run: Run, number: int) -> None:
     run.waiting.clear()
-    run.wrote = ""
     run.optimizer.zero_grad()
-    run.model.first.requires_grad_(True)  # what is frozen then has no master
     run.amp.renew()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from situations import Block, batches, mlp, mse, plain_loop, situation
@@ -137,22 +139,15 @@ MIXED = {
 }
 
 
-def _each_mixed(name, function):
-    def run(amp):
-        model, optimizer = amp.start(mlp())
-        index = torch.tensor([2, 0, 1, 5, 4, 3])
-        for x, y in batches(3):
-            (h,) = mixed(amp, x * 3)
-            out = function(x, h, index, x > 0)
-            amp.record(out)
-            amp.step(mse(model(x), y), optimizer)
-
-    run.__name__ = f"mixed_dtypes_of_{name}"
-    situation("O1", letter="w")(run)
-
-
-for _name, _function in MIXED.items():
-    _each_mixed(_name, _function)
+@situation("O1", letter="w")
+def mixed_dtypes(amp):
+    """What is recorded after each loss is in the order of `MIXED`."""
+    model, optimizer = amp.start(mlp())
+    index = torch.tensor([2, 0, 1, 5, 4, 3])
+    for x, y in batches(3):
+        amp.step(mse(model(x), y), optimizer)
+        (h,) = mixed(amp, x * 3)
+        amp.record(*[function(x, h, index, x > 0) for function in MIXED.values()])
 
 
 @situation("O1", letter="w")
@@ -181,41 +176,37 @@ IN_FP32 = {
 }
 
 
-def _each_in_fp32(name, function):
-    def run(amp):
-        model, optimizer = amp.start(mlp())
-        for x, y in batches(3):
-            (h,) = mixed(amp, x[:4] + 16 * torch.eye(4))
-            amp.record(function(h).float())
-            amp.step(mse(model(x), y), optimizer)
-
-    run.__name__ = f"in_fp32_{name}"
-    situation("O1", letter="w")(run)
+@situation("O1", letter="w")
+def functions_that_half_cannot_compute(amp):
+    """What is recorded after each loss is in the order of `IN_FP32`."""
+    model, optimizer = amp.start(mlp())
+    for x, y in batches(3):
+        amp.step(mse(model(x), y), optimizer)
+        (h,) = mixed(amp, x[:4] + 16 * torch.eye(4))
+        amp.record(*[function(h).float() for function in IN_FP32.values()])
 
 
-for _name, _function in IN_FP32.items():
-    _each_in_fp32(_name, _function)
+@contextlib.contextmanager
+def float64_by_default():
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(was)
 
 
 @situation(letter="i")
+@float64_by_default()
 def a_default_dtype_of_float64(amp):
-    was = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        model, optimizer = amp.start(mlp().float())
-        for x, y in batches(3):
-            amp.step(mse(model(x.float()), y.float()), optimizer)
-    finally:
-        torch.set_default_dtype(was)
+    model, optimizer = amp.start(mlp().float())
+    for x, y in batches(3):
+        amp.step(mse(model(x.float()), y.float()), optimizer)
 
 
 @situation(letter="i")
+@float64_by_default()
 def a_float64_model_under_a_default_of_float64(amp):
-    was = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        model, optimizer = amp.start(mlp(), loss_scale=1.0)
-        for x, y in batches(3):
-            amp.step((model(x) - y).square().mean(), optimizer)
-    finally:
-        torch.set_default_dtype(was)
+    model, optimizer = amp.start(mlp(), loss_scale=1.0)
+    for x, y in batches(3):
+        amp.step((model(x) - y).square().mean(), optimizer)

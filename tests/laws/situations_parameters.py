@@ -98,40 +98,32 @@ def an_ema_copy(amp):
             amp.record(*mean.state_dict().values())
 
 
-@situation()
-def averaged_model(amp):
-    model, optimizer = amp.start(mlp())
+def averaged(amp, net, part_of, decay):
+    """`AveragedModel` of `part_of(model)`, against the rule of the average."""
+    model, optimizer = amp.start(net)
+    part = part_of(model)
     if amp.by_hand:
-        mean = [value.clone() for value in model.state_dict().values()]
+        mean = [value.clone() for value in part.state_dict().values()]
     else:
-        mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        mean = AveragedModel(part, multi_avg_fn=get_ema_multi_avg_fn(decay))
     for number, (x, y) in enumerate(batches(4)):
         amp.step(mse(model(x), y), optimizer)
         if not amp.by_hand:
-            mean.update_parameters(model)
+            mean.update_parameters(part)
             continue
-        for value, now in zip(mean, model.state_dict().values()):
-            value.copy_(now if number == 0 else value.lerp(now, 0.5))
+        for value, now in zip(mean, part.state_dict().values()):
+            value.copy_(now if number == 0 else value.lerp(now, 1 - decay))
     amp.record(*(mean if amp.by_hand else mean.module.state_dict().values()))
+
+
+@situation()
+def averaged_model(amp):
+    averaged(amp, mlp(), lambda model: model, 0.5)
 
 
 @situation("O1 O2", letter="q")
 def averaged_model_of_a_submodule(amp):
-    model, optimizer = amp.start(nn.Sequential(mlp(), nn.Linear(2, 2)))
-    keys = [f"0.{key}" for key in mlp().state_dict()]
-    if amp.by_hand:
-        mean = [model.state_dict()[key].clone() for key in keys]
-    else:
-        mean = AveragedModel(model[0], multi_avg_fn=get_ema_multi_avg_fn(0.999))
-    for number, (x, y) in enumerate(batches(4)):
-        amp.step(mse(model(x), y), optimizer)
-        if not amp.by_hand:
-            mean.update_parameters(model[0])
-            continue
-        for value, key in zip(mean, keys):
-            now = model.state_dict()[key]
-            value.copy_(now if number == 0 else value.lerp(now, 1 - 0.999))
-    amp.record(*(mean if amp.by_hand else mean.module.state_dict().values()))
+    averaged(amp, nn.Sequential(mlp(), nn.Linear(2, 2)), lambda model: model[0], 0.999)
 
 
 @situation()
@@ -144,21 +136,9 @@ def a_new_head_in_the_middle(amp):
     plain_loop(amp, model, optimizer, 2)
 
 
-@situation("O1")
-def swap_module_params_on_conversion(amp):
-    was = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model, optimizer = amp.start(mlp())
-        plain_loop(amp, model, optimizer, 2)
-        model.load_state_dict(mlp(3).state_dict())
-        plain_loop(amp, model, optimizer, 2)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(was)
-
-
 @situation("O1", letter="d")
-def swapped_parameters_on_conversion_between_steps(amp):
+def parameters_that_are_swapped_on_conversion(amp):
+    """By a conversion between steps, and by what is loaded."""
     was = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -166,6 +146,8 @@ def swapped_parameters_on_conversion_between_steps(amp):
         plain_loop(amp, model, optimizer, 2)
         optimizer.zero_grad()
         model.to(amp.device)
+        plain_loop(amp, model, optimizer, 2)
+        model.load_state_dict(mlp(3).state_dict())
         plain_loop(amp, model, optimizer, 2)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(was)

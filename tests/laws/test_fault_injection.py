@@ -140,10 +140,6 @@ class Example:
         """What holds at any time."""
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             assert all(tensor.isfinite().all() for tensor in everything(model, optimizer))
-            for half, master in zip(
-                model.parameters(), ampatch.master_params(optimizer), strict=True
-            ):
-                assert torch.equal(half, master.to(half.dtype))
         for loss_id, (scale, _) in enumerate(self.scales):
             assert FLOOR <= ampatch.loss_scale(loss_id) <= CAP
             assert ampatch.loss_scale(loss_id) == scale
@@ -200,20 +196,19 @@ def programs(draw):
     kinds = draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=2))
     losses = draw(st.integers(1, 3))
     steps = draw(st.lists(operations(len(kinds), losses), min_size=4, max_size=14))
-    return kinds, losses, steps
+    return draw(st.sampled_from(["O1", "O2"])), kinds, losses, steps
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
 @hypothesis.settings(
-    max_examples=80,
+    max_examples=100,
     derandomize=True,
     deadline=None,
     database=None,
     phases=[hypothesis.Phase.generate],  # shrinking whole trainings would take minutes
 )
 @hypothesis.given(program=programs())
-def test_whatever_is_injected(level, program):
-    kinds, losses, steps = program
+def test_whatever_is_injected(program):
+    level, kinds, losses, steps = program
     try:
         example = Example(level, kinds, losses)
         for name, *arguments in steps:

@@ -1,4 +1,7 @@
-"""Any graph of models, optimizers and losses follows its FP32 run."""
+"""Any graph of models, optimizers and losses follows its FP32 run.
+
+All have a dynamic loss scale, so the half type would change nothing but roundings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import nn
 
 import ampatch
 
-BF16 = torch.bfloat16
+HALF = torch.float16
 
 
 def net(seed, inputs=4, outputs=3):
@@ -39,17 +42,17 @@ class Plain:
 
 
 class Mixed(Plain):
-    def __init__(self, models, optimizers, level, dtype, losses=1, **settings):
+    def __init__(self, models, optimizers, level, losses=1):
         super().__init__(models, optimizers)
-        settings = {"loss_scale": "dynamic", "init_scale": 256.0, **settings}
         ampatch.initialize(
             models,
             optimizers,
             opt_level=level,
-            dtype=dtype,
+            dtype=HALF,
             num_losses=losses,
             verbosity=0,
-            **settings,
+            loss_scale="dynamic",
+            init_scale=256.0,
         )
 
     def backward(self, loss, optimizers, loss_id=0, delay_unscale=False, **options):
@@ -57,10 +60,10 @@ class Mixed(Plain):
             scaled.backward(**options)
 
 
-def follow(program, make, level, half, losses=1):
+def follow(program, make, level, losses=1):
     """Run `program` plainly and mixed; the weights must agree to half's precision."""
     results = []
-    for run in (Plain(*make()), Mixed(*make(), level, half, losses)):
+    for run in (Plain(*make()), Mixed(*make(), level, losses)):
         start = [p.detach().float().clone() for m in run.models for p in m.parameters()]
         for step in range(4):
             program(run, step)
@@ -86,7 +89,7 @@ def losses_of(models, step):
     return first, second
 
 
-def test_three_models_two_optimizers_two_losses(opt_level, half):
+def test_three_models_two_optimizers_two_losses(opt_level):
     def program(run, step):
         for optimizer in run.optimizers:
             optimizer.zero_grad()
@@ -96,10 +99,10 @@ def test_three_models_two_optimizers_two_losses(opt_level, half):
         for optimizer in run.optimizers:
             optimizer.step()
 
-    follow(program, three_by_two, opt_level, half, losses=2)
+    follow(program, three_by_two, opt_level, losses=2)
 
 
-def test_one_loss_several_times_through_one_graph(opt_level, half):
+def test_one_loss_several_times_through_one_graph(opt_level):
     """`retain_graph`: the same graph for one optimizer after the other; delayed in between."""
 
     def program(run, step):
@@ -110,14 +113,14 @@ def test_one_loss_several_times_through_one_graph(opt_level, half):
             optimizer.step()
             optimizer.zero_grad()
 
-    follow(program, three_by_two, opt_level, half, losses=2)
+    follow(program, three_by_two, opt_level, losses=2)
 
 
 @pytest.mark.parametrize("given", ["first", "second", "both"])
-def test_an_overflow_skips_only_what_it_fed(opt_level, half, given):
+def test_an_overflow_skips_only_what_it_fed(opt_level, given):
     models = [net(0), net(1)]
     optimizers = [sgd(model) for model in models]
-    run = Mixed(models, optimizers, opt_level, half, losses=3)
+    run = Mixed(models, optimizers, opt_level, losses=3)
     which = {"first": [0], "second": [1], "both": [0, 1]}[given]
     for index in (0, 1):
         run.backward(models[index](batch(index)).float().sum(), optimizers[index], index)
@@ -140,7 +143,7 @@ def tied():
 
 @pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
 @pytest.mark.parametrize("delay", [False, True])
-def test_a_parameter_of_two_optimizers_is_unscaled_once(opt_level, half, given, delay):
+def test_a_parameter_of_two_optimizers_is_unscaled_once(opt_level, given, delay):
     """Also when the loss is given only one of them; two losses add up."""
 
     def program(run, step):
@@ -153,12 +156,12 @@ def test_a_parameter_of_two_optimizers_is_unscaled_once(opt_level, half, given, 
             optimizer.step()
             optimizer.zero_grad()
 
-    follow(program, tied, opt_level, half)
+    follow(program, tied, opt_level)
 
 
 def test_two_optimizers_have_one_master_for_a_parameter_of_both():
     models, optimizers = tied()
-    run = Mixed(models, optimizers, "O2", BF16)
+    run = Mixed(models, optimizers, "O2")
     first, second = (list(ampatch.master_params(optimizer)) for optimizer in optimizers[:2])
     assert first[2] is second[0] and first[3] is second[1]
     run.backward(models[0](batch(0)).sum(), optimizers[0])
@@ -172,9 +175,9 @@ def test_two_optimizers_have_one_master_for_a_parameter_of_both():
 
 
 @pytest.mark.parametrize("where, skipped", [(0, [True, False]), (2, [True, True])])
-def test_an_overflow_in_a_shared_parameter_concerns_both(opt_level, half, where, skipped):
+def test_an_overflow_in_a_shared_parameter_concerns_both(opt_level, where, skipped):
     models, optimizers = tied()
-    run = Mixed(models, optimizers, opt_level, half)
+    run = Mixed(models, optimizers, opt_level)
     with ampatch.scale_loss(models[0](batch(0)).float().sum(), optimizers[0]) as scaled:
         scaled.backward()
         models[0][where].bias.grad.fill_(math.nan)
@@ -192,7 +195,7 @@ def test_an_overflow_concerns_holders_of_its_parameter_alone(where, skipped):
     """The first shares one layer with the second, and another with the third."""
     model = net(0)
     optimizers = [sgd(model), sgd(model[0]), sgd(model[2])]
-    run = Mixed([model], optimizers, "O1", BF16)
+    run = Mixed([model], optimizers, "O1")
     with ampatch.scale_loss(model(batch(0)).float().sum(), optimizers) as scaled:
         scaled.backward()
         model[where].bias.grad.fill_(math.inf)
@@ -203,9 +206,9 @@ def test_an_overflow_concerns_holders_of_its_parameter_alone(where, skipped):
 
 @pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, half, given):
+def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, given):
     models, optimizers = tied()
-    run = Mixed(models, optimizers, level, half)
+    run = Mixed(models, optimizers, level)
     pair = [optimizers[index] for index in given]
     run.backward(models[0](batch(0)).float().sum() * math.inf, pair)
     run.backward(models[0](batch(1)).float().sum(), pair)
@@ -215,9 +218,9 @@ def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, ha
 
 
 @pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
-def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, half, given):
+def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, given):
     models, optimizers = tied()
-    run = Mixed(models, optimizers, opt_level, half)
+    run = Mixed(models, optimizers, opt_level)
     pair = [optimizers[index] for index in given]
     run.backward(F.mse_loss(models[0](batch(0)).float(), batch(50, 3)), pair)
     updated = [p for one in optimizers for p in ampatch.master_params(one)]
@@ -234,7 +237,7 @@ def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_l
 
 
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
-def test_zero_grad_inside_the_block(opt_level, half, whose):
+def test_zero_grad_inside_the_block(opt_level, whose):
     """Before `backward`, where some put it: what was there is gone, not only set aside."""
 
     def program(run, step):
@@ -254,13 +257,13 @@ def test_zero_grad_inside_the_block(opt_level, half, whose):
         model = net(0)
         return [model], [sgd(model)]
 
-    follow(program, make, opt_level, half)
+    follow(program, make, opt_level)
 
 
 def test_a_step_inside_the_block_is_refused(opt_level):
     model = net(0)
     optimizer = sgd(model)
-    run = Mixed([model], [optimizer], opt_level, torch.float16)
+    run = Mixed([model], [optimizer], opt_level)
     before = [value.clone() for value in model.state_dict().values()]
     with pytest.raises(ampatch.AmpatchError, match="SGD.step.. inside the .*scale_loss block"):
         with ampatch.scale_loss(model(batch(0)).float().sum(), optimizer) as scaled:
@@ -277,7 +280,7 @@ def test_clipping_inside_the_block_is_reported_and_spoils_nothing(opt_level, cap
     for clips in (False, True):
         model = net(0)
         optimizer = sgd(model)
-        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=BF16, loss_scale=64.0)
+        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=HALF, loss_scale=64.0)
         with ampatch.scale_loss(model(batch(0)).float().sum(), optimizer) as scaled:
             scaled.backward()
             if clips:
@@ -290,11 +293,11 @@ def test_clipping_inside_the_block_is_reported_and_spoils_nothing(opt_level, cap
 
 
 @pytest.mark.parametrize("through", ["master_params", "model.parameters"])
-def test_clipping_what_delay_unscale_left(opt_level, half, through):
+def test_clipping_what_delay_unscale_left(opt_level, through):
     """The last block may have been delayed too: the norm is the unscaled gradients'."""
     model, plain, other = net(0), net(0), net(1)
     optimizer, second = sgd(model), sgd(other)
-    run = Mixed([model, other], [optimizer, second], opt_level, half)
+    run = Mixed([model, other], [optimizer, second], opt_level)
     for seed in (0, 1):
         run.backward(model(batch(seed)).float().square().sum(), optimizer, delay_unscale=True)
         plain(batch(seed)).square().sum().backward()

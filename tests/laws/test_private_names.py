@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import private_names
 import pytest
-from private_names import ALLOWED, ROOT, is_home, own_names, tree_of
-
-FILES = sorted(ROOT.rglob("*.py"))
+from private_names import ALLOWED, ROOT, is_home, losable, own_names, tree_of
+from warm_python import python
 
 
 @pytest.fixture(scope="module")
@@ -21,19 +16,27 @@ def torchs():
     return private_names.attributes_of_torch()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_names_of_torch_stand_in_one_place(path, torchs):
-    found = set(private_names.private_names(tree_of(path), own_names(), torchs))
-    assert is_home(path) or found - ALLOWED.keys() == set()
-
-
-def test_every_exception_is_used(torchs):
-    used = {
-        name
-        for path in FILES
-        for name in private_names.private_names(tree_of(path), own_names(), torchs)
+@pytest.fixture(scope="module")
+def met(torchs):
+    """The private names of torch in each file."""
+    own = own_names()
+    return {
+        path: set(private_names.private_names(tree_of(path), own, torchs))
+        for path in sorted(ROOT.rglob("*.py"))
     }
-    assert ALLOWED.keys() <= used
+
+
+def test_private_names_of_torch_stand_in_one_place(met):
+    elsewhere = {
+        str(path): found
+        for path, names in met.items()
+        if (found := names - ALLOWED.keys()) and not is_home(path)
+    }
+    assert elsewhere == {}
+
+
+def test_every_exception_is_used(met):
+    assert ALLOWED.keys() <= set().union(*met.values())
 
 
 @pytest.mark.parametrize(
@@ -59,53 +62,28 @@ def test_names_of_our_own_are_not_torchs(line, torchs):
     assert not list(private_names.private_names(ast.parse(line), own_names(), torchs))
 
 
-def _losable() -> list[str]:
-    """All that stands in the homes, but for what only looks like a name of torch."""
-    own = own_names()
-    found = {
-        name
-        for path in FILES
-        if is_home(path)
-        for name in private_names.private_names(tree_of(path), own, frozenset())
-    }
-    return sorted(found - ALLOWED.keys())
+def trained_without(*names: str) -> str:
+    """What a training prints in a process whose torch lacks these names, or how it fails."""
+    done = python("-W", "error", Path(private_names.__file__).with_name("train_without.py"), *names)
+    return done.stdout if done.returncode == 0 else done.stderr
 
 
 @pytest.fixture(scope="module")
-def train_without():
-    """`train_without(name)`: training in a process whose torch lacks the name."""
-    helpers = Path(private_names.__file__).parent
-    paths = [str(ROOT.parent), str(helpers), os.environ.get("PYTHONPATH", "")]
-    server = subprocess.Popen(
-        [sys.executable, "-W", "error", str(helpers / "train_without.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
-
-    def ask(name: str) -> dict:
-        server.stdin.write(f"{name}\n")
-        server.stdin.flush()
-        return json.loads(server.stdout.readline())
-
-    yield ask
-    server.stdin.close()
-    server.stdout.close()
-    server.wait(timeout=60)
+def unbroken():
+    return trained_without()
 
 
-@pytest.fixture(scope="module")
-def unbroken(train_without):
-    found = {how: train_without(how) for how in ("", "plain ")}
-    assert all("error" not in one for one in found.values()), found
-    return found
+@pytest.mark.parametrize("names", losable(), ids=lambda names: f"{names[0]} and {len(names) - 1}")
+def test_the_loss_of_a_private_name_breaks_no_training(names, unbroken):
+    """Names are lost together, and one by one where that breaks something."""
+    assert unbroken.startswith("["), unbroken
+    together = [name for name in names if name != "_VF"]
+    if trained_without(*together) != unbroken:
+        alone = {name: trained_without(name) for name in together}
+        assert {name: found for name, found in alone.items() if found != unbroken} == {}
 
 
-@pytest.mark.parametrize("name", _losable())
-def test_the_loss_of_a_private_name_breaks_no_training(name, train_without, unbroken):
-    # torch's recurrent layers call their kernels by this name: without it they have another way.
-    how = "plain " if name == "_VF" else ""
-    found = train_without(f"{how}{name}")
-    assert "error" not in found, found["error"]
-    assert found == unbroken[how]
+def test_recurrent_layers_have_another_way_without_their_kernels():
+    """torch's recurrent layers call their kernels by this name: their numbers are not compared."""
+    expected = trained_without("plain")
+    assert expected.startswith("[") and trained_without("plain", "_VF") == expected

@@ -22,6 +22,8 @@ ROWS = [
     for row in TABLE
     for level in row.levels
     for half in row.halves
+    # O3 has one scale in both types: what differs is what half can hold, which FP32 is asked about.
+    if (level, half, row.against) != ("O3", "fp16", "by hand") or row.halves == ("fp16",)
 ]
 
 
@@ -40,8 +42,9 @@ def check(row: Situation, level: str, half: str, caplog: pytest.LogCaptureFixtur
         return
     oracle = ByHand("O0" if row.against == "FP32" else level, HALVES[half])
     expected = everything(row, oracle)
-    with caplog.at_level(logging.INFO, logger="ampatch"):
-        found = everything(row, ours)
+    if row.says:
+        caplog.set_level(logging.INFO, logger="ampatch")
+    found = everything(row, ours)
     for index, (want, have) in enumerate(zip(expected, found, strict=True)):
         what = f"number {index} of {len(oracle.seen)} recorded and {len(expected)} in all"
         assert (want.shape, want.device) == (have.shape, have.device), what

@@ -1,34 +1,160 @@
-"""`optimizer.step(closure)`: ordinary optimizers, LBFGS, the user's own; overflows inside."""
+"""`optimizer.step(closure)`: the optimizer calls the closure late, often, or never.
+
+Trainings at every level against a loop by hand are in `tests/laws/situations_optimizers.py`.  Here:
+what an overflow or an exception leaves behind is what was there before, of weights, state and the
+optimizer's own numbers.
+"""
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import BAD, backward, close, data, everything, float_grads, grads, same, start
+from small_training import backward, close, data, everything, float_grads, grads, same, seeded
+from small_training import start as started
 from torch import nn
 
 import ampatch
+from ampatch.scaling.optimizers.closures import torch_optimizers
+from ampatch.scaling.optimizers.snapshots import Snapshot
 
 
-def closure_of(model, optimizer, factors=None, batch=None, seen=None):
-    """A closure whose nth evaluation multiplies the loss by the nth of `factors` (then 1)."""
-    factors = iter(factors or [])
+class Base(torch.optim.Optimizer):
+    """Optimizers of the user's own; `k` counts in the group, `calls` on the optimizer."""
 
-    def closure():
-        optimizer.zero_grad()
-        loss = backward(model, optimizer, batch or data(), next(factors, 1.0))
-        if seen is not None:
-            seen.append(loss)
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0})
+        self.calls = 0
+        self.history = collections.deque(maxlen=3)
+
+    def weights(self):
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def count(self):
+        self.calls += 1
+        self.param_groups[0]["k"] += 1
+
+    def descend(self):
+        for param in self.weights():
+            param.sub_(param.grad, alpha=self.defaults["lr"])
+            state = self.state[param]
+            state.setdefault("sums", [torch.zeros_like(param)])[0].add_(param.grad)
+            state.setdefault("nested", {"norms": []})["norms"].append(param.grad.norm())
+            self.history.append(param.grad.clone())
+
+
+class ZeroFirst(Base):
+    """Empties the gradients, then asks for them."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.count()
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        self.descend()
         return loss
 
-    return closure
+
+class ZeroFirstByHand(ZeroFirst):
+    """As many scripts do it."""
+
+    def zero_grad(self, set_to_none=True):
+        for param in self.weights():
+            param.grad = None
 
 
-OPTIMIZERS = {
+class Extragradient(Base):
+    """Steps with the gradient of where a first step would lead."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.count()
+        found = [param.clone() for param in self.weights()]
+        with torch.enable_grad():
+            loss = closure()
+        for param in self.weights():
+            param.sub_(param.grad, alpha=self.defaults["lr"])
+        with torch.enable_grad():
+            closure()
+        for param, value in zip(self.weights(), found, strict=True):
+            param.copy_(value)
+        self.descend()
+        return loss
+
+
+class MoveFirst(Base):
+    """Looks ahead before it asks at all."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.count()
+        for param in self.weights():
+            self.state[param].setdefault("speed", torch.zeros_like(param))
+            param.add_(self.state[param]["speed"], alpha=0.5)
+        with torch.enable_grad():
+            loss = closure()
+        for param in self.weights():
+            self.state[param]["speed"].mul_(0.5).sub_(param.grad, alpha=self.defaults["lr"])
+        self.descend()
+        return loss
+
+
+class SwapsData(Base):
+    """Evaluates in other memory, which it puts in the place of the weights'."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.count()
+        for param in self.weights():
+            self.state[param]["old"] = param.data
+            param.data = param.data + 0.01
+        with torch.enable_grad():
+            loss = closure()
+        for param in self.weights():
+            param.data = self.state[param].pop("old")
+        self.descend()
+        return loss
+
+
+class SamWithHalves(Base):
+    """Has SAM's halves, and a `step` that does not use them."""
+
+    @torch.no_grad()
+    def first_step(self):
+        raise AssertionError
+
+    second_step = first_step
+
+    @torch.no_grad()
+    def step(self, closure):
+        return Extragradient.step(self, closure)
+
+
+class Forgiving(Base):
+    """Goes on where an evaluation raised, whatever that was."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.count()
+        try:
+            with torch.enable_grad():
+                loss = closure()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            loss = None
+        self.descend()
+        return loss
+
+
+TORCHS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adam": (torch.optim.Adam, {"lr": 0.01}),
     "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
@@ -37,17 +163,96 @@ OPTIMIZERS = {
 }
 LBFGS = {"lr": 1.0, "max_iter": 8, "history_size": 5}
 SEARCHES = [None, "strong_wolfe"]
+OWN = [ZeroFirst, ZeroFirstByHand, Extragradient, MoveFirst, SwapsData, SamWithHalves, Forgiving]
+KINDS = {
+    **TORCHS,
+    "LBFGS": (torch.optim.LBFGS, LBFGS),
+    "LBFGS, search": (torch.optim.LBFGS, {**LBFGS, "line_search_fn": "strong_wolfe"}),
+    **{kind.__name__: (kind, {"lr": 0.1}) for kind in OWN},
+}
+EVALUATIONS = {"Extragradient": (0, 1), "SamWithHalves": (0, 1)}
+EVALUATIONS |= {"LBFGS": (0, 1, 3), "LBFGS, search": (0, 1, 3)}
+FAULTS = [(kind, faulty) for kind in KINDS for faulty in EVALUATIONS.get(kind, (0,))]
 
 
-# Ordinary optimizers
+def start(kind, level="O2", half=torch.float16, **settings):
+    """A model and an optimizer of a kind, or of a class; `level` None is without ampatch."""
+    make, options = KINDS[kind] if isinstance(kind, str) else (kind, {"lr": 0.1})
+    if level is not None:
+        return started(level, make, half, options=options, **settings)
+    model = seeded()
+    return model, make(model.parameters(), **options)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_closure_is_the_loop_in_other_words(opt_level, half, kind):
-    optimizer_class, options = OPTIMIZERS[kind]
+def closure_of(model, optimizer, factors=(), zeroes=True, seen=None, batch=None):
+    """A closure whose nth evaluation multiplies the loss by the nth of `factors` (then 1)."""
+    factors, batch = iter(factors), batch or data()
+
+    def closure():
+        if zeroes:
+            optimizer.zero_grad()
+        factor = next(factors, 1.0)
+        if ampatch.session.session.registry.sessions:
+            loss = backward(model, optimizer, batch, factor)
+        else:
+            loss = F.mse_loss(model(batch[0]), batch[1]) * factor
+            loss.backward()
+        if seen is not None:
+            seen.append(loss)
+        return loss
+
+    return closure
+
+
+def values(optimizer):
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def everything_of(model, optimizer):
+    """Copies of all there is to change, nested state and counters among it."""
+
+    def flat(value):
+        if isinstance(value, torch.Tensor):
+            return [value.detach().clone()]
+        if isinstance(value, dict):
+            return [item for entry in value.values() for item in flat(entry)]
+        if isinstance(value, (list, collections.deque)):
+            return [torch.tensor(len(value)), *(item for entry in value for item in flat(entry))]
+        return [torch.tensor(value)] if isinstance(value, (int, float)) else []
+
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    own = {name: vars(optimizer).get(name) for name in ("calls", "history")}
+    found = flat(groups) + flat(dict(optimizer.state)) + flat(own)
+    return [*found, *everything(model, optimizer)]
+
+
+# As without ampatch
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_trains_as_in_float(kind):
+    zeroes = not kind.__name__.startswith("ZeroFirst")
+    runs = []
+    for where in (None, "O2"):
+        model, optimizer = start(kind, where)
+        seen = []
+        for _ in range(5):
+            optimizer.step(closure_of(model, optimizer, zeroes=zeroes, seen=seen))
+        runs.append((values(optimizer), len(seen), optimizer.calls))
+    (plain, *counts), (ours, *our_counts) = runs
+    assert counts == our_counts
+    assert close(ours, plain)
+    assert ampatch.step_counts(optimizer) == (5, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [*((kind, "O2") for kind in TORCHS), ("SGD", "O0"), ("SGD", "O1"), ("SGD", "O3")],
+)
+def test_a_closure_is_the_loop_in_other_words(kind, level):
     results = []
     for with_closure in (True, False):
-        model, optimizer = start(opt_level, optimizer_class, half, options=options)
+        model, optimizer = start(kind, level)
         losses = []
         for _ in range(4):
             closure = closure_of(model, optimizer)
@@ -61,10 +266,39 @@ def test_a_closure_is_the_loop_in_other_words(opt_level, half, kind):
     assert same(*results)
 
 
+def least_squares(level=None, dtype=torch.float16, search=None):
+    """Losses of a regression with an exact solution, and the weights in FP32."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    inputs = torch.randn(24, 6)
+    batch = inputs, inputs @ torch.randn(6, 2) + 0.5
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), lr=1.0 if search else 0.5, line_search_fn=search
+    )
+    if level is not None:
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+    closure = closure_of(model, optimizer, batch=batch)
+    losses = [optimizer.step(closure).item() for _ in range(6)]
+    losses.append(F.mse_loss(model(inputs).float(), batch[1]).item())
+    ampatch.deactivate()
+    return losses, torch.cat([value.flatten() for value in model.state_dict().values()])
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lbfgs_converges_near_the_float_run(level, half, search):
+    plain, weights = least_squares(search=search)
+    assert plain[-1] < 1e-6 * plain[0]
+    losses, found = least_squares(level, half, search)
+    resolution = torch.finfo(half).eps
+    assert losses[-1] < max(1e-6, 4 * resolution**2) * plain[0] and math.isfinite(losses[-1])
+    assert torch.allclose(found, weights, atol=max(1e-3, 4 * resolution))
+
+
 @pytest.mark.parametrize("how", ["position", "keyword"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_closure_runs_once_with_casts_and_gradients_on(level, how):
-    model, optimizer = start(level)
+    model, optimizer = start("SGD", level)
     seen = []
 
     def closure():
@@ -112,8 +346,6 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
 
 def test_torch_optimizers_evaluate_once():
     """All but LBFGS, which is why no copy of weights and state is made for them."""
-    from ampatch.scaling.optimizers.closures import torch_optimizers
-
     assert torch.optim.LBFGS not in torch_optimizers() and len(torch_optimizers()) >= 12
     for kind in torch_optimizers():
         weight = nn.Parameter(torch.ones(2, 2))
@@ -130,198 +362,8 @@ def test_torch_optimizers_evaluate_once():
         assert len(at) == 1 and torch.equal(at[0], torch.ones(2, 2)), kind
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_skips_the_step_and_gives_back_the_loss(level, kind, bad):
-    optimizer_class, options = OPTIMIZERS[kind]
-    model, optimizer = start(level, optimizer_class, options=options)
-    optimizer.step(closure_of(model, optimizer))
-    before, seen = everything(model, optimizer), []
-    result = optimizer.step(closure_of(model, optimizer, [bad], seen=seen))
-    assert result is seen[0] and len(seen) == 1
-    assert same(everything(model, optimizer), before)
-    assert ampatch.step_was_skipped(optimizer) and ampatch.loss_scale() == 512.0
-    assert ampatch.step_counts(optimizer) == (1, 1, 1)
-    optimizer.step(closure_of(model, optimizer))
-    assert not same(everything(model, optimizer), before)
-
-
-# LBFGS
-
-
-def least_squares(level=None, dtype=torch.float16, steps=6, search=None, scheduled=True):
-    """Losses of a regression with an exact solution, and the weights in FP32."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 2)
-    inputs = torch.randn(24, 6)
-    targets = inputs @ torch.randn(6, 2) + 0.5
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), lr=1.0 if search else 0.5, line_search_fn=search
-    )
-    if level is not None:
-        ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(inputs).float(), targets)
-        if level is None:
-            loss.backward()
-        else:
-            with ampatch.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(steps)]
-    losses.append(F.mse_loss(model(inputs).float(), targets).item())
-    weights = torch.cat([value.flatten() for value in model.state_dict().values()])
-    ampatch.deactivate()
-    return losses, weights
-
-
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_lbfgs_converges_near_the_float_run(level, half, search):
-    plain, weights = least_squares(search=search)
-    assert plain[-1] < 1e-6 * plain[0]
-    losses, found = least_squares(level, half, search=search)
-    resolution = torch.finfo(torch.float32 if level == "O0" else half).eps
-    assert losses[-1] < max(1e-6, 4 * resolution**2) * plain[0] and math.isfinite(losses[-1])
-    assert torch.allclose(found, weights, atol=max(1e-3, 4 * resolution))
-
-
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("faulty", [0, 1, 3])
-def test_an_overflow_in_any_evaluation_puts_all_back(level, search, faulty):
-    model, optimizer = start(level, torch.optim.LBFGS, options={**LBFGS, "line_search_fn": search})
-    optimizer.step(closure_of(model, optimizer))  # so that there is a history
-    before, state = everything(model, optimizer), lbfgs_state(optimizer)
-    seen = []
-    factors = [1.0] * faulty + [math.inf]
-    batch = data(5)
-    result = optimizer.step(closure_of(model, optimizer, factors, batch, seen))
-    assert len(seen) == faulty + 1 and result is seen[0]
-    assert same(everything(model, optimizer), before)
-    assert_equal(lbfgs_state(optimizer), state)
-    assert ampatch.step_was_skipped(optimizer) and ampatch.step_counts(optimizer) == (1, 1, 1)
-    assert ampatch.loss_scale() == 512.0
-    if level == "O2":
-        halves = list(model.parameters())
-        masters = list(ampatch.master_params(optimizer))
-        assert all(torch.equal(h, m.to(h.dtype)) for h, m in zip(halves, masters, strict=True))
-    last = [optimizer.step(closure_of(model, optimizer, batch=batch)) for _ in range(3)][-1]
-    assert last < seen[0] and all(t.isfinite().all() for t in everything(model, optimizer))
-
-
-def lbfgs_state(optimizer):
-    """A copy of the whole state, lists and numbers too."""
-    (state,) = optimizer.state.values()
-    return {
-        key: value.clone()
-        if isinstance(value, torch.Tensor)
-        else [item.clone() if isinstance(item, torch.Tensor) else item for item in value]
-        if isinstance(value, list)
-        else value
-        for key, value in state.items()
-    }
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys() and "old_dirs" in found
-    for key, value in expected.items():
-        if isinstance(value, list):
-            assert len(found[key]) == len(value), key
-            pairs = zip(found[key], value, strict=True)
-        else:
-            pairs = [(found[key], value)]
-        for one, other in pairs:
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, key
-
-
-# Exceptions inside
-
-
-class Stop(BaseException):
-    """As KeyboardInterrupt: no `Exception`."""
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Stop])
-@pytest.mark.parametrize("faulty", [0, 2])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_in_a_closure_puts_all_back(level, faulty, error):
-    model, optimizer = start(level, torch.optim.LBFGS, options=LBFGS)
-    optimizer.step(closure_of(model, optimizer))
-    before, state = everything(model, optimizer), lbfgs_state(optimizer)
-    count = itertools.count()
-
-    def closure():
-        loss = closure_of(model, optimizer, batch=data(5))()
-        if next(count) == faulty:
-            raise error
-        return loss
-
-    with pytest.raises(error):
-        optimizer.step(closure)
-    assert same(everything(model, optimizer), before)
-    assert_equal(lbfgs_state(optimizer), state)
-    assert ampatch.step_counts(optimizer) == (1, 0, 0)
-    weight = next(model.parameters()) if level == "O1" else torch.ones(2, 4)
-    out = F.linear(torch.ones(1, 4), weight)
-    assert out.dtype is (torch.float16 if level == "O1" else torch.float32)
-    optimizer.step(closure_of(model, optimizer))
-    assert ampatch.step_counts(optimizer) == (2, 0, 0)
-
-
-# Optimizers of the user's own
-
-
-class TwoSteps(torch.optim.Optimizer):
-    """SAM-like: climbs by the first gradient, descends from where it was by the second."""
-
-    def __init__(self, params, lr=0.1, rho=0.05):
-        super().__init__(params, {"lr": lr, "rho": rho})
-
-    @torch.no_grad()
-    def step(self, closure):
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        params = [param for group in self.param_groups for param in group["params"]]
-        climbs = [param.grad * self.defaults["rho"] for param in params]
-        for param, climb in zip(params, climbs, strict=True):
-            param.add_(climb)
-        closure()
-        for param, climb in zip(params, climbs, strict=True):
-            param.sub_(climb).sub_(param.grad, alpha=self.defaults["lr"])
-            self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
-        return loss
-
-
-def test_two_evaluations_as_in_float(half):
-    model, optimizer = start("O0", TwoSteps)
-    for _ in range(5):
-        expected = optimizer.step(closure_of(model, optimizer)).item()
-    for level in ("O1", "O2"):
-        model, optimizer = start(level, TwoSteps, half)
-        for _ in range(5):
-            found = optimizer.step(closure_of(model, optimizer)).item()
-        assert found == pytest.approx(expected, rel=2e-2)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("faulty", [0, 1])
-def test_two_evaluations_of_which_one_overflows(level, faulty):
-    model, optimizer = start(level, TwoSteps)
-    optimizer.step(closure_of(model, optimizer))
-    before = everything(model, optimizer)
-    optimizer.step(closure_of(model, optimizer, [1.0] * faulty + [math.nan]))
-    assert ampatch.step_was_skipped(optimizer) and same(everything(model, optimizer), before)
-    assert [state["steps"] for state in optimizer.state.values()] == [1] * 4
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_closure_may_do_without_scale_loss(level):
-    model, optimizer = start(level, dtype=torch.bfloat16)
+def test_a_closure_may_do_without_scale_loss():
+    model, optimizer = start("SGD", half=torch.bfloat16)
 
     def closure():
         optimizer.zero_grad()
@@ -335,13 +377,316 @@ def test_a_closure_may_do_without_scale_loss(level):
 
 
 def test_a_closure_that_delays_the_unscaling():
-    model, optimizer = start("O2", options={"lr": 1.0})
-    before = [p.detach().clone() for p in ampatch.master_params(optimizer)]
+    model, optimizer = started("O2", options={"lr": 1.0})
+    before = values(optimizer)
 
     def closure():
         optimizer.zero_grad()
         return backward(model, optimizer, data(), delay_unscale=True)
 
     optimizer.step(closure)
-    moved = [a - b.detach() for a, b in zip(before, ampatch.master_params(optimizer), strict=True)]
-    assert close(moved, float_grads(data()))
+    assert close(list(map(torch.sub, before, values(optimizer))), float_grads(data()))
+
+
+# Overflows and exceptions
+
+
+@pytest.mark.parametrize(("level", "bad", "steps"), [("O1", math.nan, 0), ("O2", math.inf, 2)])
+@pytest.mark.parametrize("kind, faulty", FAULTS)
+def test_an_overflow_is_one_skipped_step_and_leaves_no_trace(kind, faulty, level, bad, steps):
+    """In any evaluation, with and without a state before; the result is the first loss."""
+    model, optimizer = start(kind, level)
+    for _ in range(steps):
+        optimizer.step(closure_of(model, optimizer))
+    before, seen = everything_of(model, optimizer), []
+    places = [param.data_ptr() for param in ampatch.master_params(optimizer)]
+    factors, batch = [1.0] * faulty + [bad], data(5)
+    result = optimizer.step(closure_of(model, optimizer, factors, seen=seen, batch=batch))
+    assert result is seen[0] and len(seen) == faulty + 1
+    assert same(everything_of(model, optimizer), before)
+    assert places == [param.data_ptr() for param in ampatch.master_params(optimizer)]
+    assert ampatch.step_was_skipped(optimizer) and ampatch.loss_scale() == 512.0
+    assert ampatch.step_counts(optimizer) == (steps, 1, 1)
+    last = [optimizer.step(closure_of(model, optimizer, batch=batch)) for _ in range(3)][-1]
+    assert faulty == 0 or last < seen[0]
+    assert all(value.isfinite().all() for value in values(optimizer))
+    assert not same(everything_of(model, optimizer), before)
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt: no `Exception`."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "faulty", "error", "level"),
+    [
+        *((*fault, KeyboardInterrupt, "O2") for fault in FAULTS),
+        *(("LBFGS", 2, error, "O1") for error in (ValueError, KeyboardInterrupt, Stop)),
+    ],
+)
+def test_an_exception_in_a_closure_leaves_no_trace(kind, faulty, error, level):
+    model, optimizer = start(kind, level)
+    optimizer.step(closure_of(model, optimizer))
+    before, count = everything_of(model, optimizer), itertools.count()
+    inner = closure_of(model, optimizer, batch=data(5))
+
+    def closure():
+        loss = inner()
+        if next(count) == faulty:
+            raise error
+        return loss
+
+    with pytest.raises(error):
+        optimizer.step(closure)
+    assert same(everything_of(model, optimizer), before)
+    assert ampatch.step_counts(optimizer) == (1, 0, 0)
+    weight = next(model.parameters()) if level == "O1" else torch.ones(2, 4)
+    out = F.linear(torch.ones(1, 4), weight)  # casts are on again, or off
+    assert out.dtype is (torch.float16 if level == "O1" else torch.float32)
+    optimizer.step(closure_of(model, optimizer))
+    assert ampatch.step_counts(optimizer) == (2, 0, 0)
+
+
+class NeverAsks(Base):
+    """Takes a closure because its base class does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count()
+        self.descend()
+
+
+@pytest.mark.parametrize("kind", [NeverAsks, torch.optim.SGD])
+def test_gradients_from_before_the_step_count(kind):
+    """The closure is not called, or only runs a forward: earlier gradients' overflow is seen."""
+    model, optimizer = start(kind)
+
+    def forward_only():
+        with torch.no_grad():
+            return F.mse_loss(model(data()[0]).float(), data()[1])
+
+    before = values(optimizer)
+    closure_of(model, optimizer, [math.inf])()
+    optimizer.step(forward_only)
+    assert same(values(optimizer), before) and ampatch.step_counts(optimizer) == (0, 1, 1)
+    assert not optimizer.state
+    closure_of(model, optimizer)()
+    optimizer.step(forward_only)
+    descent = [old - 0.1 * grad for old, grad in zip(before, float_grads(data()), strict=True)]
+    assert close(values(optimizer), descent)
+    assert ampatch.step_counts(optimizer) == (1, 1, 0)
+
+
+def test_the_order_of_events_is_the_optimizers():
+    """torch's own: hooks, closure, update; a zero-first one: zeroed before the closure."""
+    events = []
+    model, optimizer = start(ZeroFirst, "O1")
+    optimizer.register_step_pre_hook(lambda *args: events.append("hook"))
+    closure_of(model, optimizer)()
+
+    def closure():
+        events.append([param.grad for param in optimizer.weights()] == [None] * 4)
+        return closure_of(model, optimizer, zeroes=False)()
+
+    optimizer.step(closure)
+    assert events == ["hook", True]
+
+
+class WithoutGradients(Base):
+    """Compares losses at perturbed weights, as zeroth-order ones do."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        return closure()
+
+
+def test_whether_gradients_are_recorded_is_for_the_optimizer_to_say():
+    model, optimizer = start(WithoutGradients)
+    optimizer.step(lambda: model(data()[0]).sum() if not torch.is_grad_enabled() else 1 / 0)
+    assert ampatch.step_counts(optimizer) == (1, 0, 0)
+
+
+class OfOptions(Base):
+    """Takes its closure in a dict of options, and another one beside it."""
+
+    @torch.no_grad()
+    def step(self, options, check=None):
+        with torch.enable_grad():
+            loss = options["closure"]()
+        if check is not None:
+            check()
+        self.descend()
+        return loss
+
+
+@pytest.mark.parametrize("where", ["closure", "check"])
+def test_closures_in_other_places(where):
+    model, optimizer = start(OfOptions, "O1")
+    dtypes = []
+
+    def check():
+        dtypes.append(F.linear(torch.ones(1, 4), next(model.parameters())).dtype)
+
+    def closure():
+        if where == "closure":
+            check()
+        return closure_of(model, optimizer)()
+
+    optimizer.step({"closure": closure, "eps": 1.0}, check=check if where == "check" else None)
+    assert dtypes == [torch.float16]
+    before = everything_of(model, optimizer)
+    optimizer.step({"closure": closure_of(model, optimizer, [math.inf])})
+    assert same(everything_of(model, optimizer), before)
+    assert ampatch.step_counts(optimizer) == (1, 1, 1)
+
+
+def test_a_step_inside_a_step():
+    """A wrapper and what it wraps are both managed; the wrapper's overflow ends both steps."""
+
+    class Around(Base):
+        def __init__(self, params):
+            super().__init__(params)
+            self.inner = torch.optim.LBFGS(self.param_groups[0]["params"], lr=0.1, max_iter=2)
+
+        @torch.no_grad()
+        def step(self, closure):
+            self.count()
+            return self.inner.step(closure) + 0
+
+    model = seeded()
+    optimizer = Around(model.parameters())
+    ampatch.initialize(model, [optimizer, optimizer.inner], opt_level="O1", verbosity=0)
+    before = everything_of(model, optimizer)
+    for faulty in (0, 1):
+        optimizer.step(closure_of(model, optimizer, [1.0] * faulty + [math.inf]))
+        assert same(everything_of(model, optimizer), before)
+        assert not optimizer.inner.state
+    assert ampatch.step_counts(optimizer) == (0, 2, 2)
+    assert optimizer.step(closure_of(model, optimizer)).isfinite()
+    assert ampatch.step_counts(optimizer) == (1, 2, 0)
+
+
+# A class whose step is replaced
+
+
+def test_a_step_of_the_class_replaced_later_is_called(monkeypatch):
+    """`torch.optim.SGD.step` patched after `initialize`, by a function or by a mock."""
+    model, optimizer = start("SGD")
+    before, calls = values(optimizer), []
+
+    def step(self, closure=None):
+        calls.append(self)
+        for param in ampatch.master_params(self):
+            param.data.add_(1.0)
+        return "patched"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", step)
+        closure_of(model, optimizer)()
+        assert optimizer.step() == "patched" and calls == [optimizer]
+        assert same(values(optimizer), [old + 1.0 for old in before])
+        closure_of(model, optimizer, [math.inf])()
+        assert optimizer.step() is None and len(calls) == 1
+    with mock.patch.object(torch.optim.SGD, "step") as mocked:
+        closure_of(model, optimizer)()
+        optimizer.step()
+    mocked.assert_called_once_with()
+    before = values(optimizer)
+    closure_of(model, optimizer)()
+    optimizer.step()
+    assert not same(values(optimizer), before)
+    assert ampatch.step_counts(optimizer) == (3, 1, 0)
+
+
+def test_a_patched_class_may_move_before_it_asks(monkeypatch):
+    """What torch's own optimizers promise holds only for their own `step`."""
+    model, optimizer = start("SGD", "O1")
+
+    def step(self, closure):
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(1.0)
+        return closure()
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    before = values(optimizer)
+    optimizer.step(closure_of(model, optimizer, [math.inf]))
+    assert same(values(optimizer), before) and ampatch.step_was_skipped(optimizer)
+
+
+# What goes back, and how
+
+
+def test_lazily_made_state_and_tensor_settings_go_back():
+    class Scheduled(Base):
+        @torch.no_grad()
+        def step(self, closure):
+            self.param_groups[0]["lr"].mul_(0.5)
+            self.param_groups[0]["betas"] = (0.1, [torch.ones(1)])
+            self.made = True
+            with torch.enable_grad():
+                return closure()
+
+    lr = torch.tensor(0.1)
+    model, optimizer = started("O1", Scheduled, options={"lr": lr})
+    optimizer.step(closure_of(model, optimizer, [math.inf]))
+    assert lr.item() == pytest.approx(0.1) and optimizer.param_groups[0]["lr"] is lr
+    assert "betas" not in optimizer.param_groups[0] and not hasattr(optimizer, "made")
+
+
+class KeepsWhatCannotBeWritten(Base):
+    """Attributes whose memory torch or numpy refuses to write, before one that changes."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.scale = torch.ones(1)
+        self.spread = self.scale.expand(5)
+        with torch.inference_mode():
+            self.constant = torch.ones(2)
+        self.table = np.broadcast_to(np.ones(1), (5,))
+        self.number = np.float64(0.5)
+        self.total = torch.zeros(1)
+
+    @torch.no_grad()
+    def step(self, closure):
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            self.count()
+            self.descend()
+            self.total += 1
+            self.scale += 1
+        return loss
+
+
+def test_attributes_that_cannot_be_written_go_back_with_all_others():
+    model, optimizer = start(KeepsWhatCannotBeWritten, "O1")
+    before = values(optimizer)
+    optimizer.step(closure_of(model, optimizer, (1.0, math.inf)))
+    assert ampatch.step_was_skipped(optimizer)
+    assert same(before, values(optimizer))
+    assert (optimizer.calls, optimizer.total.item(), optimizer.scale.item()) == (0, 0, 1)
+    assert optimizer.spread.tolist() == optimizer.table.tolist() == [1.0] * 5
+    assert optimizer.number == 0.5 and optimizer.constant.tolist() == [1.0, 1.0]
+    assert not optimizer.state and not optimizer.history
+
+
+class Stubborn(torch.Tensor):
+    """Takes no values once it is `sealed`."""
+
+    sealed = False
+
+    def copy_(self, *args):
+        if Stubborn.sealed:
+            raise RuntimeError("this tensor is sealed")
+        return super().copy_(*args)
+
+
+def test_one_value_that_cannot_go_back_keeps_no_other_from_it(monkeypatch):
+    stubborn, other = torch.zeros(2).as_subclass(Stubborn), torch.zeros(2)
+    monkeypatch.setattr(Stubborn, "sealed", True)
+    snapshot = Snapshot((stubborn, other))
+    other += 1
+    with pytest.raises(RuntimeError, match="this tensor is sealed"):
+        snapshot.restore()
+    assert other.tolist() == [0.0, 0.0]

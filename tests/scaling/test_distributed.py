@@ -1,12 +1,15 @@
-"""Two gloo ranks on the CPU: DistributedDataParallel and a shared overflow flag."""
+"""Two gloo ranks on the CPU: DistributedDataParallel, averages by hand, a shared overflow flag."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ddp_training import backward, batch, build, everything
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
@@ -14,92 +17,20 @@ from ampatch.session.registry import registry
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
-
-def train_under_ddp(rank: int, level: str) -> dict:
-    """Steps with different data per rank; rank 1 overflows in the third, if anybody looks."""
-    overflows = rank == 1 and level != "O3"  # O3's scale is static
-    model, optimizer = build(seed=rank)  # DDP's broadcast makes the ranks equal
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    parallel = DistributedDataParallel(model)
-    skipped = []
-    for number in range(5):
-        optimizer.zero_grad()
-        backward(parallel, optimizer, 10 * rank + number, poison=overflows and number == 2)
-        optimizer.step()
-        skipped.append(amp.step_was_skipped(optimizer))
-    return {"weights": everything(model, optimizer), "skipped": skipped, "scale": amp.loss_scale()}
+DYNAMIC = {"loss_scale": "dynamic", "init_scale": 64.0, "verbosity": 0}
 
 
-def accumulate_under_ddp(rank: int, level: str) -> dict:
-    """Two micro-batches, the first within `no_sync`."""
-    model, optimizer = build(seed=0)
-    amp.initialize(
-        model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=128.0
-    )
-    parallel = DistributedDataParallel(model)
-    with parallel.no_sync():
-        backward(parallel, optimizer, rank, weight=0.5)
-    backward(parallel, optimizer, 10 + rank, weight=0.5)
-    return {"grads": [param.grad.clone() for param in amp.master_params(optimizer)]}
+def whole_batch(*numbers: int) -> list[torch.Tensor]:
+    """The FP32 gradients of the mean loss of these batches, in one process."""
+    model, _ = build(seed=0)
+    for number in numbers:
+        inputs, targets = batch(number)
+        (F.cross_entropy(model(inputs), targets) / len(numbers)).backward()
+    return [param.grad for param in model.parameters()]
 
 
-def accumulate_for_two_optimizers(rank: int, level: str) -> dict:
-    """As above, and a second optimizer updates the last layer too."""
-    model, optimizer = build(seed=0)
-    pair = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]
-    amp.initialize(
-        model, pair, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=128.0
-    )
-    parallel = DistributedDataParallel(model)
-    with parallel.no_sync():
-        backward(parallel, pair, rank, weight=0.5)
-    backward(parallel, pair, 10 + rank, weight=0.5)
-    return {"grads": [param.grad.clone() for param in amp.master_params(optimizer)]}
-
-
-def sharing_the_flag(rank: int, level: str) -> dict:
-    """Gradients that no DDP reduces; only the flag is shared, through `process_group`."""
-    model, optimizer = build(seed=0)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, process_group=dist.group.WORLD)
-    skipped = []
-    for number in range(3):
-        optimizer.zero_grad()
-        backward(model, optimizer, number, poison=rank == 1 and number == 1)
-        optimizer.step()
-        skipped.append(amp.step_was_skipped(optimizer))
-    return {"weights": everything(model, optimizer), "skipped": skipped, "scale": amp.loss_scale()}
-
-
-def sharing_the_flag_of_unequal_gradients(rank: int, level: str) -> dict:
-    """Each rank trains on data of its own; the delayed unscaling shares the flag too."""
-    model, optimizer = build(seed=0)
-    amp.initialize(
-        model,
-        optimizer,
-        opt_level=level,
-        init_scale=256.0,
-        process_group=dist.group.WORLD,
-        verbosity=0,
-    )
-    skipped, moved = [], []
-    for number in range(4):
-        optimizer.zero_grad()
-        before = everything(model, optimizer)
-        inputs, targets = batch(10 * rank + number)
-        bad = rank == number - 1  # rank 0 in the second step, rank 1 in the third
-        loss = F.cross_entropy(model(inputs), targets) * (float("nan") if bad else 1.0)
-        delay = number > 1
-        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        skipped.append(amp.step_was_skipped(optimizer))
-        moved.append(not all(map(torch.equal, before, everything(model, optimizer))))
-    return {
-        "skipped": skipped,
-        "moved": moved,
-        "scale": amp.loss_scale(),
-        "weights": everything(model, optimizer),
-    }
+def grads_of(model: nn.Module) -> list[torch.Tensor]:
+    return [param.grad.float().clone() for param in model.parameters()]
 
 
 def average(params) -> None:
@@ -109,45 +40,304 @@ def average(params) -> None:
         param.grad.data /= dist.get_world_size()
 
 
-def averaging_by_hand(rank: int, level: str, clip: str) -> dict:
+class Watch:
+    """What steps did: which were skipped and which moved weights, and where the scale went."""
+
+    def __init__(self, model, *optimizers) -> None:
+        self.model, self.optimizers = model, optimizers
+        self.skipped: list = []
+        self.moved: list = []
+        self.scales: list = []
+
+    def step(self) -> None:
+        before = everything(self.model, self.optimizers[0])
+        for optimizer in self.optimizers:
+            optimizer.step()
+        after = everything(self.model, self.optimizers[0])
+        self.skipped.append([amp.step_was_skipped(optimizer) for optimizer in self.optimizers])
+        self.moved.append(not all(map(torch.equal, before, after)))
+        self.scales.append((amp.loss_scale(), amp.state_dict()["loss_scaler0"]["unskipped"]))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def found(self) -> dict:
+        names = ("skipped", "moved", "scales")
+        return {name: getattr(self, name) for name in names} | {
+            "weights": everything(self.model, self.optimizers[0])
+        }
+
+
+def assert_equal_and_finite(one: dict, two: dict) -> None:
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+    assert all(bool(value.isfinite().all()) for value in one["weights"])
+    assert one["scales"] == two["scales"] and one["skipped"] == two["skipped"]
+
+
+# DistributedDataParallel
+
+
+def train_under_ddp(rank: int, level: str) -> dict:
+    """Steps with different data per rank; rank 1 overflows in the third, if anybody looks."""
+    overflows = rank == 1 and level != "O3"  # O3's scale is static
+    model, optimizer = build(seed=rank)  # DDP's broadcast makes the ranks equal
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    parallel, watch = DistributedDataParallel(model), Watch(model, optimizer)
+    for number in range(5):
+        backward(parallel, optimizer, 10 * rank + number, poison=overflows and number == 2)
+        watch.step()
+    return watch.found()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_ranks_agree_bit_by_bit_after_an_overflow_on_one(ranks, level):
+    one, two = ranks(train_under_ddp, level)
+    assert_equal_and_finite(one, two)
+    assert one["skipped"] == [[step == 2 and level != "O3"] for step in range(5)]
+
+
+def accumulate_under_ddp(rank: int, level: str, several: bool) -> list[torch.Tensor]:
+    """Two micro-batches, the first within `no_sync`; a second optimizer may share a layer."""
+    model, optimizer = build(seed=0)
+    given = [optimizer]
+    if several:
+        given.append(torch.optim.SGD(model[2].parameters(), lr=0.1))
+    amp.initialize(
+        model, given, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=128.0
+    )
+    parallel = DistributedDataParallel(model)
+    with parallel.no_sync():
+        backward(parallel, given, rank, weight=0.5)
+    backward(parallel, given, 10 + rank, weight=0.5)
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level, several):
+    one, two = ranks(accumulate_under_ddp, level, several)
+    for grad, expected in zip(one, whole_batch(0, 1, 10, 11), strict=True):
+        torch.testing.assert_close(grad, expected, atol=3e-3, rtol=0.05)
+    assert all(map(torch.equal, one, two))
+
+
+PASSES = 256
+
+
+class OneWeight(nn.Module):
+    """With a weight that gets gradients and one in FP32 beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return (self.weight * x).sum() + 0 * self.norm(x.expand(2, 4)).sum()
+
+
+def accumulate_many(rank: int, how: str) -> tuple:
+    """1 / PASSES from each pass of rank 0, three times as much on rank 1; the mean is 2."""
+    model = OneWeight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", init_scale=256.0, verbosity=0)
+    parallel = model if how == "by hand" else DistributedDataParallel(model)
+    x = torch.full((1, 4), (1.0 + 2.0 * rank) / PASSES)
+    for index in range(PASSES):
+        apart = how == "no_sync" and index < PASSES - 1
+        with parallel.no_sync() if apart else contextlib.nullcontext():
+            with amp.scale_loss(parallel(x), optimizer) as scaled_loss:
+                scaled_loss.backward()
+    if how == "by hand":
+        average(model.parameters())
+    grad = model.weight.grad.clone()
+    optimizer.step()
+    return grad, model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("how", ["no_sync", "by hand"])
+def test_accumulation_over_ranks_is_in_float32(ranks, how):
+    (one, first), (two, second) = ranks(accumulate_many, how)
+    assert one.dtype is torch.float32 and torch.equal(one, two) and torch.equal(first, second)
+    torch.testing.assert_close(one, torch.full((4,), 2.0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(first, 1.0 - one)
+
+
+def with_another_forward(rank: int, level: str | None, which: str) -> list:
+    """Every second pass is averaged; another forward comes between the model's and its pass."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    pair = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    if level is not None:
+        amp.initialize([model, other], pair, opt_level=level, init_scale=256.0, verbosity=0)
+    parallel = DistributedDataParallel(model)
+    second = parallel if which == "its own" else DistributedDataParallel(other)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(4):
+        inputs = torch.randn(8, 4, generator=generator)
+        with parallel.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+            loss = (parallel(inputs) - second(-inputs)).square().mean()
+            if level is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, pair) as scaled_loss:
+                    scaled_loss.backward()
+        pair[1].zero_grad()
+        if step % 2:
+            pair[0].step()
+            pair[0].zero_grad()
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("which", ["its own", "that of another model"])
+def test_another_forward_does_not_lose_what_no_sync_kept_back(which, ranks):
+    expected, _ = ranks(with_another_forward, None, which)
+    first, second = ranks(with_another_forward, "O2", which)
+    assert all(map(torch.equal, first, second))
+    for ours, theirs in zip(first, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=0)
+
+
+def wrapped_first(rank: int, level: str) -> dict:
+    """DDP before `initialize`, given either the wrapped model or what is in it."""
+    found = {}
+    for given in ("wrapper", "module"):
+        model, optimizer = build(seed=0)
+        parallel = DistributedDataParallel(model)
+        try:
+            target = parallel if given == "wrapper" else model
+            amp.initialize(target, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
+        except amp.AmpatchError as error:
+            found[given] = str(error)
+            continue
+        for number in range(4):
+            optimizer.zero_grad()
+            backward(parallel, optimizer, 100 * rank + number)
+            optimizer.step()
+        found[given] = everything(model, optimizer)
+        amp.deactivate()
+    return found
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_ddp_wrapped_first_works_or_is_refused(ranks, level):
+    one, two = ranks(wrapped_first, level)
+    for given in ("wrapper", "module"):
+        if level == "O3":
+            assert "already wrapped in DistributedDataParallel" in one[given]
+        else:
+            assert all(map(torch.equal, one[given], two[given]))
+
+
+def other_levels(rank: int, first: str, then: str) -> dict:
+    """A model in DDP gets another level."""
+    model, optimizer = build(seed=0)
+    amp.initialize(model, optimizer, opt_level=first, dtype=torch.bfloat16, verbosity=0)
+    parallel = DistributedDataParallel(model)
+    backward(parallel, optimizer, rank)
+    optimizer.step()
+    error = None
+    try:
+        amp.set_opt_level(model, then)
+    except amp.AmpatchError as refusal:
+        error = str(refusal)
+    for number in range(3):
+        optimizer.zero_grad()
+        backward(parallel, optimizer, 10 * rank + number)
+        optimizer.step()
+    return {"error": error, "weights": everything(model, optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("O0", "O2"), ("O2", "O1"), ("O1", "O3"), ("O3", "O0")]
+)
+def test_another_level_inside_ddp_changes_no_dtype(ranks, first, then):
+    """DDP would not average gradients of parameters that have another dtype than at first."""
+    one, two = ranks(other_levels, first, then)
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+    is_refused = "O3" in (first, then)
+    assert (one["error"] is not None) is is_refused
+    assert not is_refused or "is wrapped in DistributedDataParallel" in one["error"]
+
+
+def failing_block(rank: int, level: str, accumulated: bool) -> dict:
+    """Rank 1 raises in its block, after the backward pass; both then drop the batch."""
+    model, optimizer = build(seed=0)
+    amp.initialize(model, optimizer, opt_level=level, **DYNAMIC)
+    parallel, watch = DistributedDataParallel(model), Watch(model, optimizer)
+    backward(parallel, optimizer, rank)
+    watch.step()
+    if accumulated:
+        backward(parallel, optimizer, 10 + rank)
+    caught, casts = False, registry.state
+    try:
+        inputs, targets = batch(20 + rank)
+        with amp.scale_loss(F.cross_entropy(parallel(inputs), targets), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if rank == 1:
+                raise ValueError("bad batch")
+    except ValueError:
+        caught = not casts.per_thread and not casts.thread.stack  # it has left no casts
+    if caught and not accumulated:
+        before = everything(model, optimizer)
+        optimizer.step()  # nothing is there to step with
+        assert all(map(torch.equal, before, everything(model, optimizer)))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()  # unscales what waits
+    optimizer.zero_grad()
+    for number in range(30, 34):
+        backward(parallel, optimizer, number + 100 * rank)
+        watch.step()
+    return watch.found() | {"caught": caught, "norm": norm}
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O3"])  # gradients in FP32, and in half
+def test_an_exception_on_one_rank_leaves_the_ranks_equal(ranks, level, accumulated):
+    one, two = ranks(failing_block, level, accumulated)
+    assert (one["caught"], two["caught"]) == (False, True)
+    assert_equal_and_finite(one, two)
+    assert two["norm"] < 10 * max(one["norm"], 0.1)  # nothing scaled is left behind
+
+
+# Averages by hand: an overflow reaches the other rank after the block
+
+
+def averaging_by_hand(rank: int, clip: str) -> dict:
     """Rank 1 overflows in the second of four steps; its gradients reach rank 0 after the block."""
     model, _ = build(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    amp.initialize(
-        model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic", init_scale=64.0
-    )
-    skipped, moved = [], []
+    amp.initialize(model, optimizer, opt_level="O2", **DYNAMIC)
+    watch = Watch(model, optimizer)
     for number in range(4):
-        optimizer.zero_grad()
-        before = everything(model, optimizer)
         backward(model, optimizer, 10 * rank + number, poison=rank == 1 and number == 1)
         average(model.parameters())
         if clip == "value":  # an inf among the gradients is not to be seen afterwards
-            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
         if clip == "norm":
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        optimizer.step()
-        skipped.append(amp.step_was_skipped(optimizer))
-        moved.append(not all(map(torch.equal, before, everything(model, optimizer))))
-    weights = everything(model, optimizer)
-    return {"skipped": skipped, "moved": moved, "weights": weights, "scale": amp.loss_scale()}
+            nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        watch.step()
+    return watch.found()
 
 
-def averaging_for_two_optimizers(rank: int, level: str, inside: bool, as_apex: bool) -> dict:
+@pytest.mark.parametrize("clip", ["none", "value", "norm"])
+def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(ranks, clip):
+    one, two = ranks(averaging_by_hand, clip)
+    assert_equal_and_finite(one, two)
+    assert one["skipped"] == [[False], [True], [False], [False]]
+    assert one["moved"] == two["moved"] == [True, False, True, True]
+    assert one["scales"][-1] == (32.0, 2)
+
+
+def averaging_for_two_optimizers(rank: int, inside: bool, as_apex: bool) -> dict:
     """One loss; in the second step rank 1 overflows in the second optimizer's weights."""
     model, _ = build(seed=0)
     pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
     registry.opens_as_apex = as_apex
     try:
-        amp.initialize(
-            model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic"
-        )
+        amp.initialize(model, pair, opt_level="O2", **DYNAMIC)
     finally:
         registry.opens_as_apex = False
-    scales, skipped = [], []
+    watch = Watch(model, *pair)
     for number in range(3):
-        for optimizer in pair:
-            optimizer.zero_grad()
         inputs, targets = batch(10 * rank + number)
         overflows = rank == 1 and number == 1
         with amp.scale_loss(F.cross_entropy(model(inputs), targets), pair) as scaled_loss:
@@ -157,37 +347,47 @@ def averaging_for_two_optimizers(rank: int, level: str, inside: bool, as_apex: b
         if overflows and not inside:
             model[2].bias.grad.fill_(float("inf"))
         average(model.parameters())
-        for optimizer in pair:
-            optimizer.step()
-        skipped.append([amp.step_was_skipped(optimizer) for optimizer in pair])
-        scales.append((amp.loss_scale(), amp.state_dict()["loss_scaler0"]["unskipped"]))
-    return {"weights": everything(model, pair[1]), "scales": scales, "skipped": skipped}
+        watch.step()
+    return watch.found()
 
 
-def averaging_after_a_block_for_each(rank: int, level: str) -> dict:
+@pytest.mark.parametrize("as_apex", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_overflow_of_one_rank_in_the_second_of_two_optimizers(ranks, inside, as_apex):
+    """Both ranks skip the same steps, and the scale moves once on each.  In apex both steps go."""
+    one, two = ranks(averaging_for_two_optimizers, inside, as_apex)
+    assert_equal_and_finite(one, two)
+    assert one["scales"] == [(64.0, 1), (32.0, 0), (32.0, 1)]
+    assert one["skipped"] == [[False, False], [as_apex, True], [False, False]]
+
+
+def averaging_after_a_block_for_each(rank: int) -> dict:
     """Both blocks before both steps; in the second step rank 0 overflows in the second's."""
     model, _ = build(seed=0)
     pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    amp.initialize(model, pair, opt_level=level, verbosity=0, init_scale=64.0, loss_scale="dynamic")
-    scales, skipped = [], []
+    amp.initialize(model, pair, opt_level="O2", **DYNAMIC)
+    watch = Watch(model, *pair)
     for number in range(3):
         for index, optimizer in enumerate(pair):
             inputs, targets = batch(10 * rank + number)
             bad = (rank, number, index) == (0, 1, 1)
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), targets) * (float("inf") if bad else 1.0)
-            weights = optimizer.param_groups[0]["params"]
             with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward(inputs=weights)
+                scaled_loss.backward(inputs=optimizer.param_groups[0]["params"])
         average(model.parameters())
-        for optimizer in pair:
-            optimizer.step()
-        skipped.append([amp.step_was_skipped(optimizer) for optimizer in pair])
-        scales.append((amp.loss_scale(), amp.state_dict()["loss_scaler0"]["unskipped"]))
-    return {"weights": everything(model, pair[1]), "scales": scales, "skipped": skipped}
+        watch.step()
+    return watch.found()
 
 
-def reducing_inside_the_last_block(rank: int, level: str) -> dict:
+def test_an_overflow_of_one_rank_in_the_second_of_two_blocks(ranks):
+    """It reaches the other rank after both blocks; each block counts once, on both ranks."""
+    one, two = ranks(averaging_after_a_block_for_each)
+    assert_equal_and_finite(one, two)
+    assert one["scales"] == [(64.0, 2), (32.0, 0), (32.0, 2)]
+    assert one["skipped"] == [[False, False], [False, True], [False, False]]
+
+
+def reducing_inside_the_last_block(rank: int, level: str) -> list[torch.Tensor]:
     """Two micro-batches, the first of which waits scaled; the sum is reduced before unscaling."""
     model, optimizer = build(seed=0)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=16.0)
@@ -199,141 +399,40 @@ def reducing_inside_the_last_block(rank: int, level: str) -> dict:
             if number == 1:
                 for grad in [param.grad.data for param in model.parameters()]:
                     dist.all_reduce(grad)
-    return {"grads": [param.grad.float() for param in amp.master_params(optimizer)]}
+    return grads_of(model)
 
 
-def loading_under_ddp(rank: int, level: str) -> dict:
-    """A checkpoint loaded after the broadcast keeps its FP32 values; half weights do not."""
-    checkpoint = build(seed=7)[0].state_dict()
-    found = {"checkpoint": list(checkpoint.values())}
-    for name in ("broadcast", "loaded"):
-        model, optimizer = build(seed=rank)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        parallel = DistributedDataParallel(model)
-        if name == "loaded":
-            parallel.module.load_state_dict(checkpoint)
-        optimizer.step()  # without gradients it only settles the masters
-        found[name] = [value.detach().clone() for value in amp.master_params(optimizer)]
-        found[name + " state"] = [value.clone() for value in model.state_dict().values()]
-        amp.deactivate()
-    return found
-
-
-def wrapped_too_early(rank: int, level: str) -> dict:
-    model, _ = build(seed=0)
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    try:
-        amp.initialize(parallel, optimizer, opt_level=level, verbosity=0)
-    except amp.AmpatchError as error:
-        return {"error": str(error)}
-    backward(parallel, optimizer, rank)
-    optimizer.step()
-    return {"error": None, "weights": everything(model, optimizer)}
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_ranks_agree_bit_by_bit_after_an_overflow_on_one(ranks, level):
-    one, two = ranks(train_under_ddp, level)
-    assert all(map(torch.equal, one["weights"], two["weights"]))
-    assert one["scale"] == two["scale"] and one["skipped"] == two["skipped"]
-    assert one["skipped"] == [False, False, level != "O3", False, False]
-    assert all(bool(value.isfinite().all()) for value in one["weights"])
-
-
-@pytest.mark.parametrize("work", [accumulate_under_ddp, accumulate_for_two_optimizers])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level, work):
-    one, two = ranks(work, level)
-    model, _ = build(seed=0)
-    for number in (0, 1, 10, 11):
-        inputs, targets = batch(number)
-        (F.cross_entropy(model(inputs), targets) / 4).backward()
-    for rank in (one, two):
-        for grad, parameter in zip(rank["grads"], model.parameters(), strict=True):
-            torch.testing.assert_close(grad, parameter.grad, atol=3e-3, rtol=0.05)
-    assert all(map(torch.equal, one["grads"], two["grads"]))
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O3"])
 def test_reducing_inside_the_last_block_is_of_all_micro_batches(ranks, level):
     one, two = ranks(reducing_inside_the_last_block, level)
-    model, _ = build(seed=0)
-    for number in (0, 1, 10, 11):
-        inputs, targets = batch(number)
-        (F.cross_entropy(model(inputs), targets) / 4).backward()
-    for ours, other, param in zip(one["grads"], two["grads"], model.parameters(), strict=True):
-        torch.testing.assert_close(ours, param.grad, atol=3e-3, rtol=0.02)
+    for ours, other, expected in zip(one, two, whole_batch(0, 1, 10, 11), strict=True):
+        torch.testing.assert_close(ours, expected, atol=3e-3, rtol=0.02)
         assert torch.equal(ours, other)
 
 
-@pytest.mark.parametrize("clip", ["none", "value", "norm"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(ranks, level, clip):
-    one, two = ranks(averaging_by_hand, level, clip)
-    for rank in (one, two):
-        assert rank["skipped"] == [False, True, False, False]
-        assert rank["moved"] == [True, False, True, True]
-        assert rank["scale"] == 32.0
-        assert all(bool(value.isfinite().all()) for value in rank["weights"])
-    assert all(map(torch.equal, one["weights"], two["weights"]))
+# `process_group`: gradients of their own, one flag
 
 
-@pytest.mark.parametrize("as_apex", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_of_one_rank_in_the_second_of_two_optimizers(ranks, level, inside, as_apex):
-    """Both ranks skip the same steps, and the scale moves once on each.  In apex both steps go."""
-    one, two = ranks(averaging_for_two_optimizers, level, inside, as_apex)
-    assert all(map(torch.equal, one["weights"], two["weights"]))
-    assert all(bool(value.isfinite().all()) for value in one["weights"])
-    for rank in (one, two):
-        assert rank["scales"] == [(64.0, 1), (32.0, 0), (32.0, 1)]
-        assert rank["skipped"] == [[False, False], [as_apex, True], [False, False]]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_of_one_rank_in_the_second_of_two_blocks(ranks, level):
-    """It reaches the other rank after both blocks; each block counts once, on both ranks."""
-    one, two = ranks(averaging_after_a_block_for_each, level)
-    assert all(map(torch.equal, one["weights"], two["weights"]))
-    assert one["scales"] == two["scales"]
-    for rank in (one, two):
-        assert rank["scales"] == [(64.0, 2), (32.0, 0), (32.0, 2)]
-        assert rank["skipped"] == [[False, False], [False, True], [False, False]]
+def sharing_the_flag(rank: int) -> dict:
+    """Each rank trains on data of its own; the delayed unscaling shares the flag too."""
+    model, optimizer = build(seed=0)
+    group = {"process_group": dist.group.WORLD}
+    amp.initialize(model, optimizer, opt_level="O2", **DYNAMIC, **group)
+    watch = Watch(model, optimizer)
+    for number in range(4):
+        inputs, targets = batch(10 * rank + number)
+        bad = rank == number - 1  # rank 0 in the second step, rank 1 in the third
+        loss = F.cross_entropy(model(inputs), targets) * (float("nan") if bad else 1.0)
+        with amp.scale_loss(loss, optimizer, delay_unscale=number > 1) as scaled_loss:
+            scaled_loss.backward()
+        watch.step()
+    return watch.found()
 
 
 def test_a_shared_flag_skips_the_step_on_both_ranks(ranks):
-    one, two = ranks(sharing_the_flag, "O1")
-    assert one["skipped"] == two["skipped"] == [False, True, False]
-    assert one["scale"] == two["scale"] == 2.0**15
-    assert all(map(torch.equal, one["weights"], two["weights"]))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_shared_flag_with_unequal_gradients(ranks, level):
-    one, two = ranks(sharing_the_flag_of_unequal_gradients, level)
+    one, two = ranks(sharing_the_flag)
     for rank in (one, two):
-        assert rank["skipped"] == [False, True, True, False]
+        assert rank["skipped"] == [[False], [True], [True], [False]]
         assert rank["moved"] == [True, False, False, True]
-        assert rank["scale"] == 64.0
+        assert rank["scales"][-1] == (16.0, 1)
     assert not all(map(torch.equal, one["weights"], two["weights"]))
-
-
-def test_masters_under_ddp_are_the_broadcast_or_the_checkpoint(ranks):
-    one, two = ranks(loading_under_ddp, "O2")
-    for rank in (one, two):
-        assert all(map(torch.equal, rank["loaded"], rank["checkpoint"]))
-        assert all(map(torch.equal, rank["loaded state"], rank["checkpoint"]))
-        assert all(map(torch.equal, rank["broadcast"], one["broadcast"]))
-        assert all(map(torch.equal, rank["broadcast"], rank["broadcast state"]))
-    assert all(map(torch.equal, two["broadcast"], build(seed=0)[0].parameters()))  # of rank 0
-
-
-def test_ddp_before_initialize_is_refused_where_it_would_drift(ranks):
-    for rank in ranks(wrapped_too_early, "O3"):
-        assert "already wrapped in DistributedDataParallel" in rank["error"]
-    for level in ("O1", "O2"):
-        one, two = ranks(wrapped_too_early, level)
-        assert one["error"] is two["error"] is None
-        assert all(map(torch.equal, one["weights"], two["weights"]))

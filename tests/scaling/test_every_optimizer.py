@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, in each way it can run: O2 equals a loop by hand, O1 autocast."""
+"""Every optimizer of torch.optim, in each way it can run: O2 is a loop by hand, O1 is autocast."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import same
 from torch import nn
 
 import ampatch
 
-BF16 = torch.bfloat16
+BF16, SCALE = torch.bfloat16, 256.0
 
 OPTIONS = {
     "ASGD": {"lr": 0.1},
@@ -71,67 +72,62 @@ def build(name):
 def loss_of(model, step, dtype=None):
     generator = torch.Generator().manual_seed(step)
     inputs, targets = torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)
-    return F.mse_loss(model(inputs.to(dtype)).float(), targets)
+    device = next(model.parameters()).device
+    return F.mse_loss(model(inputs.to(device, dtype)).float(), targets.to(device))
 
 
-def run(optimizer, evaluate, step):
-    """One step; LBFGS asks for the loss itself."""
-    optimizer.zero_grad()
-    if isinstance(optimizer, torch.optim.LBFGS):
+def run(optimizer, evaluate, steps):
+    """Steps; LBFGS asks for the loss itself."""
+    for step in steps:
+        optimizer.zero_grad()
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            evaluate(step)
+            optimizer.step()
+            continue
 
-        def closure():
+        def closure(step=step):
             optimizer.zero_grad()
             return evaluate(step)
 
         optimizer.step(closure)
-    else:
-        evaluate(step)
-        optimizer.step()
 
 
-def train(name, flags, level, dtype):
-    model = build(name)
+def train(name, flags, level, dtype, kind="cpu", **settings):
+    model = build(name).to(kind)
     optimizer = make(name, flags, model.parameters())
-    ampatch.initialize(
-        model, optimizer, opt_level=level, dtype=dtype, init_scale=256.0, verbosity=0
-    )
+    settings = {"init_scale": SCALE, "verbosity": 0, **settings}
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
 
-    def evaluate(step):
-        loss = loss_of(model, step)
+    def evaluate(step, factor=1.0):
+        loss = loss_of(model, step) * factor
         with ampatch.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         return loss.detach()
 
-    for step in range(6):
-        run(optimizer, evaluate, step)
-    return model, optimizer
+    run(optimizer, evaluate, range(6))
+    return model, optimizer, evaluate
 
 
-def by_hand(name, flags, dtype, scale):
+def by_hand(name, flags, dtype):
     """Mixed precision as the paper writes it: a half model, float copies, no ampatch."""
     model = build(name)
     masters = [param.detach().clone().requires_grad_() for param in model.parameters()]
     model.to(dtype)
     optimizer = make(name, flags, masters)
 
-    def push():
+    def evaluate(step):
         with torch.no_grad():
             for master, param in zip(masters, model.parameters(), strict=True):
                 param.copy_(master)
-
-    def evaluate(step):
-        push()
         model.zero_grad()
         loss = loss_of(model, step, dtype)
-        (loss * scale).backward()
+        (loss * SCALE).backward()
         for master, param in zip(masters, model.parameters(), strict=True):
-            master.grad = param.grad.float() / scale
+            master.grad = param.grad.float() / SCALE
         return loss.detach()
 
-    for step in range(6):
-        run(optimizer, evaluate, step)
-    push()
-    return masters, list(model.parameters())
+    run(optimizer, evaluate, range(6))
+    return masters
 
 
 def autocast(name, flags):
@@ -144,61 +140,35 @@ def autocast(name, flags):
         loss.backward()
         return loss.detach()
 
-    for step in range(6):
-        run(optimizer, evaluate, step)
+    run(optimizer, evaluate, range(6))
     return list(model.parameters())
 
 
-def same(first, second):
-    first, second = list(first), list(second)
-    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
+def everything(model, optimizer):
+    values = [value for entry in optimizer.state.values() for value in entry.values()]
+    found = [*model.parameters(), *(value for value in values if torch.is_tensor(value))]
+    return [value.detach().clone() for value in found]
 
 
 @pytest.mark.parametrize("name, flags", WAYS)
-def test_o2_is_the_loop_by_hand(name, flags, half):
+def test_o2_is_the_loop_by_hand_and_a_skipped_step_changes_nothing(name, flags):
     """Bit for bit; the scale is a power of two, so it rounds nothing."""
-    masters, weights = by_hand(name, flags, half, 1.0 if half is BF16 else 256.0)
-    model, optimizer = train(name, flags, "O2", half)
-    assert same(ampatch.master_params(optimizer), masters)
-    assert same(model.parameters(), masters)
-    assert not same(masters, [weight.float() for weight in weights])
+    masters = by_hand(name, flags, torch.float16)
+    model, optimizer, evaluate = train(name, flags, "O2", torch.float16)
+    assert same(list(model.parameters()), masters)
+    assert not same(masters, [master.half().float() for master in masters])
+    before = everything(model, optimizer)
+    run(optimizer, lambda step: evaluate(step, float("inf")), range(7, 8))
+    assert ampatch.step_was_skipped(optimizer)
+    assert same(before, everything(model, optimizer))
 
 
 @pytest.mark.parametrize("name, flags", WAYS)
 def test_o1_is_autocast(name, flags):
-    model, _ = train(name, flags, "O1", BF16)
+    model, _, _ = train(name, flags, "O1", BF16)
     ampatch.deactivate()  # the other optimizer is not managed, and calls functions too
-    assert same(model.parameters(), autocast(name, flags))
-    assert not same(model.parameters(), build(name).parameters())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name, flags", WAYS)
-def test_a_skipped_step_changes_nothing(name, flags, level):
-    """No weight and no number of the optimizer's state; the next step works."""
-    model, optimizer = train(name, flags, level, torch.float16)
-    weights = [param.detach().clone() for param in ampatch.master_params(optimizer)]
-    state = tensors_of(optimizer)
-
-    def evaluate(step):
-        loss = loss_of(model, step) * float("inf")
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        return loss.detach()
-
-    run(optimizer, evaluate, 7)
-    assert ampatch.step_was_skipped(optimizer)
-    assert same(weights, ampatch.master_params(optimizer))
-    assert len(state) == len(tensors_of(optimizer))
-    assert all(map(torch.equal, state, tensors_of(optimizer)))
-
-
-def tensors_of(optimizer):
-    found = []
-    for entry in optimizer.state.values():
-        for value in entry.values():
-            found += [value] if isinstance(value, torch.Tensor) else []
-    return [value.detach().clone() for value in found]
+    assert same(list(model.parameters()), autocast(name, flags))
+    assert not same(list(model.parameters()), list(build(name).parameters()))
 
 
 def test_differentiable():
@@ -217,28 +187,23 @@ def test_differentiable():
     assert all(map(torch.equal, *found))
 
 
+CAPTURABLE = [
+    name for name, kind in classes().items() if "capturable" in inspect.signature(kind).parameters
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable")
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CAPTURABLE)
 def test_capturable(name, level):
     """Its step counts live on the device; the training is the one without the flag."""
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    if name not in classes() or "capturable" not in inspect.signature(classes()[name]).parameters:
-        pytest.skip("has no such flag")
     results = []
     for flags in ({"capturable": True}, {}):
-        model = build(name).cuda()
-        optimizer = make(name, flags, model.parameters())
-        ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = model(torch.ones(6, 4, device="cuda")).float().square().mean()
-            with ampatch.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-        results.append([param.detach().clone() for param in ampatch.master_params(optimizer)])
+        model, _, _ = train(name, flags, level, BF16, "cuda")
+        results.append([param.detach().clone() for param in model.parameters()])
         ampatch.deactivate()
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)

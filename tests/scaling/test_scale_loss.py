@@ -1,13 +1,19 @@
-"""The gradients after a `scale_loss` block: alone, accumulated, delayed, for several optimizers."""
+"""`scale_loss`: what a block leaves in `.grad`, what an overflow skips, what an exception leaves.
+
+Gradients are complete, or wait scaled (`delay_unscale`), or are those of a block that runs.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from small_training import (
+    BAD,
     backward,
     close,
     data,
@@ -23,40 +29,78 @@ from torch import nn
 import ampatch
 
 pytestmark = pytest.mark.usefixtures("scale_lives_on")
+on_the_host = pytest.mark.parametrize("scale_lives_on", ["host"], indirect=True)
 
 
-@pytest.mark.parametrize("scale", [None, 1.0, 1024.0])
-def test_gradients_are_the_float_runs(opt_level, half, scale):
-    model, optimizer = start(opt_level, dtype=half, loss_scale=scale)
+def values(optimizer):
+    return [param.detach().clone() for param in ampatch.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_gradients_are_the_float_runs(opt_level, scale):
+    model, optimizer = start(opt_level, loss_scale=scale)
     backward(model, optimizer, data())
-    assert close(grads(optimizer), float_grads(data()), half)
-    expected = half if opt_level == "O3" else torch.float32
+    assert close(grads(optimizer), float_grads(data()))
+    expected = torch.float16 if opt_level == "O3" else torch.float32
     assert all(grad.dtype is expected for grad in grads(optimizer))
 
 
-def test_gradients_too_small_for_float16_survive():
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_too_small_for_float16_survive(level):
     """Unscaled in half they would be 0: 2**-26 is below the smallest float16."""
-    for level in ("O1", "O2"):
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        ampatch.initialize(model, optimizer, opt_level=level, init_scale=2.0**14, verbosity=0)
-        with ampatch.scale_loss(model(torch.ones(1, 1)).sum() * 2.0**-26, optimizer) as scaled:
-            scaled.backward()
-        assert grads(optimizer)[0].item() == 2.0**-26
-        ampatch.deactivate()
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ampatch.initialize(model, optimizer, opt_level=level, init_scale=2.0**14, verbosity=0)
+    with ampatch.scale_loss(model(torch.ones(1, 1)).sum() * 2.0**-26, optimizer) as scaled:
+        scaled.backward()
+    assert grads(optimizer)[0].item() == 2.0**-26
 
 
-@pytest.mark.parametrize("delay", [False, True])
-def test_accumulation_is_one_big_batch(opt_level, delay):
-    model, optimizer = start(opt_level)
-    parts = [data(seed) for seed in (1, 2, 3)]
-    for index, part in enumerate(parts):
-        backward(model, optimizer, part, 1 / 3, delay_unscale=delay and index < 2)
-    big = tuple(torch.cat(tensors) for tensors in zip(*parts))
-    assert close(grads(optimizer), float_grads(big))
+# Several blocks before a step
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@on_the_host
+@pytest.mark.parametrize("delay", ["none", "all but last", "all"])
+@pytest.mark.parametrize("middle", ["nothing", "scale change", "left out", "fails"])
+@pytest.mark.parametrize(
+    ("level", "scale"),
+    [("O0", None), ("O2", "dynamic"), ("O3", 128.0)],  # plain, FP32, half grads
+)
+def test_accumulation_is_one_big_batch(level, scale, delay, middle):
+    """Four micro-batches; in the middle the scale moves, or one of them contributes nothing.
+
+    If its block raises, what its pass added stays where earlier gradients wait scaled, and under a
+    scale of 1, as in FP32 training; else it is dropped.
+    """
+    model, optimizer = start(level, loss_scale=scale)
+    seeds, factors = [], []
+    for index in range(4):
+        delayed = delay == "all" or (delay == "all but last" and index < 3)
+        if index == 2 and middle == "scale change":
+            ampatch.set_loss_scale(ampatch.loss_scale() / 4)
+        if index == 2 and middle == "left out":
+            continue
+        if index == 2 and middle == "fails":
+            with pytest.raises(RuntimeError, match="out of luck"):
+                loss = F.mse_loss(model(data(9)[0]), data(9)[1])
+                with ampatch.scale_loss(loss, optimizer, delay_unscale=delayed) as scaled:
+                    scaled.backward()
+                    raise RuntimeError("out of luck")
+            if delayed or scale is None:
+                seeds, factors = [*seeds, 9], [*factors, 1.0]
+            continue
+        backward(model, optimizer, data(index), 1 / 4, delay_unscale=delayed)
+        seeds, factors = [*seeds, index], [*factors, 1 / 4]
+    torch.nn.utils.clip_grad_norm_(ampatch.master_params(optimizer), 1e9)  # unscales what waits
+    for ours, theirs in zip(
+        grads(optimizer), float_grads(*map(data, seeds), factors=factors), strict=True
+    ):
+        assert torch.allclose(ours.float(), theirs, atol=4e-3, rtol=0.02)
+    before = values(optimizer)
+    optimizer.step()
+    assert not same(before, values(optimizer)) and not ampatch.step_was_skipped(optimizer)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -70,9 +114,9 @@ def test_accumulation_is_one_big_batch(opt_level, delay):
         "ddcdsdc",
     ],
 )
-def test_delay_unscale_in_any_order(plan, level):
-    model, optimizer = start(level, options={"lr": 1.0}, loss_scale="dynamic", growth_interval=2)
-    before = [p.detach().clone() for p in ampatch.master_params(optimizer)]
+def test_delay_unscale_in_any_order(plan):
+    model, optimizer = start("O2", options={"lr": 1.0}, growth_interval=2)
+    before = values(optimizer)
     batches = []
     for index, letter in enumerate(plan):
         if letter == "c":
@@ -81,16 +125,36 @@ def test_delay_unscale_in_any_order(plan, level):
             batches.append(data(index))
             backward(model, optimizer, batches[-1], 0.1, delay_unscale=letter == "d")
     optimizer.step()
-    moved = [a - b.detach() for a, b in zip(before, ampatch.master_params(optimizer), strict=True)]
+    moved = list(map(torch.sub, before, values(optimizer)))
     assert close(moved, float_grads(*batches, factors=[0.1] * len(batches)))
     assert not ampatch.step_was_skipped(optimizer)
 
 
-def test_delayed_gradients_stay_scaled_until_then():
-    model, optimizer = start("O1")
-    backward(model, optimizer, data(), delay_unscale=True)
-    scaled = [grad / 1024 for grad in grads(optimizer)]
-    assert close(scaled, float_grads(data())) and not close(grads(optimizer), float_grads(data()))
+@on_the_host
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_what_waits_scaled_is_in_the_next_block_as_in_apex(level):
+    """A reduction by hand there, here of two ranks that have the same data, is of the whole sum."""
+    model, optimizer = start(level, loss_scale=16.0)
+    backward(model, optimizer, data(1), delay_unscale=True)
+    assert close([grad / 16 for grad in grads(optimizer)], float_grads(data(1)))
+    expected = float_grads(data(1), data(2))
+    with ampatch.scale_loss(F.mse_loss(model(data(2)[0]), data(2)[1]), optimizer) as scaled:
+        scaled.backward()
+        for param, whole in zip(model.parameters(), expected, strict=True):
+            assert torch.allclose(param.grad.float(), 16 * whole, atol=0.1, rtol=0.02)
+            param.grad.data.mul_(2)
+    for param, whole in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(param.grad.float(), 2 * whole, atol=8e-3, rtol=0.02)
+
+
+def test_complete_gradients_are_set_aside_in_a_block():
+    model, optimizer = start("O2")
+    backward(model, optimizer, data(1))
+    with ampatch.scale_loss(F.mse_loss(model(data(2)[0]), data(2)[1]), optimizer) as scaled:
+        assert grads(optimizer) == [None] * 4
+        scaled.backward()
+        assert {grad.dtype for grad in grads(optimizer)} == {torch.float32}
+    assert close(grads(optimizer), float_grads(data(1), data(2)))
 
 
 def test_a_delayed_loss_for_two_optimizers_counts_once():
@@ -108,14 +172,50 @@ def test_a_delayed_loss_for_two_optimizers_counts_once():
         ampatch.deactivate()
 
 
-def test_an_overflow_in_a_delayed_block_skips_the_step():
-    model, optimizer = start("O2", torch.optim.Adam, options={"lr": 0.01})
+# Overflows
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("through", ["grad", "loss"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_skips_exactly_that_step(through, bad, fused):
+    model, optimizer = start("O2", torch.optim.Adam, options={"lr": 0.01, "fused": fused})
+    for step in range(5):
+        before = everything(model, optimizer)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(data()[0]), data()[1])
+        faulty = step == 2
+        if faulty and through == "loss":
+            loss = loss * bad
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            if faulty and through == "grad":
+                model[2].weight.grad[1, 3] = bad
+        scale = ampatch.loss_scale()
+        optimizer.step()
+        assert ampatch.step_was_skipped(optimizer) is faulty
+        assert same(before, everything(model, optimizer)) is faulty
+        assert scale == (1024.0 if step < 2 else 512.0)
+
+
+@pytest.mark.parametrize("delays", [(False,) * 3, (True, True, False)], ids=["each", "delayed"])
+def test_an_overflow_in_one_micro_batch_skips_the_whole_step(half, delays):
+    """And nothing of it is left for the next, which is the step of a fresh run."""
+    model, optimizer = start("O2", torch.optim.Adam, half, loss_scale="dynamic")
     before = everything(model, optimizer)
-    backward(model, optimizer, data(1), math.inf, delay_unscale=True)
-    backward(model, optimizer, data(2))
+    for index, factor in enumerate((1.0, math.inf, 1.0)):
+        backward(model, optimizer, data(index), factor, delay_unscale=delays[index])
     optimizer.step()
-    assert ampatch.step_was_skipped(optimizer)
-    assert same(everything(model, optimizer), before) and ampatch.loss_scale() == 512.0
+    assert ampatch.step_was_skipped(optimizer) and same(everything(model, optimizer), before)
+    optimizer.zero_grad()
+    scale = ampatch.loss_scale()
+    assert scale == 512.0 or not any(delays)
+    fresh = start("O2", torch.optim.Adam, half, loss_scale="dynamic")
+    ampatch.set_loss_scale(scale)
+    for pair in ((model, optimizer), fresh):
+        backward(*pair, data(5))
+        pair[1].step()
+    assert same(everything(model, optimizer), everything(*fresh))
 
 
 def test_delay_overflow_check():
@@ -131,6 +231,19 @@ def test_delay_overflow_check():
     backward(model, optimizer, data(), math.nan, delay_overflow_check=True)
     optimizer.step()  # no other check came
     assert ampatch.step_was_skipped(optimizer) and ampatch.loss_scale() == 256.0
+
+
+def test_an_inf_that_horovod_averages_into_gradients_skips_the_step(monkeypatch):
+    """Its processes are none of `torch.distributed`; alone, the flag of the block decides."""
+    for known in (False, True):
+        if known:
+            monkeypatch.setitem(sys.modules, "horovod.torch", types.ModuleType("horovod.torch"))
+        model, optimizer = start("O1", options={"lr": 1.0})
+        backward(model, optimizer, data())
+        next(model.parameters()).grad.fill_(math.inf)
+        optimizer.step()
+        assert ampatch.step_was_skipped(optimizer) == known
+        ampatch.deactivate()
 
 
 # Several losses, several optimizers
@@ -164,22 +277,10 @@ def test_nested_blocks_of_different_optimizers_unscale_by_their_own_scale():
     assert close(grads(pair[0]), float_grads(data()))
 
 
-def test_nested_blocks_of_one_optimizer_are_refused():
-    model, optimizer = start("O1")
-    loss = F.mse_loss(model(data()[0]), data()[1])
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        with pytest.raises(ampatch.AmpatchError, match="enclosing scale_loss"):
-            with ampatch.scale_loss(loss, optimizer):
-                raise AssertionError("entered")
-        scaled.backward()
-    assert close(grads(optimizer), float_grads(data()))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_skips_only_what_it_fed(level):
+def test_an_overflow_skips_only_what_it_fed():
     models = [seeded(0), seeded(1)]
     pair = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
-    ampatch.initialize(models, pair, opt_level=level, init_scale=1024.0, verbosity=0)
+    ampatch.initialize(models, pair, opt_level="O2", init_scale=1024.0, verbosity=0)
     before = [everything(*both) for both in zip(models, pair)]
     loss = F.mse_loss(models[0](data()[0]), data()[1]) * math.inf
     loss = loss + F.mse_loss(models[1](data()[0]), data()[1])
@@ -193,9 +294,89 @@ def test_an_overflow_skips_only_what_it_fed(level):
     assert ampatch.loss_scale() == 512.0
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_optimizer_listed_twice_counts_once(level):
-    model, optimizer = start(level)
+@on_the_host
+def test_an_optimizer_listed_twice_counts_once():
+    model, optimizer = start("O1")
     backward(model, [optimizer, optimizer], data())
     assert close(grads(optimizer), float_grads(data()))
     assert ampatch.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
+@on_the_host
+def test_gradients_that_a_block_is_unscaling_are_left_to_it_when_another_optimizer_steps():
+    """They waited together; the one that is in a block of its own is unscaled by that block."""
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    pair = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+    ampatch.initialize(models, pair, opt_level="O0", loss_scale=8.0, verbosity=0)
+    x = torch.ones(1, 2)
+    loss = models[0](x).sum() + models[1](x).sum()
+    with ampatch.scale_loss(loss, pair, delay_unscale=True) as scaled:
+        scaled.backward()
+    with ampatch.scale_loss(models[0](x).sum(), pair[0]) as scaled:
+        pair[1].step()
+        assert torch.equal(models[1].weight.grad, x)
+        scaled.backward()
+    assert torch.equal(models[0].weight.grad, 2 * x)
+
+
+# Refusals and exceptions
+
+
+@on_the_host
+@pytest.mark.parametrize("refused", ["step", "scale_loss"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_block_refuses_changes_nothing(waits, refused):
+    model, optimizer = start("O1", loss_scale=8.0)
+    backward(model, optimizer, data(), delay_unscale=waits)
+    before = values(optimizer)
+    with ampatch.scale_loss(F.mse_loss(model(data(2)[0]), data(2)[1]), optimizer) as scaled:
+        scaled.backward()
+        with pytest.raises(ampatch.AmpatchError, match="SGD.* block"):
+            if refused == "step":
+                optimizer.step()
+            else:
+                ampatch.scale_loss(model(data()[0]).sum(), optimizer).__enter__()
+    assert same(before, values(optimizer))
+    assert close(grads(optimizer), float_grads(data(), data(2)))
+
+
+@on_the_host
+@pytest.mark.parametrize("half_done", [False, True])
+def test_an_exception_in_the_block_puts_the_gradients_back(opt_level, half_done):
+    model, optimizer = start(opt_level, loss_scale=64.0)
+    backward(model, optimizer, data())
+    before = [grad.clone() for grad in grads(optimizer)]
+    state = ampatch.state_dict()
+    with pytest.raises(KeyError), ampatch.scale_loss(model(data()[0]).sum(), optimizer) as scaled:
+        if half_done:
+            scaled.backward()
+        raise KeyError
+    assert same(grads(optimizer), before) and ampatch.state_dict() == state
+    weight = next(model.parameters()) if opt_level == "O1" else torch.ones(2, 4)
+    out = F.linear(torch.ones(1, 4), weight)  # casts are as they were
+    assert out.dtype is (torch.float16 if opt_level == "O1" else torch.float32)
+    backward(model, optimizer, data(2))
+    assert close(grads(optimizer), float_grads(data(), data(2)))
+
+
+def test_an_exception_in_the_first_block_leaves_no_gradients():
+    """Under a loss scale; without one a block does nothing."""
+    model, optimizer = start("O2")
+    with pytest.raises(KeyError), ampatch.scale_loss(model(data()[0]).sum(), optimizer) as scaled:
+        scaled.backward()
+        raise KeyError
+    assert grads(optimizer) == [None] * 4
+    before = everything(model, optimizer)
+    optimizer.step()
+    assert same(before, everything(model, optimizer))
+
+
+@on_the_host
+def test_a_block_that_raises_says_what_stays_in_gradients_that_wait_scaled(caplog):
+    model, optimizer = start("O1", loss_scale=16.0, verbosity=1)
+    for delayed, said in ((False, False), (True, False), (True, True)):
+        with pytest.raises(KeyboardInterrupt):
+            with ampatch.scale_loss(model(data()[0]).sum(), optimizer, delay_unscale=delayed):
+                raise KeyboardInterrupt
+        assert ("What it added stays there" in caplog.text) == said
+        backward(model, optimizer, data(), delay_unscale=delayed)

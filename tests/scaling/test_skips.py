@@ -14,11 +14,10 @@ import ampatch
 
 pytestmark = pytest.mark.usefixtures("scale_lives_on")
 
-OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "SGD fused": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),
+OPTIMIZERS = {  # the host decides, or the kernel, which has two ways to
     "Adam": (torch.optim.Adam, {"lr": 0.01}),
     "Adam fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
+    "SGD fused": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),
 }
 
 
@@ -33,39 +32,39 @@ def step(model, optimizer, factor=1.0, zero=True):
     return loss.item()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+def begin(kind, level="O2", **settings):
+    optimizer_class, options = OPTIMIZERS[kind]
+    return start(level, optimizer_class, options=options, **settings)
+
+
 @pytest.mark.parametrize(
     "kind, floor", [*((kind, None) for kind in OPTIMIZERS), ("Adam", 1.0), ("Adam", 1e-40)]
 )
-def test_500_nan_steps_and_then_it_trains(kind, level, floor):
-    optimizer_class, options = OPTIMIZERS[kind]
-    model, optimizer = start(level, optimizer_class, options=options, min_loss_scale=floor)
+def test_many_nan_steps_and_then_it_trains(kind, floor):
+    model, optimizer = begin(kind, min_loss_scale=floor)
     step(model, optimizer)
     before = everything(model, optimizer)
     assert len(before) > 8
-    for _ in range(500):
+    count = 150  # a scale of 2**10 comes down to 2**-126 in 136
+    for _ in range(count):
         step(model, optimizer, math.nan)
         assert ampatch.step_was_skipped(optimizer)
     scale = ampatch.loss_scale()
     assert math.isfinite(scale) and scale == {None: 2.0**-24, 1.0: 1.0, 1e-40: 2.0**-126}[floor]
     assert same(everything(model, optimizer), before)
-    assert ampatch.step_counts(optimizer) == (1, 500, 500)
+    assert ampatch.step_counts(optimizer) == (1, count, count)
     first = step(model, optimizer)
     assert not ampatch.step_was_skipped(optimizer)
     losses = [step(model, optimizer) for _ in range(30)]
     assert all(map(math.isfinite, losses)) and losses[-1] < first
-    assert ampatch.step_counts(optimizer) == (32, 500, 0)
-
-
-# Gradients that were not zeroed
+    assert ampatch.step_counts(optimizer) == (32, count, 0)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("then", ["step", "backward and step"])
-def test_a_second_step_on_infinite_gradients_is_skipped_too(kind, level, then):
-    optimizer_class, options = OPTIMIZERS[kind]
-    model, optimizer = start(level, optimizer_class, options=options)
+def test_a_second_step_on_infinite_gradients_is_skipped_too(kind, then):
+    """They were not zeroed."""
+    model, optimizer = begin(kind)
     step(model, optimizer)
     before = everything(model, optimizer)
     step(model, optimizer, math.inf, zero=False)
@@ -99,18 +98,12 @@ class Net(nn.Module):
         return self.good(x.detach()).float().mean() + self.bad["head"](x).float().mean() * factor
 
 
-def run(caplog, steps, *, limit=4, level="O1", kind=torch.optim.SGD, options=None, **settings):
+def run(caplog, steps, *, limit=4, **settings):
     torch.manual_seed(0)
     model = Net()
-    optimizer = kind(model.parameters(), lr=0.1, **(options or {}))
-    ampatch.initialize(
-        model,
-        optimizer,
-        opt_level=level,
-        max_consecutive_skips=limit,
-        init_scale=1024.0,
-        **settings,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"max_consecutive_skips": limit, "init_scale": 1024.0, **settings}
+    ampatch.initialize(model, optimizer, opt_level="O2", **settings)
     caplog.clear()
     for factor in steps:
         optimizer.zero_grad()
@@ -121,9 +114,8 @@ def run(caplog, steps, *, limit=4, level="O1", kind=torch.optim.SGD, options=Non
     return [record.getMessage() for record in caplog.records if "in a row" in record.message]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_report_names_parameters_history_and_what_to_try(level, caplog):
-    (message,) = run(caplog, [1.0, *[math.nan] * 4], level=level)
+def test_the_report_names_parameters_history_and_what_to_try(caplog):
+    (message,) = run(caplog, [1.0, *[math.nan] * 4])
     assert "4 steps of SGD in a row were skipped because gradients held inf or NaN" in message
     assert "First such gradients: table.weight, bad.head.weight, bad.head.bias. " in message
     assert "The loss scale went 1024 -> 512 -> 256 -> 128 -> 64." in message
@@ -136,7 +128,7 @@ def test_it_is_said_once_for_each_row(caplog):
     assert len(run(caplog, row)) == 1
     assert len(run(caplog, [*row[:3], 1.0, *row[:3]])) == 0
     assert len(run(caplog, [*row, 1.0, *row])) == 2
-    assert len(run(caplog, [math.inf], limit=1)) == 1
+    assert len(run(caplog, [math.inf, 1.0, math.inf], limit=1)) == 2
 
 
 def test_a_long_history_is_shortened(caplog):
@@ -184,10 +176,8 @@ def test_many_offenders_are_counted(caplog):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_steps_are_counted(kind, level):
-    optimizer_class, options = OPTIMIZERS[kind]
-    model, optimizer = start(level, optimizer_class, options=options, loss_scale="dynamic")
+def test_steps_are_counted(kind):
+    model, optimizer = begin(kind)
     assert ampatch.step_counts(optimizer) == (0, 0, 0)
     seen = []
     for factor in (1.0, math.inf, math.nan, 1.0, -math.inf):
@@ -201,7 +191,7 @@ def test_steps_are_counted(kind, level):
 
 def test_counts_go_on_when_a_fused_optimizer_stops_looking():
     """Gradients of a plain backward are not checked; the host decides and says so."""
-    model, optimizer = start("O1", torch.optim.Adam, options={"lr": 0.1, "fused": True})
+    model, optimizer = begin("Adam fused", "O1")
     step(model, optimizer, math.inf)
     for _ in range(2):
         model(torch.ones(1, 4)).sum().backward()

@@ -1,18 +1,39 @@
-"""The step is still the optimizer's: its signature and its result, with scaling and without."""
+"""The step is still the optimizer's: its signature, its result, its hooks and its ranges.
+
+torch wraps `step` and `zero_grad` in ranges for the profiler and loops over hooks.  They are left
+out only where they have no effect.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import backward, data, everything, same, seeded, start
+from small_training import backward, data, managed, same, seeded
+from small_training import start as started
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import ampatch
+from ampatch.scaling.optimizers import bare_calls
 
-pytestmark = pytest.mark.usefixtures("scale_lives_on")
+
+def start(kind=torch.optim.SGD):
+    return managed(nn.Linear(4, 2), "O1", torch.float16, kind, init_scale=8.0)
+
+
+def train(model, optimizer):
+    backward(model, optimizer, data())
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class Answers(torch.optim.SGD):
@@ -24,8 +45,10 @@ class Answers(torch.optim.SGD):
         return {"note": note}
 
 
-def test_step_returns_what_the_optimizer_returns(opt_level):
-    model, optimizer = start(opt_level, Answers)
+@pytest.mark.usefixtures("scale_lives_on")
+@pytest.mark.parametrize("level", ["O1", "O3"])  # with a flag of overflow and without
+def test_step_returns_what_the_optimizer_returns(level):
+    model, optimizer = started(level, Answers)
     backward(model, optimizer, data())
     assert optimizer.step(note="kept") == {"note": "kept"}
     assert optimizer.step.__doc__ == "What it does."
@@ -37,34 +60,9 @@ def test_step_keeps_its_signature(scheduled):
     optimizer = Answers(model.parameters(), lr=0.1)
     before = inspect.signature(optimizer.step)
     if scheduled:
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        StepLR(optimizer, 1)
     ampatch.initialize(model, optimizer, verbosity=0)
     assert inspect.signature(optimizer.step) == before and "note" in before.parameters
-
-
-# Without scaling
-
-
-def test_backward_without_scale_loss_counts():
-    """apex's O2 stepped with nothing."""
-    model, optimizer = start("O2", dtype=torch.bfloat16, options={"lr": 0.1})
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(data()[0]), data()[1])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    plain, losses_plain = seeded(), []
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(40):
-        reference.zero_grad()
-        loss = F.mse_loss(plain(data()[0]), data()[1])
-        loss.backward()
-        reference.step()
-        losses_plain.append(loss.item())
-    assert losses_plain[-1] < losses_plain[0] / 2
-    assert losses == pytest.approx(losses_plain, abs=0.03)
 
 
 def test_enabled_false_is_plain_torch():
@@ -79,15 +77,139 @@ def test_enabled_false_is_plain_torch():
         for _ in range(3):
             optimizer.zero_grad()
             loss = F.mse_loss(model(data()[0]), data()[1])
-            scaling = ampatch.scale_loss if enabled is not None else contextlib.nullcontext
-            arguments = (loss, optimizer) if enabled is not None else (loss,)
-            with scaling(*arguments) as scaled:
-                assert scaled is loss
-                scaled.backward()
+            if enabled is None:
+                loss.backward()
+            else:
+                with ampatch.scale_loss(loss, optimizer) as scaled:
+                    assert scaled is loss
+                    scaled.backward()
             optimizer.step()
-        results.append(everything(model, optimizer) if enabled is None else results_of(model))
-    assert same(results[0], results[1][: len(results[0])])
+        results.append([param.detach() for param in model.parameters()])
+    assert same(*results)
 
 
-def results_of(model):
-    return [param.detach().clone() for param in model.parameters()]
+# Without torch's ranges and loops
+
+
+def frames(act):
+    """Names of the Python functions called."""
+    names = []
+    sys.setprofile(lambda frame, event, _: event == "call" and names.append(frame.f_code.co_name))
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def test_nothing_is_recorded_while_no_profiler_runs():
+    """The gain: plain torch opens a range around each, though no profiler reads it."""
+    model, optimizer = start()
+    train(model, optimizer)
+    assert "record_function" not in " ".join(frames(lambda: train(model, optimizer)))
+    ampatch.deactivate()
+    names = frames(lambda: (optimizer.step(), optimizer.zero_grad()))
+    assert names.count("wrapper") == 1, "torch's own wrapper around step has another name by now"
+
+
+def test_a_profiler_sees_both_ranges():
+    model, optimizer = start()
+    train(model, optimizer)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(model, optimizer)
+    seen = {event.key for event in profile.key_averages()}
+    assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= seen
+
+
+@pytest.mark.parametrize("everybodys", [False, True])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_run(everybodys, when):
+    model, optimizer = start()
+    train(model, optimizer)
+    register = {
+        ("pre", True): register_optimizer_step_pre_hook,
+        ("post", True): register_optimizer_step_post_hook,
+        ("pre", False): optimizer.register_step_pre_hook,
+        ("post", False): optimizer.register_step_post_hook,
+    }[when, everybodys]
+    seen = []
+    handle = register(lambda *_: seen.append(when))
+    train(model, optimizer)
+    assert seen == [when]
+    handle.remove()
+    train(model, optimizer)
+    assert seen == [when]
+
+
+def test_methods_that_others_have_wrapped_are_called(monkeypatch):
+    """`functools.wraps` hands all torch's marks on to the wrapper, `__wrapped__` too."""
+    seen = []
+
+    class Optimizer(torch.optim.SGD):
+        pass
+
+    Optimizer([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch has wrapped the class's step
+
+    def noticing(name):
+        inner = getattr(Optimizer, name)
+
+        @functools.wraps(inner)
+        def wrapper(*args, **kwargs):
+            seen.append(name)
+            return inner(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("step", "zero_grad"):
+        monkeypatch.setattr(Optimizer, name, noticing(name))
+    train(*start(Optimizer))
+    assert seen == ["step", "zero_grad"]
+
+
+@pytest.mark.parametrize("lacking", ["_AROUND_STEPS", "is_profiling"])
+def test_a_torch_that_lets_us_see_less_gets_the_whole_call(lacking, monkeypatch):
+    model, optimizer = start()
+    monkeypatch.setattr(bare_calls, lacking, None if lacking == "_AROUND_STEPS" else lambda: True)
+    assert "wrapper" in frames(lambda: train(model, optimizer))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"set_to_none": True}, {"set_to_none": False}])
+def test_gradients_of_all_groups_are_dropped_and_zeros_are_kept_where_asked(kwargs):
+    model = seeded()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    ampatch.initialize(model, optimizer, verbosity=0)
+    backward(model, optimizer, data())
+    optimizer.zero_grad(**kwargs)
+    kept = not kwargs.get("set_to_none", True)
+    assert all((p.grad is not None) == kept for p in model.parameters())
+    assert not kept or not any(p.grad.any() for p in model.parameters())
+
+
+class Around:
+    """Not a torch optimizer, with the methods of one it holds."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.step, self.zero_grad = inner.step, inner.zero_grad
+
+
+class Subclass(torch.optim.Optimizer):
+    """A torch optimizer whose methods are those of one it holds."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        Around.__init__(self, inner)
+
+
+@pytest.mark.parametrize("wrapper", [Around, Subclass])
+def test_the_methods_of_a_wrapped_optimizer_are_called_on_it(wrapper):
+    model = nn.Linear(4, 2)
+    inner, seen = torch.optim.Adam(model.parameters(), lr=0.1), []
+    inner.register_step_post_hook(lambda *_: seen.append("post"))
+    optimizer = wrapper(inner)
+    ampatch.initialize(model, optimizer, init_scale=8.0, verbosity=0)
+    before = model.weight.detach().clone()
+    train(model, optimizer)
+    assert seen == ["post"] and not torch.equal(model.weight, before)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -145,19 +146,19 @@ def loss_of(model: Net, x: Tensor, run: Run) -> Tensor:
     return F.cross_entropy(scores.float(), x.flatten()) / run.micro
 
 
-def backward(loss: Tensor, optimizer: torch.optim.Optimizer, run: Run, last: bool) -> None:
+def backward(
+    model: Net, loss: Tensor, optimizer: Any, run: Run, delay: bool = False, bad: bool = False
+) -> None:
+    """`bad`: with an inf in the last element of this rank's part of a gradient."""
     if run.level is None:
         loss.backward()
         return
-    with amp.scale_loss(loss, optimizer, delay_unscale=run.delay and not last) as scaled_loss:
+    with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
         scaled_loss.backward()
-
-
-def poison(model: Net) -> None:
-    """An inf in the last element of this rank's part of a gradient."""
-    grad = model.wide.weight.grad
-    local = grad.to_local() if isinstance(grad, DTensor) else grad
-    local.view(-1)[-1] = float("inf")
+        if bad:
+            grad = model.wide.weight.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            local.view(-1)[-1] = float("inf")
 
 
 def train(rank: int, run: Run) -> dict:
@@ -174,12 +175,8 @@ def train(rank: int, run: Run) -> dict:
                 stack.enter_context(loss_parallel())
             for part in range(run.micro):
                 loss = loss_of(model, data(10 * step + part), run)
-                if step in run.poisoned and rank == max(0, (dist_size() or 1) - 1):
-                    with amp.scale_loss(loss, optimizer) as scaled_loss:
-                        scaled_loss.backward()
-                        poison(model)
-                else:
-                    backward(loss, optimizer, run, part == run.micro - 1)
+                bad = step in run.poisoned and rank == (mesh.size() if mesh else 1) - 1
+                backward(model, loss, optimizer, run, run.delay and part < run.micro - 1, bad)
             if run.clip is not None:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
                 found["norms"].append(full(norm).item())
@@ -198,10 +195,6 @@ def train(rank: int, run: Run) -> dict:
     found["after"] = [full(parameter) for parameter in model.state_dict().values()]
     found["own"] = [p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"])]
     return found
-
-
-def dist_size() -> int | None:
-    return dist.get_world_size() if dist.is_initialized() else None
 
 
 def placements_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
@@ -241,14 +234,6 @@ LEVELS = [
     for level in ("O0", "O1", "O2", "O3")
     for dtype in BOUNDS
 ]
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    """As `ranks`, four processes."""
-    ranks = Ranks(str(tmp_path_factory.mktemp("four")), 4)
-    yield ranks
-    ranks.stop()
 
 
 def check_level(ranks: Ranks, level: str, dtype: torch.dtype) -> None:
@@ -351,25 +336,6 @@ def test_situations_on_four_ranks(four_ranks, level, dtype):
     check_situations(four_ranks, level, dtype)
 
 
-def begun(rank: int, order: str) -> list[bool]:
-    """A step that changes nothing."""
-    run = Run("O2", order=order)
-    model, optimizer = start(run, init_device_mesh("cpu", (dist.get_world_size(),)))
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    steps(model, optimizer, run, range(1))
-    return [
-        torch.equal(full(ours), given)
-        for ours, given in zip(model.state_dict().values(), Net().state_dict().values())
-    ]
-
-
-@pytest.mark.parametrize("order", ["parallelize first", "initialize first"])
-def test_weights_are_what_was_given(ranks, order):
-    for rank in ranks(begun, order):
-        assert all(rank)
-
-
 def save(rank: int, folder: str, level: str) -> list[Tensor]:
     """Train, and save model and optimizer."""
     run = Run(level, loss_scale="dynamic")
@@ -402,7 +368,7 @@ def resume(rank: int, folder: str, level: str) -> list[Tensor]:
 def steps(model: Net, optimizer: torch.optim.Optimizer, run: Run, numbers: range) -> None:
     for step in numbers:
         optimizer.zero_grad()
-        backward(loss_of(model, data(step), run), optimizer, run, True)
+        backward(model, loss_of(model, data(step), run), optimizer, run)
         optimizer.step()
 
 
@@ -426,26 +392,7 @@ def test_a_checkpoint_of_two_ranks_goes_to_four(ranks, four_ranks, tmp_path, lev
             torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
 
 
-def alone(rank: int, level: str) -> bool:
-    """What one rank does by itself must wait for no other."""
-    model, _ = start(Run(level, torch.bfloat16), init_device_mesh("cpu", (dist.get_world_size(),)))
-    if rank == 0:
-        shown = model.state_dict()["wide.weight"]
-        with torch.no_grad():
-            shown.to_local().fill_(0.5)
-        again = model.state_dict()["wide.weight"]
-        model.state_dict()
-        return bool((again.to_local() == 0.5).all() and (model.wide.weight.to_local() == 0.5).all())
-    return True
-
-
-@pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.slow)])
-def test_one_rank_alone_reads_and_writes_its_state_dict(ranks, level):
-    """A write into it reaches the weights when they are compared, as in one process."""
-    assert ranks(alone, level) == [True, True]
-
-
-def on_two_dimensions(rank: int, level: str | None) -> dict:
+def on_two_dimensions(rank: int, level: str) -> dict:
     """DTensors on a mesh of two dimensions: batches differ along one, weights along the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "parts"))
     model = Net()
@@ -462,26 +409,16 @@ def on_two_dimensions(rank: int, level: str | None) -> dict:
     run = Run(level)
     distribute_module(model, mesh, distribute)
     optimizer = optimizer_of(model, run)
-    if level is not None:
-        settings = {"init_scale": 256.0, "loss_scale": "dynamic", "verbosity": 0}
-        amp.initialize(model, optimizer, opt_level=level, **settings)
+    settings = {"init_scale": 256.0, "loss_scale": "dynamic", "verbosity": 0}
+    amp.initialize(model, optimizer, opt_level=level, **settings)
     found: dict = {"losses": [], "skipped": []}
     for step in range(3):
         optimizer.zero_grad()
-        loss = loss_of(
-            model, distribute_tensor(data(10 * step), mesh, [Shard(0), Replicate()]), run
-        )
-        if level is None:
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-                if step == 1 and rank == 3:
-                    poison(model)
-            found["skipped"].append(None)
+        x = distribute_tensor(data(10 * step), mesh, [Shard(0), Replicate()])
+        loss = loss_of(model, x, run)
+        backward(model, loss, optimizer, run, bad=(rank, step) == (3, 1))
         optimizer.step()
-        if level is not None:
-            found["skipped"][-1] = amp.step_was_skipped(optimizer)
+        found["skipped"].append(amp.step_was_skipped(optimizer))
         found["losses"].append(full(loss).item())
     found["weights"] = [full(value) for value in model.state_dict().values()]
     return found
@@ -538,18 +475,11 @@ def test_ddp_around_tensor_parallel(ranks):
         assert "have half copies" in rank["error"] and 'opt_level="O1"' in rank["error"]
 
 
-def check_repetition(ranks: Ranks) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("count", ["ranks", "four_ranks"])
+def test_twenty_runs_do_not_hang(request, count):
+    ranks = request.getfixturevalue(count)
     for number in range(20):
         run = Run("O2", loss_scale="dynamic", poisoned=(number % 3,))
         first, *others = ranks(train, run)
         assert all(rank["losses"] == first["losses"] for rank in others)
-
-
-@pytest.mark.slow
-def test_twenty_runs_do_not_hang(ranks):
-    check_repetition(ranks)
-
-
-@pytest.mark.slow
-def test_twenty_runs_of_four_ranks_do_not_hang(four_ranks):
-    check_repetition(four_ranks)

@@ -76,18 +76,27 @@ def managed(level: str, dtype: torch.dtype, kind: str, order: str, count: int, v
     return (model if "alone" in order else DistributedDataParallel(model)), optimizer
 
 
-def one_step(model, optimizer, rank: int, step: int, *, micro=1, clip=None, bad=False) -> None:
-    optimizer.zero_grad()
-    for part in range(micro):
-        last = part == micro - 1 or not hasattr(model, "no_sync")
-        with contextlib.nullcontext() if last else model.no_sync():
-            inputs, targets = batch(1000 * rank + 10 * step + part)
-            loss = F.cross_entropy(model(inputs).float(), targets) / micro
-            with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
-                scaled.backward()
-    if clip is not None:
-        nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
-    optimizer.step()
+def one_step(
+    model, optimizer, rank: int, step: int, *, micro=1, clip=None, bad=False, closure=False
+) -> None:
+    def passes() -> torch.Tensor:
+        optimizer.zero_grad()
+        for part in range(micro):
+            last = part == micro - 1 or not hasattr(model, "no_sync")
+            with contextlib.nullcontext() if last else model.no_sync():
+                inputs, targets = batch(1000 * rank + 10 * step + part)
+                loss = F.cross_entropy(model(inputs).float(), targets) / micro
+                with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
+                    scaled.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
+        return loss
+
+    if closure:
+        optimizer.step(passes)
+    else:
+        passes()
+        optimizer.step()
 
 
 def values(model, optimizer) -> list[torch.Tensor]:
@@ -193,22 +202,18 @@ def test_it_trains_as_one_process_in_float(ranks, level, dtype, kind, options):
     assert max(both) < 0.7 * sum(both)
 
 
+@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("level", [slow("O1"), "O2", slow("O3")])
-@pytest.mark.parametrize("poisoned", [slow([(1, 2)]), [(0, 1), (1, 3)]])
-def test_an_overflow_on_one_rank(ranks, level, poisoned):
-    results = ranks(train, level, FP16, "SGD", {}, tuple(poisoned))
-    left_out = {step for _, step in poisoned}
-    check(results, level, FP16, left_out, in_float("SGD", left_out=left_out))
-
-
-def alone(rank: int, level: str) -> dict:
-    """Without DDP each rank has gradients of its own; only rank 1 sees the inf."""
-    return train(rank, level, FP16, "SGD", {"order": "before, alone"}, ((1, 2),))
+def test_an_overflow_on_one_rank(ranks, level, closure):
+    poisoned = ((0, 1), (1, 3))
+    results = ranks(train, level, FP16, "SGD", {"closure": closure}, poisoned)
+    check(results, level, FP16, {1, 3}, in_float("SGD", left_out={1, 3}))
 
 
 @pytest.mark.parametrize("level", [slow("O1"), "O2"])
 def test_without_ddp_all_ranks_leave_the_same_step_out(ranks, level):
-    one, two = ranks(alone, level)
+    """Each rank has gradients of its own; only rank 1 sees the inf."""
+    one, two = ranks(train, level, FP16, "SGD", {"order": "before, alone"}, ((1, 2),))
     for rank in (one, two):
         assert rank["skipped"] == [step == 2 for step in range(STEPS)]
         assert rank["scales"] == one["scales"] and rank["scales"][-1] == 512.0
@@ -310,36 +315,6 @@ def test_another_number_of_ranks_goes_on(request, first, second, level, dtype, v
     assert all(map(torch.equal, tensors_in(part), tensors_in(again)))
     for ours, theirs in zip(tensors_in(other), tensors_in(same), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
-
-
-def closures(rank: int, level: str) -> dict:
-    model, optimizer = managed(level, FP16, "SGD", "before", 1, False)
-    skipped = []
-    for step in range(STEPS):
-
-        def closure(step: int = step) -> torch.Tensor:
-            optimizer.zero_grad()
-            inputs, targets = batch(1000 * rank + 10 * step)
-            loss = F.cross_entropy(model(inputs).float(), targets)
-            bad = (rank, step) == (1, 2)
-            with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
-                scaled.backward()
-            return loss
-
-        optimizer.step(closure)
-        skipped.append(amp.step_was_skipped(optimizer))
-    kept = values(model, optimizer)
-    amp.deactivate()
-    return {"skipped": skipped, "values": kept, "after": [p.detach() for p in model.parameters()]}
-
-
-@pytest.mark.parametrize("level", [slow("O1"), "O2"])
-def test_closures(ranks, level):
-    one, two = ranks(closures, level)
-    assert one["skipped"] == two["skipped"] == [step == 2 for step in range(STEPS)]
-    assert all(map(torch.equal, one["values"], two["values"]))
-    for ours, theirs in zip(one["after"], in_float("SGD", left_out={2}), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
 
 
 class WithoutNorm(nn.Module):

@@ -1,0 +1,24 @@
+"""What is among the arguments of a call, in nested lists and tuples too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+
+def leaves(values: Iterable[Any]) -> list[Any]:
+    """All that is no list or tuple itself."""
+    found = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found.extend(leaves(value))
+        else:
+            found.append(value)
+    return found
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors."""
+    return [value for value in leaves(values) if isinstance(value, Tensor)]

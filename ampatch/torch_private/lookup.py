@@ -1,0 +1,18 @@
+"""The one way to a private name of torch that may not be there."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def of_torch(name: str, otherwise: Any) -> Any:
+    """What torch has under a name such as "torch._C._is_tracing"; where it has none, `otherwise`.
+
+    Looked up once.  A variable of torch's that changes is asked for where it is read.
+    """
+    home, _, own = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(home), own)
+    except (ImportError, AttributeError):
+        return otherwise

@@ -1,0 +1,242 @@
+"""Optimizer state of any shape, and optimizers around optimizers, through a session."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_training import backward, data, same, seeded
+from torch import nn
+
+import ampatch
+
+BF16 = torch.bfloat16
+
+
+class WithNumbers(torch.optim.SGD):
+    """Counts in `state`, beside the parameters' entries; these are plain tensors."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.state["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state.setdefault(p, torch.zeros_like(p))
+                p.sub_(mean.lerp_(p.grad, 1 / self.state["steps"]), alpha=group["lr"])
+
+
+class Wrapper:
+    """As little as scripts expect of an optimizer; `state` is what it does not show."""
+
+    def __init__(self, optimizer):
+        self.inner = optimizer
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An Optimizer around another: every second step goes half way back to the slow weights."""
+
+    inner = property(lambda self: self.held[0])
+
+    def __init__(self, inner):
+        self.held = [inner]
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.state:
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["slow"] = param.detach().clone()
+        result = self.inner.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            for param in self.param_groups[0]["params"]:
+                param.lerp_(self.state[param]["slow"], 0.5)
+                self.state[param]["slow"].copy_(param)
+        return result
+
+
+class LARC(Wrapper):
+    """Scales gradients by layer, then has the inner one step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(0.02 * param.detach().norm() / param.grad.norm() / group["lr"])
+        return self.inner.step(closure)
+
+
+def around(kind):
+    return lambda params: kind(torch.optim.Adam(params, lr=0.01))
+
+
+def train(model, optimizer, steps, scaled=True):
+    for step in steps:
+        optimizer.zero_grad()
+        if scaled:
+            backward(model, optimizer, data(step))
+        else:
+            F.mse_loss(model(data(step)[0]), data(step)[1]).backward()
+        optimizer.step()
+
+
+def test_small_updates_are_not_lost():
+    """Each update is a quarter of bfloat16's spacing at 1: O3 never moves, O2 does."""
+    moved = {}
+    for level in ("O2", "O3"):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+        for _ in range(64):
+            optimizer.zero_grad()
+            with ampatch.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        moved[level] = 1.0 - model.weight.item()
+        ampatch.deactivate()
+    assert moved == {"O2": 64 * 2.0**-10, "O3": 0.0}
+
+
+# Three FP32 steps, three at the level, three after `deactivate`: one training
+
+KINDS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "numbers in the state": lambda params: WithNumbers(params, lr=0.05),
+    "a wrapper": around(Wrapper),
+    "Lookahead": around(Lookahead),
+    "LARC": lambda params: LARC(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+}
+
+
+def entries(state, model):
+    """What there is for each weight."""
+    found = [state[param] for param in model.parameters()]
+    return [dict(entry) if isinstance(entry, dict) else {"value": entry} for entry in found]
+
+
+def steps_in(state, model):
+    return {int(entry["step"]) for entry in entries(state, model) if "step" in entry}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])  # weights keep their dtype, and change it
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_goes_along(kind, level):
+    plain, model = seeded(), seeded()
+    reference, optimizer = KINDS[kind](plain.parameters()), KINDS[kind](model.parameters())
+    train(plain, reference, range(9), scaled=False)
+    train(model, optimizer, range(3), scaled=False)
+    state = getattr(optimizer, "inner", optimizer).state
+    before, counted = entries(state, model), steps_in(state, model)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+    for param, found, old in zip(model.parameters(), entries(state, model), before, strict=True):
+        assert found.keys() == old.keys()
+        for key, value in old.items():
+            if isinstance(value, torch.Tensor):
+                dtype = value.dtype if key == "step" else param.dtype
+                assert found[key].dtype is dtype and torch.equal(found[key], value.to(dtype)), key
+    train(model, optimizer, range(3, 6))
+    ampatch.deactivate()
+    train(model, optimizer, range(6, 9), scaled=False)
+    assert {id(key) for key in state if key != "steps"} == set(map(id, model.parameters()))
+    assert steps_in(state, model) == {count + 6 for count in counted}
+    assert state.get("steps", 9) == 9
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.03 if level == "O3" else 0.01, rtol=0)
+
+
+# Optimizers around optimizers
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Lookahead])
+def test_an_overflow_in_a_closure(kind):
+    """Weights and the state of both optimizers are what they were."""
+    model = seeded()
+    optimizer = around(kind)(model.parameters())
+    ampatch.initialize(model, optimizer, opt_level="O2", init_scale=256.0, verbosity=0)
+    factor = 1.0
+
+    def closure():
+        optimizer.zero_grad()
+        return backward(model, optimizer, data(), factor)
+
+    for _ in range(3):
+        optimizer.step(closure)
+    before = [param.detach().clone() for param in model.parameters()]
+    state = copy.deepcopy(optimizer.inner.state_dict()["state"])
+    factor = float("inf")
+    optimizer.step(closure)
+    assert ampatch.step_was_skipped(optimizer) and same(before, list(model.parameters()))
+    after = optimizer.inner.state_dict()["state"]
+    assert all(torch.equal(state[i][key], after[i][key]) for i in state for key in state[i])
+
+
+def test_an_overflow_is_skipped_by_what_only_looks_like_an_optimizer():
+    model = seeded()
+    optimizer = KINDS["LARC"](model.parameters())
+    ampatch.initialize(model, optimizer, opt_level="O2", init_scale=256.0, verbosity=0)
+    train(model, optimizer, range(2))
+    before = [param.detach().clone() for param in model.parameters()]
+    backward(model, optimizer, data(), float("nan"))
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer) and same(before, list(model.parameters()))
+
+
+def test_a_failed_initialize_leaves_the_inner_state(monkeypatch):
+    model = seeded()
+    optimizer = around(Wrapper)(model.parameters())
+    train(model, optimizer, range(2), scaled=False)
+    before = {id(key): dict(value) for key, value in optimizer.inner.state.items()}
+
+    def fail(self, *args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(ampatch.session.session.ManagedModel, "forget_originals", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    after = {id(key): value for key, value in optimizer.inner.state.items()}
+    assert before.keys() == after.keys()
+    for key, entry in before.items():
+        assert all(after[key][name] is value for name, value in entry.items())
+
+
+class Slots:
+    __slots__ = ("param_groups",)
+
+    def step(self):
+        pass
+
+
+def test_an_optimizer_whose_step_cannot_be_replaced_is_refused():
+    model = seeded()
+    optimizer = Slots()
+    optimizer.param_groups = [{"params": list(model.parameters())}]
+    with pytest.raises(TypeError, match="Slots has __slots__, so its step cannot be replaced"):
+        ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
