@@ -13,6 +13,8 @@ def of_torch(name: str, otherwise: Any) -> Any:
     """
     home, _, own = name.rpartition(".")
     try:
-        return getattr(importlib.import_module(home), own)
-    except (ImportError, AttributeError):
+        module = importlib.import_module(home)
+        # A module that nobody has imported is no attribute of its package.
+        return getattr(module, own) if hasattr(module, own) else importlib.import_module(name)
+    except ImportError:
         return otherwise

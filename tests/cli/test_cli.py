@@ -85,7 +85,12 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     ]
     assert "resident set" in notes[-1]
     assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
-    assert second.split()[6].endswith("x") and first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
+    assert second.split()[6].endswith("x\N{DAGGER}") and first.split()[-4:] == [
+        "0.7500",
+        "0/10",
+        "1",
+        "ok",
+    ]
     assert parts.split()[2:6] == ["data", "forward", "backward", "optimizer"]
     of_o0, of_o1, kind, checked, native_part, threads, load, scaling, recommended, written = (
         verdicts.splitlines()

@@ -255,7 +255,9 @@ def without_kernels(monkeypatch):
     with monkeypatch.context() as patch:
         patch.delattr(torch, "_amp_foreach_non_finite_check_and_unscale_")
         patch.delattr(torch, "_amp_update_scale_")
-        spec = importlib.util.spec_from_file_location("ampatch.scaling._none", amp_kernels.__file__)
+        spec = importlib.util.spec_from_file_location(
+            "ampatch.torch_private._none", amp_kernels.__file__
+        )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     assert module.update_scale_ is None is not amp_kernels.update_scale_
