@@ -174,12 +174,14 @@ def overridden(
     """
     if is_asked(args, kwargs):
         return call_handlers(state, patched, original, args, kwargs)
-    to = policy.special.get(original)
+    to = None if is_whole else policy.special.get(original)
     has_last_word = to is not None
     if to is None and policy.follows_tables:
         to, has_last_word = choose(args, kwargs, policy), is_whole
     if not has_last_word:
         return call_in(to, call, patched, args, kwargs, policy)
+    if is_dynamo_compiling():  # as one object in the graph it would run outside of the block
+        call = original
     with Block(state, BLOCK):
         output = call_in(to, call, patched, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)

@@ -40,7 +40,7 @@ def _no_mode(kind: Any) -> None:
 
 _kinds = of_torch("torch._C._TorchDispatchModeKey", None)
 _FAKE, _PROXY = getattr(_kinds, "FAKE", None), getattr(_kinds, "PROXY", None)
-_mode = _no_mode if _PROXY is None else of_torch("torch._C._get_dispatch_mode", _no_mode)
+_mode = _no_mode if None in (_FAKE, _PROXY) else of_torch("torch._C._get_dispatch_mode", _no_mode)
 _fx_mode = functools.partial(_mode, _PROXY)  # no Python call
 
 

@@ -93,6 +93,33 @@ def test_a_function_of_torch_decides_about_what_it_calls_itself_too(library):
     assert torch.nn.functional.normalize(X).dtype is H
 
 
+class Softmax(nn.Linear):
+    """The rule of Tensor.softmax, which F.softmax calls, is FP32."""
+
+    def forward(self, x):
+        return torch.nn.functional.softmax(super().forward(x), -1)
+
+
+@pytest.mark.parametrize("how", ["registered", "override"])
+def test_what_names_a_function_of_torch_holds_in_a_compiled_graph(library, how):
+    overrides = {torch.nn.functional.softmax: "half"} if how == "override" else None
+    if how == "registered":
+        ampatch.register_half_function(torch.nn.functional, "softmax")
+    model = ampatch.initialize(Softmax(4, 4), dtype=H, overrides=overrides, verbosity=0)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert model(X).dtype is compiled(X).dtype is H
+
+
+def test_a_registration_stands_above_an_override(library):
+    """In place it is also where the value is: a cast copy would take the write."""
+    ampatch.register_float_function(torch.Tensor, "relu_")
+    given = {torch.Tensor.relu_: "half"}
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0, overrides=given)
+    written = torch.tensor([-1.0, 2.0])
+    written.relu_()
+    assert written.tolist() == [0.0, 2.0]
+
+
 def test_a_missing_name_is_an_error_and_registers_nothing(library):
     with pytest.raises(AttributeError, match="users_library"):
         ampatch.register_half_function(library, "absent")
