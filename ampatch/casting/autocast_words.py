@@ -51,7 +51,8 @@ _ENABLED = 2
 """The position of `enabled` among the arguments of torch.autocast."""
 
 _ELSEWHERE = "_ampatch_elsewhere"
-"""Attribute of a region that is to cast on a device which this machine lacks: it says nothing."""
+"""Attribute of a region that says nothing: it was to cast on a device which this machine lacks, or
+`silence` was told so."""
 
 _EARLIER = "regions that were entered before the patches"
 
@@ -215,6 +216,11 @@ def _note(original: Callable) -> Callable:
             setattr(region, _ELSEWHERE, True)
 
     return __init__
+
+
+def silence(region: Any) -> None:
+    """Have a region of torch.autocast change no casts of ampatch when it is entered."""
+    setattr(region, _ELSEWHERE, True)
 
 
 def _module(frame: FrameType) -> str:

@@ -16,10 +16,59 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import wrapt
+
 
 def bring_in(framework: str) -> None:
     """Have the script's own line make an object that trains by ampatch."""
     _BRING_IN[framework]()
+
+
+def leave_precision_out(note: Callable[[str, Any], None]) -> None:
+    """Have Lightning's Trainer and Fabric train in FP32, whatever `precision` a script gives them.
+
+    `note(half, frame)` hears of a half type and of the frame that asked for it.  For the others
+    nothing is needed: their mixed precision is torch.autocast and GradScaler.
+    """
+    for module, owner in (
+        ("lightning.pytorch.trainer.trainer", "Trainer"),
+        ("pytorch_lightning.trainer.trainer", "Trainer"),
+        ("lightning.fabric.fabric", "Fabric"),
+        ("lightning_fabric.fabric", "Fabric"),
+    ):
+        wrapt.register_post_import_hook(functools.partial(_without_precision, owner, note), module)
+
+
+def tell_losses(around: Callable[[Any], Any]) -> None:
+    """Have accelerate's `backward` run in `around(loss)`, with the loss that the script gives it.
+
+    It divides that by the number of accumulated batches.
+    """
+
+    def wrap(module: Any) -> None:
+        plain = module.Accelerator.backward
+
+        @functools.wraps(plain)
+        def backward(self: Any, loss: Any, **named: Any) -> None:
+            with around(loss):
+                plain(self, loss, **named)
+
+        module.Accelerator.backward = backward
+
+    wrapt.register_post_import_hook(wrap, "accelerate.accelerator")
+
+
+def _without_precision(owner: str, note: Callable[[str, Any], None], module: Any) -> None:
+    make = getattr(module, owner).__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        given = str(named.pop("precision", None))
+        if "16" in given:
+            note("bfloat16" if "bf16" in given else "float16", sys._getframe(1))
+        make(self, *args, **named)
+
+    getattr(module, owner).__init__ = __init__
 
 
 def _lightning() -> None:

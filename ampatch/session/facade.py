@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ..casting.autocast_words import silence
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute
@@ -39,6 +40,7 @@ __all__ = [
     "release_model",
     "replacement_of",
     "session_of",
+    "silence",
     "stop_watching_casts",
     "watch_casts",
     "with_apex_tables",

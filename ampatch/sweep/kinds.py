@@ -20,6 +20,7 @@ AMPATCH = "ampatch"
 TORCH_AMP = "torch.amp"
 NO_AMP = "none"
 FRAMEWORK = "framework"
+LATE = "ampatch.initialize was called after an optimizer step"
 
 
 class Framework(NamedTuple):
@@ -62,13 +63,15 @@ class Kind:
     """What a script brings: `name` is one of the constants above, or "" while it is unknown.
 
     `framework` is the key of that which runs the training loop, whatever the name.  `places` are
-    the lines that entered torch.autocast, `dtypes` the half types of these regions.
+    the lines that entered torch.autocast, `dtypes` the half types of these regions.  `half_weights`
+    are the half types of weights that the script trains at O0: then that is no FP32 baseline.
     """
 
     name: str = ""
     framework: str = ""
     places: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+    half_weights: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.name)
@@ -100,7 +103,8 @@ class Kind:
     def from_json(cls, data: dict[str, Any] | None) -> Kind:
         if not data:
             return UNKNOWN
-        return cls(**{**data, "places": tuple(data["places"]), "dtypes": tuple(data["dtypes"])})
+        lists = ("places", "dtypes", "half_weights")
+        return cls(**{**data, **{name: tuple(data[name]) for name in lists}})
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))

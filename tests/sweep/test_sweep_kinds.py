@@ -90,7 +90,7 @@ def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
     own = python("train.py", cwd=tmp_path).stdout.split()
     in_fp32 = python("train.py", "fp32", cwd=tmp_path).stdout.split()
     assert lines(plan, runs["autocast-float16"]) == own != in_fp32
-    assert lines(plan, runs["O0"]) == in_fp32
+    assert lines(plan, runs["O0"]) == in_fp32 != lines(plan, runs["O1-float16"])
     as_it_is = runs["autocast-float16"].measured
     losses, scales = (list(map(float, own[column::2])) for column in (0, 1))
     assert as_it_is.losses["0"].values == pytest.approx(losses, rel=1e-6, nan_ok=True)  # not scaled
@@ -98,6 +98,48 @@ def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
     assert as_it_is.skipped[2] and not all(as_it_is.skipped)
     said = plan.results.machine["script"]
     assert said.startswith("uses torch.amp (train.py:11): the row autocast is the script as it is")
+
+
+SWITCHED = """
+    import torch
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(6):
+        before = torch.is_autocast_enabled("cpu")
+        torch.set_autocast_enabled("cpu", step >= FIRST)
+        loss = model(torch.randn(16, 8)).float().pow(2).mean()
+        torch.set_autocast_enabled("cpu", before)
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            assert model(torch.ones(1, 8)).dtype is torch.float32
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_the_switch_and_what_is_entered_after_steps(first, tmp_path):
+    """The rest of the script's words, such as a region that is off, still count at O1."""
+    plan = planned(tmp_path, SWITCHED.replace("FIRST", str(first))).run()
+    runs = by_label(plan)
+    assert list(runs) == ["O0", "O1-bfloat16", "autocast-bfloat16"]
+    assert [row.status for row in plan.rows] == ["ok"] * 3
+    own = python("train.py", cwd=tmp_path).stdout.split()
+    in_fp32, at_o1 = lines(plan, runs["O0"]), lines(plan, runs["O1-bfloat16"])
+    assert lines(plan, runs["autocast-bfloat16"]) == own
+    assert in_fp32[:first] == own[:first] and in_fp32[first] != own[first]
+    assert at_o1[0] != in_fp32[0]
+
+
+def test_half_weights_of_the_script_are_no_fp32_baseline(tmp_path):
+    in_half = PLAIN.replace("Linear(8, 1)", "Linear(8, 1).bfloat16()").replace(
+        "16, 8)", "16, 8).bfloat16()"
+    )
+    plan = planned(tmp_path, in_half).run()
+    assert plan.results.recommendation.startswith("none: O0 is not FP32. ")
+    assert "checked" not in plan.results.machine
 
 
 def test_what_a_kind_cannot_have_ends_the_sweep_with_the_line_to_write(tmp_path):
@@ -122,22 +164,40 @@ def test_a_resumed_sweep_knows_the_kind(tmp_path):
 def test_initialize_after_steps_in_fp32_is_an_error_that_says_so(tmp_path):
     late = textwrap.dedent(PLAIN) + "import ampatch\nampatch.initialize(model, optimizer)\n"
     plan = planned(tmp_path, late)
-    plan.run()
-    assert "initialize before the first step" in plan.rows[0].status
+    with pytest.raises(SweepError, match="initialize before the first step"):
+        plan.run()
+    assert len(plan.runs) == 1
 
 
 LOOPS = {
     "accelerate": """
         import accelerate, torch
         torch.manual_seed(0)
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        accelerator = accelerate.Accelerator(
+            cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2
+        )
         model = torch.nn.Linear(8, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         for _ in range(6):
+            with accelerator.accumulate(model):
+                loss = model(torch.randn(16, 8)).pow(2).mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    """,
+    "fabric": """
+        import torch
+        from lightning.fabric import Fabric
+        torch.manual_seed(0)
+        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        fabric.launch()
+        model = torch.nn.Linear(8, 1)
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(6):
             loss = model(torch.randn(16, 8)).pow(2).mean()
             optimizer.zero_grad()
-            accelerator.backward(loss)
+            fabric.backward(loss)
             optimizer.step()
     """,
     "lightning": """
@@ -157,7 +217,7 @@ LOOPS = {
         lightning.seed_everything(0)
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
         trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", precision="bf16-mixed", enable_model_summary=False,
+            max_epochs=1, accelerator="cpu", precision="bf16-true", enable_model_summary=False,
             **off
         )
         trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(96, 8), 16))
@@ -188,16 +248,19 @@ LOOPS = {
 @pytest.mark.parametrize("framework", LOOPS)
 def test_a_framework_trains_through_its_integration(framework, tmp_path):
     """Its own mixed precision is off at O0 and beside ampatch."""
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed")
+    package = "lightning" if framework == "fabric" else framework
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     plan = planned(tmp_path, LOOPS[framework], levels=["O0", "O2"], autocast=False).run()
     in_fp32, managed = plan.runs
     kind = in_fp32.measured.kind
     assert (kind.name, kind.framework, kind.dtypes) == (FRAMEWORK, framework, ("bfloat16",))
+    steps = 3 if framework == "accelerate" else 6  # it accumulates
     assert [(row.label, row.status, row.steps) for row in plan.rows] == [
-        ("O0", "ok", 6),
-        ("O2-bfloat16", "ok", 6),
+        ("O0", "ok", steps),
+        ("O2-bfloat16", "ok", steps),
     ]
+    assert not in_fp32.measured.kind.half_weights
     assert managed.measured.opt_level == "O2"
     losses = [run.measured.losses["0"].values for run in plan.runs]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)

@@ -79,7 +79,8 @@ def test_the_margin_says_what_matters():
     assert advice(row, margin="20%").startswith("O1 in bfloat16: ")
     assert advice(row, margin="0.02").startswith("none yet. O1")
     assert "Not even 50 seeds" in advice(row, margin="1e-5")
-    for wrong in ("much", "-1", "0", "1 %%", ""):
+    assert Margin.of("1E-3") == Margin(0.001, is_share=False)
+    for wrong in ("much", "-1", "0", "1 %%", "", "inf", "1e400"):
         with pytest.raises(ValueError, match="--margin"):
             Margin.of(wrong)
 
@@ -108,6 +109,13 @@ def test_of_rows_that_are_equally_fast_that_with_more_fp32_is_named():
     assert (
         said.startswith("O1 in bfloat16: 1.60x") and "Not told apart from it in speed: O3" in said
     )
+
+
+def test_the_same_difference_with_each_seed_is_no_proof():
+    said = advice(("O1", [-0.05] * 3, LOSSES, 1.5), base=[0.8, 0.9, 0.85])
+    assert said.startswith("none yet.") and "its accuracy is -0.05 off with each of 3 seeds" in said
+    said = advice(("O1", [0.0] * 2, LOSSES[:2], 1.5), base=BASE[:2], losses=LOSSES[:2])
+    assert "the same accuracy with 2 seeds says little: --resume --seeds 5" in said
 
 
 def test_a_metric_without_scatter_needs_no_more_seeds():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor
+from warm_python import python
 
 from ampatch.scaling.process_group import world_size
 from ampatch.torch_private import devices, probes
@@ -122,3 +123,11 @@ def test_kinds_of_devices(known, has_cuda, expected, monkeypatch):
     assert devices.accelerator() == expected
     assert devices.device_types() == (("cpu",) if expected is None else ("cpu", expected))
     assert devices.devices_to_start_from() == (None if expected is None else {"meta"})
+
+
+def test_the_key_of_one_mode_alone_may_be_missing():
+    script = (
+        "import torch; del torch._C._TorchDispatchModeKey.FAKE\n"
+        "from ampatch.torch_private import probes; print(probes.computes_with_fakes())"
+    )
+    assert python("-c", script).stdout == "False\n"

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ampatch.session import facade
 from ampatch.sweep.execution.own_lines import own_line
 
 MOST_PLACES = 20  # that are kept
@@ -48,9 +49,21 @@ class AutocastOff:
         self._replace_regions()
         make = torch.amp.GradScaler.__init__
         torch.amp.GradScaler.__init__ = _disabled(make)  # type: ignore[method-assign]
-        for name in dir(torch):
-            if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name:
-                setattr(torch, name, self._off(getattr(torch, name)))
+        self._switches = {
+            name: getattr(torch, name)
+            for name in dir(torch)
+            if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name
+        }
+        self.cover_switches()
+
+    def cover_switches(self) -> None:
+        """Replace the switches; again where ampatch has replaced them since.
+
+        What the script says by them is noted and goes nowhere: ampatch would take it as a word
+        about its own casts.  torch's own regions use the switches too; these reach torch alone.
+        """
+        for name, plain in self._switches.items():
+            setattr(torch, name, self._off(plain))
 
     def _replace_regions(self) -> None:
         make, enter = torch.autocast.__init__, torch.autocast.__enter__
@@ -67,13 +80,14 @@ class AutocastOff:
                 half = dtype or torch.get_autocast_dtype(device_type)
                 self._asked[region] = str(half).removeprefix("torch.")
             make(region, device_type, dtype, False, cache_enabled)
+            if enabled:  # off, and no word against the casts of a level
+                facade.silence(region)
 
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:
             half = self._asked.get(region)
             if half is not None:
-                self.dtypes += [half] if half not in self.dtypes else []
-                self._note()
+                self.note(half, sys._getframe(1))
             return enter(region)
 
         torch.autocast.__init__ = __init__
@@ -82,17 +96,25 @@ class AutocastOff:
     def _off(self, switch: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(switch)
         def set_autocast_enabled(*args: Any, **named: Any) -> None:
-            if (*args, *named.values())[-1]:  # no region of torch's, which are all disabled
-                self._note()
-            last = dict.fromkeys(list(named)[-1:], False)
-            switch(*(args if named else (*args[:-1], False)), **{**named, **last})
+            caller = sys._getframe(1)
+            if caller.f_globals.get("__name__", "").startswith("torch."):
+                off = {**named, **({"enabled": False} if "enabled" in named else {})}
+                switch(*(args if named else (*args[:-1], False)), **off)
+            elif named.get("enabled", args[-1] if args else False):
+                usual = "cpu" if "cpu" in switch.__name__ else "cuda"
+                device = named.get(
+                    "device_type", args[0] if args and isinstance(args[0], str) else usual
+                )
+                self.note(str(torch.get_autocast_dtype(device)).removeprefix("torch."), caller)
 
         return set_autocast_enabled
 
-    def _note(self) -> None:
+    def note(self, half: str, frame: Any) -> None:
+        """What the script asked for at `frame`: torch.autocast in a half type."""
+        self.dtypes += [half] if half not in self.dtypes else []
         if len(self.places) == MOST_PLACES:
             return
-        place = own_line(sys._getframe(2)) or "a library"
+        place = own_line(frame) or "a library"
         if place not in self.places:
             self.places.append(place)
 

@@ -156,12 +156,16 @@ class _Engine:
             AutocastBaseline(getattr(torch, options.autocast), self.recorder).install()
         if options.as_it_is:
             children.start(False)
-            PlainTraining(self.recorder, "autocast").start()
+            plain = PlainTraining(self.recorder, "autocast")
+            plain.start()
+            brought_in.tell_losses(plain.inside)
             return
         automatic = Kind(options.kind).is_plain and level != "O0"
         if level == "O0" or Kind(options.kind).is_foreign:
             self.off.install()
         children.start(automatic)
+        if automatic:
+            self.off.cover_switches()
         if level == "O0":
             self._recognition = Recognition(self.recorder, self.off)
             self._recognition.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, UNKNOWN
+from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import brief, status
 from ampatch.sweep.trial import BASE
@@ -35,6 +35,8 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     `earlier` are the runs before it, `log` is the file of its output.
     """
     said = status(run)
+    if run.case == BASE and LATE in said:
+        return f"{script}: {said}"
     if steps_of(run) or run.ended_by:
         return ""
     if said.startswith("no training"):

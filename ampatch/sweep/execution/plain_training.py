@@ -6,9 +6,10 @@ scaled them.  Every optimizer's steps count, and those that a GradScaler skips.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,12 +48,14 @@ class PlainTraining:
     """
 
     def __init__(
-        self, recorder: Recorder, name: str, first_step: Callable[[], None] = lambda: None
+        self, recorder: Recorder, name: str, first_step: Callable[[Any], None] = lambda _: None
     ) -> None:
         self._recorder, self._name, self._first_step = recorder, name, first_step
         self._patches = PatchSet()
         self._hooks: list[Any] = []
         self._steps = 0
+        self._given: Any = None
+        self._scale: Any = None  # of the last GradScaler that scaled
         self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # with the loss before
 
     def start(self) -> None:
@@ -63,6 +66,15 @@ class PlainTraining:
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
+
+    @contextlib.contextmanager
+    def inside(self, loss: Any) -> Iterator[None]:
+        """A backward pass of this loss, which a framework divides or scales first."""
+        self._given = loss
+        try:
+            yield
+        finally:
+            self._given = None
 
     def watch_losses(self) -> None:
         """Report the backward passes alone."""
@@ -86,17 +98,32 @@ class PlainTraining:
         return backward
 
     def _before_scaling(self, root: Any) -> Any:
-        scaled, loss = self._scaled.get(id(root), (lambda: None, None))
-        return root if scaled() is not root or loss is None else loss
+        """The loss that was scaled to be `root`; of what was made of scaled losses, divided."""
+        if self._given is not None:
+            return self._given
+        scaled, loss = self._scaled.pop(id(root), (lambda: None, None))
+        if loss is not None and scaled() is root:
+            return loss
+        is_made_of_scaled = any(one() is not None for one, _ in self._scaled.values())
+        return root.detach() / self._scale if is_made_of_scaled else root
 
     def _remembering(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def scale(scaler: Any, outputs: Any) -> Any:
             result = original(scaler, outputs)
-            if scaler.is_enabled() and isinstance(result, Tensor):
-                alive = {key: pair for key, pair in self._scaled.items() if pair[0]() is not None}
-                self._scaled = {**alive, id(result): (weakref.ref(result), outputs.detach())}
-                self._recorder.on_scale(original(scaler, torch.ones((), device=result.device)))
+            if not scaler.is_enabled():
+                return result
+            if not isinstance(result, Tensor):
+                result = list(result)  # of a list torch gives a list, of others a map
+            made = [result] if isinstance(result, Tensor) else result
+            given = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            pairs = [pair for pair in zip(made, given) if isinstance(pair[0], Tensor)]
+            alive = {key: pair for key, pair in self._scaled.items() if pair[0]() is not None}
+            new = {id(scaled): (weakref.ref(scaled), loss.detach()) for scaled, loss in pairs}
+            self._scaled = {**alive, **new}
+            if pairs:
+                self._scale = original(scaler, torch.ones((), device=pairs[0][0].device))
+                self._recorder.on_scale(self._scale)
             return result
 
         return scale
@@ -115,7 +142,7 @@ class PlainTraining:
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         if not self._steps:
-            self._first_step()
+            self._first_step(optimizer)
             self._recorder.on_engine(self._name, {})
         self._steps += 1
         self._recorder.on_step_begin(optimizer)

@@ -13,9 +13,10 @@ from typing import Any
 
 import ampatch
 from ampatch.errors import AmpatchError
+from ampatch.integrations import brought_in
 from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.plain_training import PlainTraining
-from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, FRAMEWORKS, NO_AMP, TORCH_AMP, Kind
+from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, FRAMEWORKS, LATE, NO_AMP, TORCH_AMP, Kind
 from ampatch.sweep.measure.recorder import Recorder
 
 
@@ -29,16 +30,23 @@ class Recognition:
         self._recorder, self._off = recorder, off
         self._plain = PlainTraining(recorder, "O0", self._first_step)
         self._name = self._framework = ""
+        self._half_weights: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Kind:
-        return Kind(self._name, self._framework, tuple(self._off.places), tuple(self._off.dtypes))
+        """As far as the script has shown it: a region may be entered after many steps."""
+        name, places = self._name, tuple(self._off.places)
+        if name == NO_AMP and places:
+            name = TORCH_AMP
+        return Kind(name, self._framework, places, tuple(self._off.dtypes), self._half_weights)
 
     def start(self) -> None:
         """Watch the script; ampatch's own notices reach the recorder, too."""
         ampatch.observe(self)
         ampatch.observe(self._recorder)
         self._plain.start()
+        brought_in.leave_precision_out(self._off.note)
+        brought_in.tell_losses(self._plain.inside)
 
     def on_initialize(self, properties: Any) -> None:
         if self._name in ("", AMPATCH):
@@ -46,15 +54,17 @@ class Recognition:
             self._plain.stop()
             return
         raise AmpatchError(
-            "ampatch.initialize was called after an optimizer step: a sweep cannot tell which part "
-            "of this training is to be compared. Expected initialize before the first step."
+            f"{LATE}: a sweep cannot tell which part of this training is to be compared. Expected "
+            "initialize before the first step."
         )
 
-    def _first_step(self) -> None:
+    def _first_step(self, optimizer: Any) -> None:
         self._framework = _framework(sys._getframe())
-        name = TORCH_AMP if self._off.places else NO_AMP
         has_integration = self._framework and FRAMEWORKS[self._framework].line
-        self._name = FRAMEWORK if has_integration else name
+        self._name = FRAMEWORK if has_integration else NO_AMP
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights}
+        self._half_weights = tuple(sorted(dtypes & {"bfloat16", "float16"}))
 
 
 def _framework(frame: FrameType) -> str:

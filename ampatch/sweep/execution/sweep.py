@@ -34,7 +34,7 @@ from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import is_due, short_steps
-from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
@@ -230,7 +230,7 @@ class Sweep:
             machine={**self._facts(), **machine_state(self.runs)},
             rows=rows,
             done=len(self.runs),
-            recommendation=recommendation(rows, self._margin),
+            recommendation=self._baseline_trouble() or recommendation(rows, self._margin),
             notes=self._notes(),
             provenance={**self._provenance, **provenance.devices(self.runs)},
         )
@@ -320,7 +320,8 @@ class Sweep:
             kind = event.reach.kind
         elif isinstance(event, Ended) and event.run.measured is not None:
             kind = event.run.measured.kind
-        if self._kind or not kind:
+        shows_more = self._kind.name == NO_AMP and kind.name == TORCH_AMP
+        if not kind or (self._kind and not shows_more):
             return False
         self._kind = kind
         try:
@@ -444,10 +445,20 @@ class Sweep:
         notes = [*self._seed_notes(), self._autocast_note()]
         return [note for note in [*notes, starts_note(self.script, starts, self.runs)] if note]
 
+    def _baseline_trouble(self) -> str:
+        """Why there is nothing in FP32 to compare with."""
+        if not self._kind.half_weights:
+            return ""
+        return (
+            f"none: O0 is not FP32. {self.script} trains weights in "
+            f"{' and '.join(self._kind.half_weights)} by itself (model.half(), a default dtype, a "
+            "framework's pure half precision). Expected FP32 weights; leave half to the levels."
+        )
+
     def _facts(self) -> dict[str, str]:
         """What the script is, and what was checked of its runs."""
         facts = {"script": self._kind.in_words() if self._kind else "", "checked": ""}
-        if not other_starts(self.runs):
+        if not other_starts(self.runs) and not self._kind.half_weights:
             facts["checked"] = checked(self.runs)
         return {name: text for name, text in facts.items() if text}
 

@@ -13,6 +13,7 @@ Of rows that are not told apart in speed the one with more FP32 is named.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from ampatch.sweep.report.results import Comparison, Row
 
 NOTHING_YET = "nothing to compare yet"
 MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
+LEAST_SEEDS = 3  # with one and the same difference
 MOST_SEEDS = 50
 _MOST_FP32_FIRST = ("O0", "autocast", "O1", "O2", "O3")
 
@@ -40,13 +42,18 @@ class Margin:
         """The margin that `"1%"` or `"0.005"` says; 1 % for None.  Raises `ValueError`."""
         if text is None:
             return cls()
-        found = re.fullmatch(r"(\d*\.?\d+(?:e-?\d+)?)\s*(%?)", str(text).strip())
-        if found is None or not float(found[1]):
+        number = str(text).strip()
+        is_share = number.endswith("%")
+        try:
+            value = float(number.removesuffix("%"))
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
             raise ValueError(
                 f"--margin {text}: expected the smallest difference that matters, in units of what "
                 'is judged ("0.005") or as a part of O0\'s value ("1%"), above 0.'
             )
-        return cls(float(found[1]) / (100 if found[2] else 1), bool(found[2]))
+        return cls(value / 100 if is_share else value, is_share)
 
     def beside(self, one: Comparison) -> float:
         """The margin in units of the quantity."""
@@ -110,7 +117,11 @@ def _unseen(row: Row, rows: Sequence[Row], margin: Margin) -> str:
     if untested is not None:
         return f"its {untested.name} is not tested ({untested.untested}).{_cure(untested)}"
     matters = margin.beside(judged)
-    if judged.outcome != "within" or judged.smallest is None or judged.smallest <= matters:
+    if judged.outcome != "within":
+        return ""
+    if judged.smallest is None:
+        return _without_scatter(judged, matters, margin)
+    if judged.smallest <= matters:
         return ""
     said = (
         f"with {judged.n} seeds a difference in {judged.name} of {judged.smallest:.2g} would have "
@@ -124,6 +135,19 @@ def _unseen(row: Row, rows: Sequence[Row], margin: Margin) -> str:
     if seeds is None:
         return f"{said} Not even {MOST_SEEDS} seeds would show that; --margin says what matters."
     return f"{said} With {seeds} seeds that would be seen: --resume --seeds {seeds}."
+
+
+def _without_scatter(one: Comparison, matters: float, margin: Margin) -> str:
+    """What the same difference with each seed does not show: it has no scatter to test by."""
+    if abs(one.difference) > matters:
+        return (
+            f"its {one.name} is {one.difference:+.2g} off with each of {one.n} seeds, and "
+            f"{matters:.2g} matters ({margin}). --resume --seeds {max(MORE_SEEDS, one.n + 3)} says "
+            "more."
+        )
+    if one.n < LEAST_SEEDS:
+        return f"the same {one.name} with {one.n} seeds says little: --resume --seeds {MORE_SEEDS}."
+    return ""
 
 
 def _cure(one: Comparison) -> str:
