@@ -189,7 +189,7 @@ def test_resuming(runs, in_two_parts, kind, level, half):
 def pairs(framework, ranks, tmp_path_factory):
     """`pairs(precision, **plan)`: the same run on two ranks, under DDP."""
     folder = tmp_path_factory.mktemp(framework)
-    ranks.load(f"ampatch.integrations.{FRAMEWORKS[framework]}")
+    ranks.load(f"runs_with_{framework}")
 
     @functools.cache
     def run(precision: str, **plan: Any) -> list[Watched]:
