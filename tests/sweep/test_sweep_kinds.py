@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import textwrap
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 from warm_python import python
 
 from ampatch.sweep import Sweep, SweepError, read_runs
+from ampatch.sweep.execution.plain_training import PlainTraining
 from ampatch.sweep.kinds import FRAMEWORK, NO_AMP, TORCH_AMP
 from ampatch.sweep.plan import cases
 
@@ -98,6 +101,30 @@ def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
     assert as_it_is.skipped[2] and not all(as_it_is.skipped)
     said = plan.results.machine["script"]
     assert said.startswith("uses torch.amp (train.py:11): the row autocast is the script as it is")
+
+
+def test_losses_are_those_before_scaling_however_they_are_scaled():
+    """Alone, in a list or a tuple, and in what the script makes of scaled ones."""
+    said, scaler = [], torch.amp.GradScaler("cpu", init_scale=1024.0)
+    recorder = SimpleNamespace(
+        on_loss=lambda loss: said.append(loss.item()), on_backward=lambda: None,
+        on_unscaled=lambda: None, on_scale=lambda scale: None,
+    )  # fmt: skip
+    weight = torch.ones((), requires_grad=True)
+    plain = PlainTraining(recorder, "O0")
+    plain.start()
+    try:
+        scaler.scale(weight * 2).backward()
+        for kind in (list, tuple):
+            scaled = scaler.scale(kind([weight * 3, weight * 4]))
+            assert type(scaled) is kind
+            for one in scaled:
+                one.backward()
+        (scaler.scale(weight * 6) / 2).backward()
+        (weight * 7).backward()
+    finally:
+        plain.stop()
+    assert said == [2, 3, 4, 3, 4, 3, 7]
 
 
 SWITCHED = """

@@ -55,6 +55,7 @@ class PlainTraining:
         self._hooks: list[Any] = []
         self._steps = 0
         self._given: Any = None
+        self._waiting = 0  # scaled losses that no backward pass since the last step has begun with
         self._scale: Any = None  # of the last GradScaler that scaled
         self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # with the loss before
 
@@ -103,24 +104,24 @@ class PlainTraining:
             return self._given
         scaled, loss = self._scaled.pop(id(root), (lambda: None, None))
         if loss is not None and scaled() is root:
+            self._waiting -= 1
             return loss
-        is_made_of_scaled = any(one() is not None for one, _ in self._scaled.values())
+        is_made_of_scaled, self._waiting = self._waiting > 0, 0
         return root.detach() / self._scale if is_made_of_scaled else root
 
     def _remembering(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def scale(scaler: Any, outputs: Any) -> Any:
             result = original(scaler, outputs)
-            if not scaler.is_enabled():
-                return result
-            if not isinstance(result, Tensor):
-                result = list(result)  # of a list torch gives a list, of others a map
-            made = [result] if isinstance(result, Tensor) else result
-            given = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-            pairs = [pair for pair in zip(made, given) if isinstance(pair[0], Tensor)]
+            if not (scaler.is_enabled() and isinstance(result, (Tensor, list, tuple))):
+                return result  # of other iterables torch gives a map, which is to be used once
+            one = isinstance(result, Tensor)
+            both = zip([result], [outputs]) if one else zip(result, outputs)
+            pairs = [pair for pair in both if isinstance(pair[0], Tensor)]
             alive = {key: pair for key, pair in self._scaled.items() if pair[0]() is not None}
             new = {id(scaled): (weakref.ref(scaled), loss.detach()) for scaled, loss in pairs}
             self._scaled = {**alive, **new}
+            self._waiting += len(new)
             if pairs:
                 self._scale = original(scaler, torch.ones((), device=pairs[0][0].device))
                 self._recorder.on_scale(self._scale)
@@ -145,6 +146,7 @@ class PlainTraining:
             self._first_step(optimizer)
             self._recorder.on_engine(self._name, {})
         self._steps += 1
+        self._waiting = 0
         self._recorder.on_step_begin(optimizer)
 
     def _step_ends(self, optimizer: Any, *_: Any) -> None:
