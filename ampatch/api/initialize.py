@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def initialize(
     max_loss_scale: float = ScaleSettings.max_loss_scale,
     *,
     dtype: torch.dtype | str = torch.float16,
-    overrides: dict | None = None,
+    overrides: dict | str | os.PathLike[str] | None = None,
     init_scale: float = ScaleSettings.init_scale,
     growth_interval: int = ScaleSettings.growth_interval,
     growth_factor: float = ScaleSettings.growth_factor,
@@ -83,7 +84,7 @@ def initialize(
             and O3.  In a half model (O2, O3) such a module or function computes in its own
             precision; its inputs and outputs have the dtype of the code around it: that of
             the overridden module that called it, else the model's.  At O0 overrides have no
-            effect.
+            effect.  A JSON file with globs, as `ampatch tune` writes it, is named by its path.
         init_scale: the first dynamic loss scale.
         growth_interval: number of clean steps in a row after which the dynamic scale grows.
         growth_factor: the factor by which it grows, above 1.
@@ -119,8 +120,8 @@ def initialize(
     After any exception nothing has been changed.  Objects that an earlier call manages stay
     managed by it.
 
-    The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`
-    and `AMPATCH_ENABLED` (`0`) replace the arguments of the same names.
+    The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`,
+    `AMPATCH_OVERRIDES` (JSON, or a file of it) and `AMPATCH_ENABLED` (`0`) replace the arguments of the same names.
     `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
     (`{"growth_interval": 500}`).  `ValueError` names a variable that is wrong.
     """

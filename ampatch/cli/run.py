@@ -19,6 +19,7 @@ _VARIABLE = {
     "--opt-level": "AMPATCH_OPT_LEVEL",
     "--dtype": "AMPATCH_DTYPE",
     "--loss-scale": "AMPATCH_LOSS_SCALE",
+    "--overrides": "AMPATCH_OVERRIDES",
 }
 _WITH_VALUE = (*_VARIABLE, "--stop-at")
 
@@ -60,6 +61,13 @@ def add_parser(commands: Any) -> None:
         type=_option("loss_scale"),
         metavar="SCALE",
         help='"dynamic" or a number; sets AMPATCH_LOSS_SCALE',
+    )
+    parser.add_argument(
+        "--overrides",
+        type=_option("overrides"),
+        metavar="FILE",
+        help="modules in another precision, a JSON file as ampatch tune writes it; sets "
+        "AMPATCH_OVERRIDES",
     )
     parser.add_argument(
         "--auto",
@@ -117,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
         "--opt-level": options.opt_level,
         "--dtype": options.dtype,
         "--loss-scale": options.loss_scale,
+        "--overrides": options.overrides,
     }
     os.environ.update({_VARIABLE[name]: text for name, text in given.items() if text is not None})
     try:

@@ -7,6 +7,7 @@ These replace arguments of a script:
 | `AMPATCH_OPT_LEVEL` | `opt_level` |
 | `AMPATCH_DTYPE` | `dtype` |
 | `AMPATCH_LOSS_SCALE` | `loss_scale` |
+| `AMPATCH_OVERRIDES` | `overrides`, by a JSON file or JSON text: `{"decoder.*": "float"}` |
 | `AMPATCH_ENABLED` | `enabled`, where it is `0` |
 | `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"growth_interval": 500}` |
 
@@ -40,15 +41,20 @@ from .opt_levels import (
     loss_scale_value,
     properties_for,
 )
+from .overrides import PRECISIONS
+from .overrides import read as read_overrides
 from .scale_settings import invertible
+from .validation import word
 
 VARIABLES = (
     "AMPATCH_OPT_LEVEL",
     "AMPATCH_DTYPE",
     "AMPATCH_LOSS_SCALE",
+    "AMPATCH_OVERRIDES",
     "AMPATCH_ENABLED",
     "AMPATCH_SETTINGS",
 )
+_ARGUMENTS = ("opt_level", "dtype", "loss_scale", "overrides")
 OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
 
 
@@ -59,12 +65,13 @@ class Asked:
     opt_level: str | None = None
     dtype: torch.dtype | None = None
     loss_scale: str | float | None = None
+    overrides: dict[str, str] | None = None
     enabled: bool = True
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def replacing(self) -> dict[str, Any]:
         """The arguments of `initialize` that are asked for, by their names."""
-        named = {name: getattr(self, name) for name in ("opt_level", "dtype", "loss_scale")}
+        named = {name: getattr(self, name) for name in _ARGUMENTS}
         found = {name: value for name, value in named.items() if value is not None}
         return {**found, **({} if self.enabled else {"enabled": False}), **self.settings}
 
@@ -121,6 +128,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Asked:
         opt_level=value("AMPATCH_OPT_LEVEL", opt_level),
         dtype=value("AMPATCH_DTYPE", dtype),
         loss_scale=value("AMPATCH_LOSS_SCALE", loss_scale),
+        overrides=value("AMPATCH_OVERRIDES", overrides),
         enabled=value("AMPATCH_ENABLED", _truth) is not False,
         settings=value("AMPATCH_SETTINGS", _settings) or {},
     )
@@ -152,6 +160,14 @@ def dtype(name: str, text: str) -> torch.dtype:
 def loss_scale(name: str, text: str) -> str | float:
     """`"dynamic"` or a number from the text of `name`."""
     return _checked(name, text, _scale, '"dynamic" or a positive number that FP32 can invert')
+
+
+def overrides(name: str, text: str) -> dict[str, str]:
+    """The overrides in the JSON file, or the JSON text, that `name` gives."""
+    found = read_overrides(f"{name}={text}", text)
+    for glob, precision in found.items():
+        word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
+    return found
 
 
 def _scale(text: str) -> str | float:

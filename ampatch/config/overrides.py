@@ -1,11 +1,15 @@
 """`overrides={"decoder.*": "float", nn.Softmax: "float", torch.bmm: "half"}`, parsed and checked.
 
-Modules are named by a glob over their path or by their class, functions by themselves.
+Modules are named by a glob over their path or by their class, functions by themselves.  A JSON
+file, as `ampatch tune` writes it, or JSON text has globs alone: `{"decoder.*": "float"}`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,10 +37,12 @@ def parse(overrides: Any) -> Overrides:
     found = Overrides([], {})
     if overrides is None:
         return found
+    if isinstance(overrides, (str, os.PathLike)):
+        overrides = read(f"ampatch.initialize(overrides={str(overrides)!r})", overrides)
     if not isinstance(overrides, Mapping):
         raise TypeError(
             f"ampatch.initialize(overrides={overrides!r}): expected a dict such as "
-            f'{{"decoder.*": "float"}}, got {type_name(overrides)}.'
+            f'{{"decoder.*": "float"}}, or a JSON file with one, got {type_name(overrides)}.'
         )
     for key, precision in overrides.items():
         word(f"ampatch.initialize(overrides={{{key!r}: {precision!r}}})", precision, PRECISIONS)
@@ -50,4 +56,27 @@ def parse(overrides: Any) -> Overrides:
                 f"path (globs allowed), a Module class or a function, got "
                 f"{type_name(key)}."
             )
+    return found
+
+
+def read(call: str, given: str | os.PathLike[str]) -> dict[str, str]:
+    """The globs and precisions in a JSON file, or in JSON text; `call` is named in errors.
+
+    Raises `ValueError` for what is neither.
+    """
+    text = os.fspath(given)
+    try:
+        written = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        found = json.loads(written)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"{call}: cannot be read: {reason}. Expected a JSON file such as ampatch tune writes, "
+            'with {"decoder.*": "float"}.'
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ValueError(
+            f"{call}: expected a JSON object of globs and precisions, such as "
+            f'{{"decoder.*": "float"}}, got {written.strip()[:80]}.'
+        )
     return found

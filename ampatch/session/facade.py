@@ -21,6 +21,7 @@ from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
+from ..models.values import map_tensors
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.closures import torch_optimizers
 from .registry import registry
@@ -35,6 +36,7 @@ __all__ = [
     "in_step",
     "listed_function",
     "manage_optimizer",
+    "map_tensors",
     "open_automatic_session",
     "open_sessions",
     "release_model",

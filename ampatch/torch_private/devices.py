@@ -7,10 +7,12 @@ or figures of its memory, the answer is the one that is right without them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -202,6 +204,13 @@ def have_fused_optimizers(tensors: Iterable[Any]) -> bool:
 # Measuring
 
 
+def wait_for_accelerator() -> None:
+    """Let the host wait until the accelerator has done all it was given; nothing without one."""
+    found = accelerator()
+    if found is not None:
+        wait_for(torch.device(found))
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done all its work; what a CPU was given to do is done."""
     if device.type == accelerator():
@@ -331,6 +340,29 @@ def built_for() -> dict[str, str]:
 def has_tf32() -> bool:
     """Whether products of FP32 numbers may be taken in TF32 here."""
     return accelerator() == "cuda"
+
+
+def random_numbers_again() -> Callable[[], AbstractContextManager[None]]:
+    """Makes context managers in which random numbers are those that follow on this call.
+
+    Outside of them, and after them, random numbers go on untouched.
+    """
+    found = accelerator()
+    tools: list[Any] = [torch] if found is None else [torch, _module(found)]
+    then = [tool.get_rng_state() for tool in tools]
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        now = [tool.get_rng_state() for tool in tools]
+        for tool, state in zip(tools, then):
+            tool.set_rng_state(state)
+        try:
+            yield
+        finally:
+            for tool, state in zip(tools, now):
+                tool.set_rng_state(state)
+
+    return again
 
 
 def seeding_functions() -> dict[str, tuple[str, ...]]:

@@ -11,12 +11,13 @@ Only trials of a sweep do this.  A script that a user runs at O0 keeps them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class AutocastOff:
     def __init__(self) -> None:
         self.places: list[str] = []
         self.dtypes: list[str] = []
+        self._is_lifted = False
         self._asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # their type
 
     def install(self) -> None:
@@ -55,6 +57,15 @@ class AutocastOff:
             if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name
         }
         self.cover_switches()
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, torch.autocast is as ever; for regions of our own."""
+        self._is_lifted = True
+        try:
+            yield
+        finally:
+            self._is_lifted = False
 
     def cover_switches(self) -> None:
         """Replace the switches; again where ampatch has replaced them since.
@@ -76,6 +87,9 @@ class AutocastOff:
             enabled: bool = True,
             cache_enabled: bool | None = None,
         ) -> None:
+            if self._is_lifted:
+                make(region, device_type, dtype, enabled, cache_enabled)
+                return
             if enabled:
                 half = dtype or torch.get_autocast_dtype(device_type)
                 self._asked[region] = str(half).removeprefix("torch.")
@@ -97,7 +111,9 @@ class AutocastOff:
         @functools.wraps(switch)
         def set_autocast_enabled(*args: Any, **named: Any) -> None:
             caller = sys._getframe(1)
-            if caller.f_globals.get("__name__", "").startswith("torch."):
+            if self._is_lifted:
+                switch(*args, **named)
+            elif caller.f_globals.get("__name__", "").startswith("torch."):
                 off = {**named, **({"enabled": False} if "enabled" in named else {})}
                 switch(*(args if named else (*args[:-1], False)), **off)
             elif named.get("enabled", args[-1] if args else False):

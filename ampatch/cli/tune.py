@@ -1,0 +1,118 @@
+"""The command `ampatch tune`: its options, and the answer on the screen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ampatch.cli import native_first
+from ampatch.cli.ending import cause
+from ampatch.cli.option_types import positive_count
+from ampatch.cli.script_options import add_program, program_of, refuse_launcher
+from ampatch.cli.sweep_options import add_options, given
+
+if TYPE_CHECKING:
+    from ampatch.tune import Tuning
+
+LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "auto", "rounds", "repeats", "steps")
+"""Options of a sweep that have no meaning here."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
+    parser = commands.add_parser(
+        "tune",
+        help="find the modules that need FP32 at an opt level",
+        usage="ampatch tune SCRIPT --opt-level LEVEL [options] [-- SCRIPT ARGUMENTS]\n"
+        "       ampatch tune -m MODULE --opt-level LEVEL [options] [-- MODULE ARGUMENTS]",
+        description="Finds the smallest set of modules in FP32 with which SCRIPT trains at LEVEL "
+        "within the noise of O0, or the setting that is the cause. One run at O0 computes each "
+        "module in half as well; trials, judged as those of ampatch sweep, tell which are needed.",
+        epilog="The answer is a line to paste, and DIR/overrides.json for initialize(overrides=...), "
+        "AMPATCH_OVERRIDES and ampatch run --overrides.",
+    )
+    add_program(parser)
+    what = parser.add_argument_group("what is tuned")
+    what.add_argument(
+        "--opt-level", choices=("O1", "O2", "O3"), required=True, help="the level to bring back"
+    )
+    what.add_argument(
+        "--dtype", choices=("float16", "bfloat16"), default="float16", help="(default: float16)"
+    )
+    what.add_argument(
+        "--depth",
+        type=positive_count,
+        metavar="N",
+        help="decide on groups: modules N names deep, with all in them (default: each module)",
+    )
+    what.add_argument(
+        "--probe-steps",
+        type=positive_count,
+        default=100,
+        metavar="N",
+        help="steps at O0 in which modules are computed in half as well (default: 100)",
+    )
+    what.add_argument(
+        "--candidates",
+        type=positive_count,
+        metavar="N",
+        help="try so many sets at most (default: 2 log2(n) + 8 for n modules)",
+    )
+    add_options(parser, leave_out=LEFT_OUT)
+    parser.set_defaults(command=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tune, print and write the answer; returns the exit code."""
+    from ampatch.sweep import SweepError, write_report
+    from ampatch.tune import TuneError
+    from ampatch.tune.report import PAGE, write_page, write_terminal
+    from ampatch.tune.tuning import NO_CURE
+
+    tuning = _tuning(options)
+    try:
+        native_first.build()
+        answer = tuning.run()
+    except KeyboardInterrupt:
+        print("Interrupted; --resume goes on.", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"{error}. With that put right, --resume goes on.", file=sys.stderr)
+        return 1
+    except (SweepError, TuneError) as error:
+        print(f"Stopped: {error}", file=sys.stderr)
+        return 1
+    write_report(tuning.directory)
+    write_page(tuning.directory, answer)
+    write_terminal(answer, sys.stdout)
+    print(f"Written to {tuning.directory}: {PAGE}, tune.json, overrides.json, report.html.")
+    return 1 if answer.outcome == NO_CURE else 0
+
+
+def _tuning(options: argparse.Namespace) -> Tuning:
+    """The tuning that the options describe; a wrong option ends the command."""
+    from ampatch.sweep.execution.progress import progress_on
+    from ampatch.tune import Tuning
+
+    parser: argparse.ArgumentParser = options.parser
+    program = program_of(options)
+    refuse_launcher(options, program, advice=" --nproc-per-node N")
+    try:
+        return Tuning(
+            program.name,
+            options.arguments,
+            module=program.is_module,
+            opt_level=options.opt_level,
+            dtype=options.dtype,
+            depth=options.depth,
+            probe_steps=options.probe_steps,
+            candidates=options.candidates,
+            progress=lambda: progress_on(sys.stderr, None),
+            say=lambda text: print(text, file=sys.stderr),
+            **given(options),
+        )
+    except OSError as error:
+        parser.error(cause(error))
+    except (ImportError, ValueError) as error:
+        parser.error(str(error))

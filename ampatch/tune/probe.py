@@ -1,0 +1,188 @@
+"""The probe: in a run at O0 it also computes modules in half, a few of them in each step.
+
+The sweep's child calls `start` before the script begins.  Each module's turn comes `SAMPLES` times
+within the steps, so that as few copies as that takes are in memory at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.session.facade import open_sessions
+from ampatch.tune.modules import candidates
+from ampatch.tune.sensitivity import Findings, Sensitivity
+from ampatch.tune.shadow import Call, HalfType, Sample
+
+SAMPLES = 4  # of each module
+HEADROOM = 16  # by which gradients of weights may exceed those of outputs
+LARGEST_SCALE = 2.0**16
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """What the parent asks of the probe; `scale` None: the loss scale is dynamic."""
+
+    file: str
+    steps: int
+    opt_level: str
+    dtype: str
+    scale: float | None
+    depth: int | None = None
+
+    def to_text(self) -> str:
+        return json.dumps(vars(self))
+
+
+def start(text: str, off: Any) -> None:
+    """Begin in this process; `off` switches the script's own torch.autocast off."""
+    options = ProbeOptions(**json.loads(text))
+    stay_eager = getattr(torch.compiler, "set_stance", None)  # torch 2.6
+    if stay_eager is not None:
+        stay_eager("force_eager")  # compiled modules call no hooks of the modules in them
+    ampatch.observe(Probe(options, off))
+
+
+@dataclass
+class _Watched:
+    """A module whose turn comes, and what is known of it: nothing if it only calls others."""
+
+    path: str
+    modules: list[nn.Module]
+    samples: list[Sample] = field(default_factory=list)
+    trouble: str = ""
+
+    def sensitivity(self) -> Sensitivity:
+        parameters = sum(weight.numel() for one in self.modules for weight in one.parameters())
+        kind = type(self.modules[0]).__name__
+        trouble = self.trouble if not self.samples else ""
+        return Sensitivity(self.path, kind, parameters, tuple(self.samples), trouble)
+
+
+class Probe:
+    """An observer of the training that looks at some modules in each step."""
+
+    def __init__(self, options: ProbeOptions, off: Any) -> None:
+        self._options, self._off = options, off
+        self._found = Findings()
+        self._watched: list[_Watched] = []
+        self._turns: Iterator[_Watched] = iter(())
+        self._at_once = 0
+        self._calls: list[tuple[_Watched, Call]] = []
+        self._hooks: list[Any] = []
+        self._largest = 0.0  # gradient so far, which the loss scale must leave in range
+
+    def on_step(self, optimizer: Any, skipped: Any) -> None:
+        """A step has ended: compare what it brought, and choose the modules of the next."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._compare()
+        self._note_eps(optimizer)
+        self._found.steps += 1
+        if not self._watched:
+            self._choose()
+        self._write()
+        if self._found.steps <= self._options.steps:
+            self._watch(itertools.islice(self._turns, self._at_once))
+
+    def _choose(self) -> None:
+        """The modules to look at are known now, and how many of them a step can take."""
+        models = [managed.model for session in open_sessions() for managed in session.models]
+        depth = self._options.depth
+        found = candidates(models, depth)
+        self._found.paths = [name for model in models for name, _ in model.named_modules() if name]
+        self._watched = [_Watched(path, modules) for path, modules in found.items()]
+        self._at_once = math.ceil(len(self._watched) * SAMPLES / self._options.steps)
+        self._turns = itertools.cycle(list(self._watched))
+
+    def _watch(self, chosen: Iterator[_Watched]) -> None:
+        for watched in chosen:
+            for module in watched.modules:
+                self._hooks += self._hook(watched, module)
+
+    def _hook(self, watched: _Watched, module: nn.Module) -> list[Any]:
+        """Look at the first call of a module that is part of a training step."""
+        running: deque[Call] = deque()
+        done = False
+
+        @torch.compiler.disable
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            nonlocal done
+            if done or not torch.is_grad_enabled():
+                return
+            done = True
+            as_group = self._options.depth is not None or not any(True for _ in module.children())
+            try:
+                running.append(Call(module, args, kwargs, as_group))
+            except Exception as error:  # whatever a class says to being copied
+                watched.trouble = f"it cannot be copied: {error}"
+
+        @torch.compiler.disable
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            if running:
+                call = running.popleft()
+                call.watch(output)
+                self._calls.append((watched, call))
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
+
+    def _compare(self) -> None:
+        calls, self._calls = self._calls, []
+        self._largest = max([self._largest, *(call.largest_gradient for _, call in calls)])
+        for watched, call in calls:
+            try:
+                with self._off.lifted():
+                    sample = call.compare(self._half())
+            except Exception as error:  # half may lack a function, and modules raise what they like
+                watched.trouble = f"it does not run in half: {error}"
+                continue
+            if sample is not None:
+                watched.samples.append(sample)
+
+    def _half(self) -> HalfType:
+        """How the level computes, at the loss scale that its training would have."""
+        options = self._options
+        dtype = getattr(torch, options.dtype)
+        region = functools.partial(torch.autocast, _device(self._watched), dtype)
+        return HalfType(
+            dtype,
+            region if options.opt_level == "O1" else None,
+            self._scale() if options.scale is None else options.scale,
+        )
+
+    def _scale(self) -> float:
+        """The power of two that a dynamic scale comes to, float16's range being 65504."""
+        if not self._largest or self._options.dtype == "bfloat16":
+            return 1.0
+        fits = math.floor(math.log2(65504 / HEADROOM / self._largest))
+        return min(LARGEST_SCALE, 2.0**fits)
+
+    def _note_eps(self, optimizer: Any) -> None:
+        groups = getattr(optimizer, "param_groups", [])
+        found = {float(group["eps"]) for group in groups if isinstance(group.get("eps"), float)}
+        self._found.eps = sorted({*self._found.eps, *found})
+
+    def _write(self) -> None:
+        known = (one for one in self._watched if one.samples or one.trouble)
+        self._found.modules = [one.sensitivity() for one in known]
+        self._found.write(Path(self._options.file))
+
+
+def _device(watched: list[_Watched]) -> str:
+    weights = (weight for one in watched for module in one.modules for weight in module.parameters())
+    return next((weight.device.type for weight in weights), "cpu")

@@ -1,0 +1,95 @@
+"""What can bring a level back: a module in FP32, or one of three settings that are no module's.
+
+The settings come first.  Where the cause is none of the modules, one of these alone passes, and a
+module that FP32 weights seem to cure (Adam's eps is 0 in float16) is not taken for the cause.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampatch.sweep.trial import Case
+from ampatch.tune.globs import shortest
+from ampatch.tune.sensitivity import Findings, ranked
+
+EPS = 1e-4  # the power of ten that is next above float16's smallest normal number, 6.1e-5
+SETTINGS = {
+    "loss_scale": "dynamic",
+    "eps": EPS,
+    "master_weights": True,
+}
+"""By the names of `initialize`, but for the optimizers' own eps."""
+
+WHY = {
+    "loss_scale": "gradients that the half type flushes to zero at this static loss scale",
+    "eps": "the optimizer's eps, which is 0 in the half type of its weights",
+    "master_weights": "half weights, which lose updates that are small beside them",
+}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A module in FP32 by its path, or a setting by its name."""
+
+    name: str
+    is_setting: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}={SETTINGS[self.name]!r}" if self.is_setting else self.name
+
+
+def possible(findings: Findings, properties: Mapping[str, str], half: str) -> list[Remedy]:
+    """The remedies for a level, the likeliest first; `properties` are those of its run, as text."""
+    settings = []
+    if half == "float16" and properties["loss_scale"] != "dynamic":
+        settings.append("loss_scale")
+    has_half_weights = properties["cast_model_type"].endswith(half) and (
+        properties["master_weights"] != "True"
+    )
+    if has_half_weights:
+        dtype = getattr(torch, half)
+        if any(eps and not torch.tensor(eps).to(dtype) for eps in findings.eps):
+            settings.append("eps")
+        settings.append("master_weights")
+    modules = [Remedy(one.path) for one in ranked(findings.modules)]
+    return [*(Remedy(name, is_setting=True) for name in settings), *modules]
+
+
+def overrides(chosen: Iterable[Remedy], paths: Sequence[str]) -> dict[str, str]:
+    """The modules among the remedies as `initialize` takes them, by globs over all `paths`."""
+    modules = [remedy.name for remedy in chosen if not remedy.is_setting]
+    return dict.fromkeys(shortest(modules, paths), "float")
+
+
+def settings(chosen: Iterable[Remedy]) -> dict[str, Any]:
+    """The settings among the remedies, with their values."""
+    return {one.name: SETTINGS[one.name] for one in chosen if one.is_setting}
+
+
+def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
+    """The row of a sweep that trains at a level with these remedies."""
+    listed = sorted(chosen, key=str)
+    named = settings(listed)
+    modules = overrides(listed, paths)
+    if modules:
+        named["overrides"] = json.dumps(modules)
+    return Case(level.opt_level, level.dtype, settings=tuple(named.items()))
+
+
+def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str]) -> str:
+    """The call of `initialize` to paste, with a second line for what is not among its arguments."""
+    named: dict[str, Any] = {"opt_level": level.opt_level, "dtype": level.dtype}
+    named |= {name: value for name, value in settings(chosen).items() if name != "eps"}
+    modules = overrides(chosen, paths)
+    written = [f"{name}={json.dumps(v) if isinstance(v, str) else v}" for name, v in named.items()]
+    if modules:
+        written.append(f"overrides={json.dumps(modules)}")
+    call = f"model, optimizer = ampatch.initialize(model, optimizer, {', '.join(written)})"
+    if "eps" in settings(chosen):
+        call += f"\nand eps={EPS:g} where the optimizer is made"
+    return call

@@ -1,0 +1,197 @@
+"""The answer for readers: lines for the terminal, and one page with the tree of the model.
+
+Needs the packages of `ampatch[sweep]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ampatch.sweep.json_files import write_whole
+from ampatch.sweep.report.numbers import MISSING
+from ampatch.tune.globs import covered
+from ampatch.tune.remedies import SETTINGS, WHY
+from ampatch.tune.sensitivity import Sensitivity
+from ampatch.tune.tuning import CURED, NO_CURE, PASSES, Answer
+
+PAGE = "tune.html"
+MOST_ROWS = 20  # of the table on the terminal
+LIGHT, DARK = -4.0, 0.0  # decimal exponents of the errors that are white and full colour
+_HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "half saves", "FP32")
+
+
+def summary(answer: Answer) -> list[str]:
+    """What was found, in sentences."""
+    level = f"{answer.opt_level} in {answer.dtype}"
+    if answer.outcome == PASSES:
+        return [f"{level} passes as it is: no module needs FP32.{_unseen(answer)}"]
+    if answer.outcome == NO_CURE:
+        return [
+            f"{level} does not come back to O0, not even with all modules in FP32 and with "
+            f"{_all_settings()}. The cause is none of these: look for code outside the model "
+            "(a loss in half, weights changed by hand), with ampatch run --debug."
+        ]
+    modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
+    lines = []
+    if modules:
+        count = f"{len(modules)} module{'s' * (len(modules) > 1)}"
+        lines.append(f"{level} comes back to O0 with {count} in FP32: {', '.join(modules)}.")
+    for name in answer.settings:
+        also = " also" if modules else ""
+        lines.append(f"The cause is{also} not a module but {WHY[name]}.")
+    if not answer.is_smallest:
+        lines.append(
+            f"{answer.candidates} candidates were tried, and that was all: a smaller set may do. "
+            "--resume --candidates N goes on."
+        )
+    return [*lines, _unseen(answer).strip(), answer.line, _speeds(answer)]
+
+
+def _unseen(answer: Answer) -> str:
+    if answer.unseen is None:
+        return ""
+    return f" A difference in {answer.judged} of {answer.unseen:.2g} would have been seen."
+
+
+def _all_settings() -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in SETTINGS.items())
+
+
+def _speeds(answer: Answer) -> str:
+    """What the cure costs."""
+    said = []
+    for name, shown in (("O0", "O0"), ("level", answer.opt_level), ("cure", "with the cure")):
+        if name in answer.step_ms:
+            speed = answer.speeds.get(name)
+            times = "" if speed is None or name == "O0" else f" ({speed:.2f} times O0's speed)"
+            said.append(f"{shown} {answer.step_ms[name]:.3g} ms{times}")
+    return f"A step takes: {', '.join(said)}." if said else ""
+
+
+def cells(answer: Answer) -> Iterator[tuple[str, ...]]:
+    """The table's rows, the most sensitive module first."""
+    for one in answer.modules:
+        yield (
+            one.path,
+            one.kind,
+            *(_largest(one, name) for name in ("output", "gradient")),
+            _share(one.overflow),
+            _share(one.vanish),
+            MISSING if one.gain is None else f"{one.gain * 1e3:+.3f} ms",
+            one.trouble or ("needed" if one.path in answer.needed else ""),
+        )
+
+
+def _largest(one: Sensitivity, name: str) -> str:
+    if not one.samples:
+        return MISSING
+    return f"{max(getattr(sample, name) for sample in one.samples):.2g}"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.2g} %" if share else ""
+
+
+def write_terminal(answer: Answer, file: Any) -> None:
+    """Print the answer and the most sensitive modules."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    if answer.modules:
+        table = Table(*_HEADS, box=None, pad_edge=False)
+        for row in list(cells(answer))[:MOST_ROWS]:
+            table.add_row(*row)
+        console.print(table, markup=False)
+        console.print(_note(answer), markup=False)
+    for line in filter(None, summary(answer)):
+        console.print(line, markup=False)
+
+
+def _note(answer: Answer) -> str:
+    more = len(answer.modules) - MOST_ROWS
+    hidden = f" {more} more modules are in {PAGE}." if more > 0 else ""
+    return (
+        f"Relative errors of outputs and gradients in {answer.dtype} beside FP32, the largest of a "
+        f"module's samples; shares of values that overflow, and that become 0.{hidden}"
+    )
+
+
+@dataclass(frozen=True)
+class Box:
+    """A module in the picture of the tree: where it is, its colour, and what it says."""
+
+    x: float
+    y: int
+    width: float
+    name: str
+    title: str
+    strength: float | None  # of its colour, 0 to 1; None: not measured
+    is_needed: bool
+
+
+def tree(answer: Answer) -> list[Box]:
+    """The model as an icicle: each module above those in it, as wide as the leaves below it."""
+    children: dict[str, list[str]] = {}
+    known = set(answer.paths)
+    for path in dict.fromkeys(answer.paths):
+        parent = path.rpartition(".")[0]
+        children.setdefault(parent if parent in known else "", []).append(path)
+    by_path = {one.path: one for one in answer.modules}
+    boxes: list[Box] = []
+
+    def place(path: str, x: float, depth: int) -> float:
+        below = x
+        for child in children.get(path, []):
+            below = place(child, below, depth + 1)
+        width = max(below - x, 1.0)
+        if path:
+            boxes.append(_box(path, by_path.get(path), answer.needed, x, depth, width))
+        return x + width
+
+    place("", 0.0, -1)
+    return boxes
+
+
+def _box(
+    path: str, one: Sensitivity | None, needed: Sequence[str], x: float, depth: int, width: float
+) -> Box:
+    title, strength = path, None
+    if one is not None and one.samples:
+        title = f"{path} ({one.kind}): relative error {one.error:.2g}"
+        strength = _strength(one.error)
+    return Box(
+        x, depth, width, path.rpartition(".")[2], title, strength, covered(needed, path)
+    )
+
+
+def _strength(error: float) -> float:
+    if not math.isfinite(error):
+        return 1.0
+    exponent = math.log10(error) if error > 0 else LIGHT
+    return min(max((exponent - LIGHT) / (DARK - LIGHT), 0.0), 1.0)
+
+
+def write_page(directory: Path, answer: Answer) -> None:
+    """Write the page of an answer."""
+    import jinja2
+
+    source = resources.files("ampatch.tune").joinpath("page.html.j2").read_text(encoding="utf-8")
+    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    boxes = tree(answer)
+    text = page.from_string(source).render(
+        answer=answer,
+        summary=[line for line in summary(answer) if line],
+        heads=_HEADS,
+        rows=list(cells(answer)),
+        boxes=boxes,
+        leaves=max((box.x + box.width for box in boxes), default=0),
+        levels=max((box.y + 1 for box in boxes), default=0),
+        cured=CURED,
+    )
+    write_whole(directory / PAGE, text)

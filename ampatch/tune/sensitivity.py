@@ -1,0 +1,79 @@
+"""What the probe found: for each module how far half is from FP32.  Its file, and the ranking."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ampatch.sweep.json_files import read_json, write_json
+from ampatch.tune.shadow import Sample
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """A module's samples, or with `trouble` why there are none."""
+
+    path: str
+    kind: str  # its class
+    parameters: int
+    samples: tuple[Sample, ...] = ()
+    trouble: str = ""
+
+    @property
+    def error(self) -> float:
+        """The largest relative error of outputs or gradients; 0 without samples."""
+        return max((sample.error for sample in self.samples), default=0.0)
+
+    @property
+    def overflow(self) -> float:
+        return max((sample.overflow for sample in self.samples), default=0.0)
+
+    @property
+    def vanish(self) -> float:
+        return max((sample.vanish for sample in self.samples), default=0.0)
+
+    @property
+    def gain(self) -> float | None:
+        """Seconds of a forward and backward that half saves; None without samples."""
+        if not self.samples:
+            return None
+        exact = statistics.median(sample.float_seconds for sample in self.samples)
+        return exact - statistics.median(sample.half_seconds for sample in self.samples)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Sensitivity:
+        samples = [
+            Sample(**{name: float(value) for name, value in one.items()}) for one in data["samples"]
+        ]
+        return cls(**{**data, "samples": tuple(samples)})
+
+
+@dataclass
+class Findings:
+    """All modules that were looked at, `paths` of all that there are, and the optimizers' eps."""
+
+    steps: int = 0
+    modules: list[Sensitivity] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    eps: list[float] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        write_json(path, dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Findings | None:
+        """The findings in a file of `write`; None if there is no such file."""
+        data = read_json(path)
+        if data is None:
+            return None
+        modules = [Sensitivity.from_json(one) for one in data["modules"]]
+        return cls(**{**data, "modules": modules, "eps": [float(eps) for eps in data["eps"]]})
+
+
+def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:
+    """The most sensitive first.  Those without samples come last: nothing is known of them."""
+    return sorted(modules, key=lambda one: (not one.samples, -one.error, -one.overflow, one.path))

@@ -1,0 +1,276 @@
+"""Tuning: the level as it is, then the probe, the search by trials, and what the cure costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ampatch.config.opt_levels import properties_for
+from ampatch.launch.program import Program
+from ampatch.sweep import Sweep
+from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.recommendation import Margin
+from ampatch.sweep.report.results import Row
+from ampatch.sweep.trial import BASE, Case
+from ampatch.tune import remedies
+from ampatch.tune.probe import ProbeOptions
+from ampatch.tune.remedies import Remedy
+from ampatch.tune.search import Found, most_trials, smallest
+from ampatch.tune.sensitivity import Findings, Sensitivity, ranked
+from ampatch.tune.verdict import TuneError, passes, row_of
+
+ANSWER = "tune.json"
+OVERRIDES = "overrides.json"
+PASSES, CURED, NO_CURE = "passes", "cured", "no cure"
+
+
+@dataclass
+class Answer:
+    """What was found; the content of `tune.json`.
+
+    `outcome` is "passes" (the level needs nothing), "cured" (`needed` brings it back), or "no cure"
+    (not even all modules in FP32 and the three settings do).  `speeds` are medians relative to O0,
+    and `step_ms` medians in milliseconds, by row.
+    """
+
+    script: str
+    opt_level: str
+    dtype: str
+    outcome: str
+    needed: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, str] = field(default_factory=dict)
+    line: str = ""
+    is_smallest: bool = True
+    candidates: int = 0
+    unseen: float | None = None  # the smallest difference in what is judged that would be seen
+    judged: str = ""
+    modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
+    paths: list[str] = field(default_factory=list)  # of all modules
+    step_ms: dict[str, float] = field(default_factory=dict)
+    speeds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Answer:
+        modules = [Sensitivity.from_json(one) for one in data["modules"]]
+        return cls(**{**data, "modules": modules})
+
+
+class Tuning:
+    """The trials that find the smallest set of modules in FP32 with which a level trains as O0.
+
+    Args:
+        script: the script's file, or with `module` in `options` the name of a module.
+        arguments: the script's own, as for `Sweep`.
+        opt_level: "O1", "O2" or "O3".
+        dtype: "float16" or "bfloat16".
+        depth: look at groups, the modules so many names deep; by default at each module.
+        probe_steps: optimizer steps of the run in which modules are computed in half as well.
+        candidates: how many sets are tried at most; by default about 2 log2(n) for n modules.
+        out: the directory, by default `ampatch-tune/` and the script's name.
+        options: others of `Sweep`: seeds (3 by default), metrics, judge, margin, better, timeout,
+            engines, `resume` and `overwrite`.
+
+    Raises what `Sweep` raises.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        arguments: Sequence[str] = (),
+        *,
+        opt_level: str,
+        dtype: str = "float16",
+        depth: int | None = None,
+        probe_steps: int = 100,
+        candidates: int | None = None,
+        out: str | Path | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        progress: Callable[[], Progress | None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
+        **options: Any,
+    ) -> None:
+        self._script, self._arguments = script, arguments
+        program = Program(str(script), options.get("module", False))
+        self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
+        self._level = Case(opt_level, dtype)
+        self._depth, self._probe_steps, self._most = depth, probe_steps, candidates
+        self._options = {"seeds": 3, **options}
+        self._margin = Margin.of(options.get("margin"))
+        self._progress, self._say = progress, say
+        self._cases = [BASE, self._level]
+        self._runs: list[Run] = []
+        self._paths: Sequence[str] = ()
+        self._sweep = self._main(resume=resume, overwrite=overwrite)
+
+    def run(self) -> Answer:
+        """Run the trials that have not run yet; returns the answer, which is in the files, too.
+
+        Raises `SweepError` or `TuneError` where there is none.
+        """
+        row = self._row(self._level)
+        if passes(row, self._margin):
+            return self._ended(PASSES, Found((), True, True, 0), row, Findings())
+        findings = self._findings()
+        self._paths = findings.paths
+        listed = remedies.possible(findings, self._properties(), self._level.dtype or "")
+        most = most_trials(len(listed)) if self._most is None else self._most
+        self._say(f"{len(listed)} remedies to choose from, by at most {most} candidates.")
+        found = smallest(listed, self._candidate_passes, most)
+        if not found.passes:
+            return self._ended(NO_CURE, found, row, findings)
+        cure = remedies.case(self._level, found.needed, self._paths)
+        answer = self._ended(CURED, found, self._row(cure), findings)
+        return self._timed(answer, cure)
+
+    def _main(self, resume: bool, overwrite: bool = False) -> Sweep:
+        """The sweep of all candidates so far, in one directory that grows."""
+        return Sweep(
+            self._script,
+            self._arguments,
+            rows=self._cases,
+            rounds=1,
+            fail_fast=True,
+            out=self.directory,
+            resume=resume,
+            overwrite=overwrite,
+            **self._options,
+        )
+
+    def _row(self, case: Case) -> Row:
+        """The row of a case beside O0, run if it has not been."""
+        if case not in self._cases:
+            self._cases.append(case)
+            self._sweep = self._main(resume=True)
+        sweep = self._sweep.run(self._progress())
+        self._runs = sweep.runs
+        judge, better = self._options.get("judge"), self._options.get("better") or {}
+        base = row_of(BASE, self._runs, judge, better)
+        if base.outcome == "failed":
+            raise TuneError(f"O0 has failed: {base.status}. There is nothing to come back to.")
+        return row_of(case, self._runs, judge, better)
+
+    def _candidate_passes(self, chosen: frozenset[Remedy]) -> bool:
+        fine = passes(self._row(remedies.case(self._level, chosen, self._paths)), self._margin)
+        names = ", ".join(sorted(map(str, chosen))[:4]) + (", ..." if len(chosen) > 4 else "")
+        self._say(f"{'passes' if fine else 'fails'}: {len(chosen)} in place: {names}")
+        return fine
+
+    def _findings(self) -> Findings:
+        """What the probe found, in a run at O0 of its own."""
+        place = self.directory / "probe"
+        file = (place / "sensitivity.json").resolve()
+        found = Findings.read(file) if (place / "done").exists() else None
+        if found is None:
+            found = self._probe(place, file)
+            (place / "done").touch()
+        if not found.modules:
+            raise TuneError(
+                f"{self._script}: no module of a model was seen to compute anything at O0. Expected "
+                "a script that calls ampatch.initialize(model, ...) and then the model."
+            )
+        return found
+
+    def _probe(self, place: Path, file: Path) -> Findings:
+        scale = self._properties()["loss_scale"]
+        options = ProbeOptions(
+            file=str(file),
+            steps=self._probe_steps,
+            opt_level=self._level.opt_level,
+            dtype=self._level.dtype or "",
+            scale=None if scale == "dynamic" else float(scale),
+            depth=self._depth,
+        )
+        self._say(
+            f"Sensitivity: each module is computed in {self._level.dtype} as well, in some of "
+            f"{self._probe_steps} steps at O0."
+        )
+        kept = {name: self._options[name] for name in _OF_PROBE if name in self._options}
+        sweep = Sweep(
+            self._script,
+            self._arguments,
+            rows=[BASE],
+            rounds=1,
+            steps=self._probe_steps + 2,
+            kind=self._sweep.kind,
+            plug=("ampatch.tune.probe", options.to_text()),
+            out=place,
+            overwrite=True,
+            **kept,
+        )
+        sweep.run(self._progress())
+        return Findings.read(file) or Findings()
+
+    def _properties(self) -> dict[str, str]:
+        """The settings that the level had in its runs, as text."""
+        for run in self._runs:
+            if run.case == self._level and run.measured and run.measured.properties:
+                return run.measured.properties
+        level = properties_for(self._level.opt_level, self._level.dtype)
+        return {name: str(value) for name, value in dataclasses.asdict(level).items()}
+
+    def _ended(self, outcome: str, found: Found[Remedy], row: Row, findings: Findings) -> Answer:
+        cured = outcome == CURED
+        judged = row.comparisons[0] if row.comparisons else None
+        answer = Answer(
+            script=str(self._script),
+            opt_level=self._level.opt_level,
+            dtype=self._level.dtype or "",
+            outcome=outcome,
+            needed=[str(one) for one in found.needed],
+            settings=remedies.settings(found.needed),
+            overrides=remedies.overrides(found.needed, findings.paths),
+            line=remedies.line(self._level, found.needed, findings.paths) if cured else "",
+            is_smallest=found.is_smallest,
+            candidates=found.trials,
+            unseen=judged and judged.smallest,
+            judged=judged.name if judged else "",
+            modules=ranked(findings.modules),
+            paths=list(findings.paths),
+        )
+        self._write(answer)
+        return answer
+
+    def _timed(self, answer: Answer, cure: Case) -> Answer:
+        """The answer with the speed of the cure beside the level and O0, in rounds of their own."""
+        place = self.directory / "speed"
+        rows = [BASE, self._level, cure]
+        kept = {name: value for name, value in self._options.items() if name not in _OF_ACCURACY}
+        sweep = Sweep(
+            self._script,
+            self._arguments,
+            rows=rows,
+            out=place,
+            resume=(place / "summary.json").exists(),
+            **kept,
+        ).run(self._progress())
+        names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}
+        for row in sweep.rows:
+            if row.step_ms is not None:
+                answer.step_ms[names[row.label]] = row.step_ms
+            if row.speed is not None:
+                answer.speeds[names[row.label]] = row.speed
+        self._write(answer)
+        return answer
+
+    def _write(self, answer: Answer) -> None:
+        write_json(self.directory / ANSWER, answer)
+        if answer.outcome == CURED:
+            write_json(self.directory / OVERRIDES, answer.overrides)
+
+
+_OF_PROBE = ("module", "override_seeds", "timeout", "engine", "devices", "address", "slurm")
+_OF_PROBE += ("gpus_per_trial", "cpus_per_trial", "nproc_per_node")
+_OF_ACCURACY = ("seeds", "judge", "margin", "better", "jobs")
+
+
+def read_answer(directory: str | Path) -> Answer | None:
+    """The answer in a directory of `ampatch tune`; None if there is none."""
+    data = read_json(Path(directory) / ANSWER)
+    return None if data is None else Answer.from_json(data)

@@ -1,0 +1,60 @@
+"""The search finds the smallest set, by few candidates, each once."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from ampatch.tune.search import most_trials, smallest
+
+
+@pytest.mark.parametrize("size", (1, 2, 7, 64, 300))
+@pytest.mark.parametrize("faults", (1, 2, 3))
+def test_what_is_needed_is_found_exactly_wherever_it_stands(size, faults):
+    choose = random.Random(size * faults)
+    for _ in range(40):
+        needed = set(choose.sample(range(size), min(faults, size)))
+        found = smallest(range(size), lambda chosen, needed=needed: needed <= chosen, most=size + 99)
+        assert found.passes and found.is_smallest
+        assert set(found.needed) == needed
+
+
+@pytest.mark.parametrize("size", (10, 100, 1000))
+def test_likely_remedies_are_found_within_the_default_number(size):
+    """Faults among the most sensitive modules: at most about 2 log2(n) candidates."""
+    for first in range(5):
+        for second in range(5):
+            found = smallest(range(size), lambda chosen: {first, second} <= chosen)
+            assert set(found.needed) == {first, second} and found.is_smallest
+            assert found.trials <= most_trials(size) <= 2 * math.ceil(math.log2(size + 1)) + 8
+
+
+def test_no_candidate_is_tried_twice():
+    tried = []
+
+    def passes(chosen):
+        tried.append(chosen)
+        return {3, 17, 20} <= chosen
+
+    found = smallest(range(30), passes, most=99)
+    assert len(set(tried)) == len(tried) == found.trials
+
+
+def test_where_not_even_all_pass_there_is_nothing_needed():
+    found = smallest(range(16), lambda chosen: False, most=99)
+    assert not found.passes and found.needed == ()
+    assert found.trials == 5  # 1, 2, 4, 8 and 16 in place
+
+
+def test_where_the_trials_end_the_best_candidate_is_the_answer_and_says_so():
+    needed = {40, 90, 95}
+    found = smallest(range(100), lambda chosen: needed <= chosen, most=12)
+    assert found.passes and not found.is_smallest and found.trials == 12
+    assert needed < set(found.needed) and len(found.needed) < 100
+
+
+def test_where_the_trials_end_before_one_has_passed_nothing_is_known():
+    found = smallest(range(100), lambda chosen: 99 in chosen, most=3)
+    assert not found.passes and not found.is_smallest

@@ -1,0 +1,174 @@
+"""The probe in a run at O0: what it finds, and that the run does not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampatch
+from ampatch.tune.probe import SAMPLES, Probe, ProbeOptions
+from ampatch.tune.sensitivity import Findings, ranked
+
+
+class Hot(nn.Module):
+    """A softmax by hand over logits that float16 cannot hold."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return F.softmax(x * 3e5, -1)
+
+
+class Mixing(nn.Module):
+    """It calls functions of its own between those of the modules in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.softmax(self.q(x) @ self.k(x).T, -1) @ x
+
+
+class Faint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1e-7
+
+
+class Vanishing(nn.Module):
+    """The gradients of its weight are too small for float16 at loss scale 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + Faint.apply(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.drop, self.mixing, self.hot = nn.Dropout(0.2), Mixing(), Hot()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.vanishing = Vanishing()
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 3))
+
+    def forward(self, x):
+        x = self.mixing(self.drop(self.norm(self.first(x))))
+        x = x + self.attention(x[None], x[None], x[None])[0][0]
+        return self.body(self.vanishing(x) + self.hot(x))
+
+
+class Off:
+    """The script's torch.autocast, which a trial switches off."""
+
+    lifted = contextlib.nullcontext
+
+
+def trained(folder, steps=30, opt_level="O3", dtype="float16", scale=None, depth=None, probe=True):
+    """A training at O0, and what the probe found in it."""
+    file = folder / "sensitivity.json"
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    if probe:
+        options = ProbeOptions(str(file), steps, opt_level, dtype, scale, depth)
+        stop = ampatch.observe(Probe(options, Off()))
+    model, optimizer = ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    losses = []
+    for _ in range(steps + 2):
+        loss = F.cross_entropy(model(torch.randn(32, 8)), torch.randint(0, 3, (32,)))
+        optimizer.zero_grad()
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if probe:
+        stop()
+    seen = [losses, torch.rand(3).tolist(), model.hot.calls, model.state_dict()]
+    ampatch.deactivate()
+    return seen, Findings.read(file)
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    _, found = trained(tmp_path_factory.mktemp("probe"))
+    return {one.path: one for one in found.modules}
+
+
+def test_the_run_does_not_notice_the_probe(tmp_path):
+    plain, _ = trained(tmp_path, probe=False)
+    probed, found = trained(tmp_path)
+    assert found.modules
+    assert probed[:3] == plain[:3]
+    for name, value in plain[3].items():
+        assert torch.equal(probed[3][name], value), name
+
+
+def test_every_module_that_computes_has_its_samples(findings):
+    computing = {"first", "norm", "drop", "mixing", "mixing.q", "mixing.k", "hot", "attention"}
+    computing |= {"vanishing", "vanishing.linear", "body.0", "body.1", "body.2"}
+    assert set(findings) == computing  # not Sequential, nor what attention reads without a call
+    for one in findings.values():
+        assert len(one.samples) >= SAMPLES and not one.trouble, one
+
+
+def test_overflow_ranks_first_and_ordinary_modules_are_within_rounding(findings):
+    ordered = ranked(findings.values())
+    assert ordered[0].path == "hot" and math.isinf(ordered[0].error) and ordered[0].overflow > 0.5
+    for path in ("first", "norm", "drop", "body.0", "body.1", "body.2"):
+        assert findings[path].error < 2e-3, findings[path]
+
+
+def test_error_of_a_linear_layer_is_that_of_half_weights_and_inputs(findings):
+    """The formula: rounding to 11 bits, at random, gives about 2**-12 per value and more in sums."""
+    assert 2**-13 < findings["first"].error < 2**-9
+
+
+def test_gradients_that_vanish_depend_on_the_loss_scale(tmp_path, findings):
+    _, static = trained(tmp_path, scale=1.0)
+    at_1 = {one.path: one for one in static.modules}
+    assert at_1["vanishing.linear"].vanish > 0.2
+    assert findings["vanishing.linear"].vanish < 0.05  # dynamic
+
+
+def test_o1_follows_its_lists_of_functions(tmp_path):
+    _, found = trained(tmp_path, opt_level="O1")
+    errors = {one.path: one.error for one in found.modules}
+    assert errors["hot"] == errors["norm"] == 0.0  # softmax and norms are in FP32
+    assert 0 < errors["first"] < 2e-3
+
+
+def test_bfloat16_has_the_range_and_fewer_bits(tmp_path, findings):
+    _, found = trained(tmp_path, dtype="bfloat16")
+    errors = {one.path: one.error for one in found.modules}
+    assert math.isfinite(errors["hot"])
+    assert errors["first"] > 4 * findings["first"].error
+
+
+def test_depth_makes_groups(tmp_path):
+    _, found = trained(tmp_path, depth=1)
+    groups = {name for name, _ in Net().named_children()}
+    assert {one.path for one in found.modules} == groups
+
+
+def test_a_module_that_cannot_be_copied_says_so(tmp_path, monkeypatch):
+    def refuse(self, memo):
+        raise RuntimeError("no copies of me")
+
+    monkeypatch.setattr(Hot, "__deepcopy__", refuse, raising=False)
+    _, found = trained(tmp_path)
+    hot = next(one for one in found.modules if one.path == "hot")
+    assert not hot.samples and "no copies of me" in hot.trouble
+    assert ranked(found.modules)[-1].path == "hot"
