@@ -18,14 +18,6 @@ def positive_count(text: str) -> int:
     return number
 
 
-def positive_seconds(text: str) -> float:
-    """A time above 0."""
-    seconds = _number(float, text, "seconds, a number above 0")
-    if not seconds > 0:
-        raise ArgumentTypeError(f"{text} is not above 0")
-    return seconds
-
-
 def percentage(text: str) -> float:
     """A number from 0 to below 100."""
     number = _number(float, text, "percent, a number from 0 to below 100")
@@ -40,11 +32,6 @@ def _number(kind: Callable[[str], Any], text: str, expected: str) -> Any:
         return kind(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r}: expected {expected}") from None
-
-
-def name_list(text: str) -> list[str]:
-    """Names with commas between them."""
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def name_and_value(text: str) -> tuple[str, str]:

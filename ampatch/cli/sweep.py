@@ -7,19 +7,16 @@ well or the sweep could not go on; 2 for a wrong command line; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli import native_first
 from ampatch.cli.ending import cause
-from ampatch.cli.option_types import (
-    name_and_value,
-    name_list,
-    positive_count,
-    positive_seconds,
-)
+from ampatch.cli.option_types import name_and_value
 from ampatch.cli.script_options import add_program, program_of, refuse_launcher
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
+from ampatch.config.sweep_options import GROUPS, HOW, flag, help_texts, of_command
 
 if TYPE_CHECKING:
     from ampatch.sweep import Sweep
@@ -41,180 +38,43 @@ def add_parser(commands: Any) -> None:
         "AMPATCH_TRIAL_DIR; one that seeds nothing is seeded before it starts.",
     )
     add_program(parser)
-    _add_what(parser)
-    _add_measures(parser)
-    _add_how(parser)
-    _add_where(parser)
+    _add_options(parser)
     parser.set_defaults(command=run, parser=parser)
 
 
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what is run")
-    what.add_argument(
-        "--levels",
-        type=name_list,
-        help="opt levels, with commas between (default: O0,O1,O2,O3, or O0,O1 for a script that "
-        "never says which module is its model)",
-    )
-    what.add_argument(
-        "--dtypes",
-        type=name_list,
-        help="half dtypes: float16,bfloat16 (default: those that ampatch doctor calls fast "
-        "here, or bfloat16)",
-    )
-    what.add_argument(
-        "--with",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar='"LEVEL NAME=VALUE ..."',
-        help='one more row, with settings of initialize: "O2 loss_scale=128"',
-    )
-    what.add_argument(
-        "--no-autocast",
-        dest="autocast",
-        action="store_false",
-        help="leave out the rows of torch.autocast and GradScaler, or of a script that uses them "
-        "itself as it is",
-    )
-    what.add_argument(
-        "--auto",
-        action="store_true",
-        help="as by default: a script without AMP code is recognized",
-    )
-    what.add_argument(
-        "--seeds",
-        type=positive_count,
-        default=1,
-        metavar="N",
-        help="run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: 1)",
-    )
-    what.add_argument(
-        "--override-seeds",
-        action="store_true",
-        help="where SCRIPT seeds torch, numpy or random itself, use the trial's seed instead",
-    )
-    what.add_argument(
-        "--repeats",
-        type=positive_count,
-        default=1,
-        metavar="N",
-        help="run each seed N times (default: 1)",
-    )
-    what.add_argument(
-        "--rounds",
-        type=positive_count,
-        default=3,
-        metavar="N",
-        help="measure speed in N rounds at least: each seed is one, short ones are added; with "
-        "--resume N may grow (default: 3)",
-    )
-    what.add_argument(
-        "--steps", type=positive_count, metavar="N", help="end each run after N optimizer steps"
-    )
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the table, in its groups, and those of trackers."""
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    texts = help_texts()
+    for one in of_command():
+        groups[one.metadata["group"]].add_argument(
+            flag(one),
+            dest=one.name,
+            help=texts[one.name].replace("%", "%%"),
+            default=argparse.SUPPRESS,  # the table's own
+            **_taken(one),
+        )
+    add_trackers(groups[HOW])
 
 
-def _add_measures(parser: argparse.ArgumentParser) -> None:
-    measures = parser.add_argument_group("what is measured")
-    measures.add_argument(
-        "--metric",
-        type=name_and_value,
-        action="append",
-        default=[],
-        metavar="NAME=REGEX",
-        help=r"a number in the script's output, such as 'accuracy=acc: (\S+)'; scripts that "
-        "call ampatch.log_metrics(accuracy=...) need none",
-    )
-    measures.add_argument(
-        "--judge",
-        metavar="NAME",
-        help='what the verdict is about: a metric or "last loss" (default: the first metric)',
-    )
-    measures.add_argument(
-        "--margin",
-        metavar="NUMBER|PERCENT%",
-        help="the smallest difference from O0 that matters in what is judged; a row is recommended "
-        "only if the test would have seen one (default: 1%% of O0's value)",
-    )
-    measures.add_argument(
-        "--better",
-        type=name_and_value,
-        action="append",
-        default=[],
-        metavar="NAME=lower|higher",
-        help="which way a metric is better (default: as its name has it; loss and error are lower)",
-    )
+def _taken(option: dataclasses.Field[Any]) -> dict[str, Any]:
+    """What follows the flag."""
+    if isinstance(option.default, bool):
+        return {"action": "store_const", "const": not option.default}
+    metavar = option.metadata["metavar"]
+    if option.default_factory is dict:
+        return {"action": _Pairs, "type": name_and_value, "metavar": metavar}
+    if option.name == "overrides":
+        return {"action": "append", "metavar": metavar}
+    return {"type": option.metadata["parse"], "metavar": metavar}
 
 
-def _add_how(parser: argparse.ArgumentParser) -> None:
-    how = parser.add_argument_group("where and how")
-    how.add_argument(
-        "--out",
-        metavar="DIR",
-        help="for results and logs (default: ampatch-sweep/ and the script's name, numbered "
-        "if there is one)",
-    )
-    how.add_argument("--resume", action="store_true", help="go on with the sweep in DIR")
-    how.add_argument("--overwrite", action="store_true", help="replace the sweep in DIR")
-    how.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        metavar="SECONDS",
-        help="end a run that takes longer, and go on with the next",
-    )
-    add_trackers(how)
+class _Pairs(argparse.Action):
+    """Adds NAME=VALUE to a dictionary."""
 
-
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("which machines and devices")
-    where.add_argument(
-        "--devices",
-        type=name_list,
-        metavar="cuda:0,cuda:1",
-        help="give each trial one of these; timed trials run alone, on the first",
-    )
-    where.add_argument(
-        "--jobs",
-        type=positive_count,
-        metavar="N",
-        help="run N trials at a time, for accuracy; timed trials run alone",
-    )
-    where.add_argument(
-        "--engine",
-        default="local",
-        metavar="local|ray|slurm",
-        help="what runs the trials (default: local; the others need ampatch[ray], ampatch[slurm])",
-    )
-    where.add_argument(
-        "--address",
-        help="of a Ray cluster; auto finds a running one (default: Ray is started here)",
-    )
-    where.add_argument(
-        "--gpus-per-trial",
-        type=float,
-        metavar="N",
-        help="what a trial asks of the cluster (default: with Ray 1 a process where it has GPUs)",
-    )
-    where.add_argument(
-        "--cpus-per-trial",
-        type=positive_count,
-        metavar="N",
-        help="cores, and threads of a trial (default: with Ray a node's, or 1 beside GPUs)",
-    )
-    where.add_argument(
-        "--slurm",
-        type=name_and_value,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter for submitit, such as partition=gpu or timeout_min=120",
-    )
-    where.add_argument(
-        "--nproc-per-node",
-        type=positive_count,
-        metavar="N",
-        help="start each trial by torchrun with N processes; rank 0 reports",
-    )
+    def __call__(self, parser: Any, options: Any, pair: Any, flag: Any = None) -> None:
+        given = getattr(options, self.dest, {})
+        setattr(options, self.dest, {**given, pair[0]: pair[1]})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -228,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if not sweep.runs:  # a sweep that goes on keeps what its first trials had
             native_first.build()
-        sweep.run(progress_on(sys.stderr, options.steps))
+        sweep.run(progress_on(sys.stderr, getattr(options, "steps", None)))
     except KeyboardInterrupt:
         stopped, code = "Interrupted; --resume goes on.", 130
     except OSError as error:
@@ -245,38 +105,10 @@ def _sweep(options: argparse.Namespace) -> Sweep:
     parser: argparse.ArgumentParser = options.parser
     program = program_of(options)
     refuse_launcher(options, program, advice=" --nproc-per-node N")
+    named = {one.name for one in of_command()}
+    asked = {name: value for name, value in vars(options).items() if name in named}
     try:
-        return Sweep(
-            program.name,
-            options.arguments,
-            module=program.is_module,
-            levels=options.levels,
-            dtypes=options.dtypes,
-            seeds=options.seeds,
-            override_seeds=options.override_seeds,
-            repeats=options.repeats,
-            rounds=options.rounds,
-            steps=options.steps,
-            overrides=options.overrides,
-            metrics=dict(options.metric),
-            judge=options.judge,
-            margin=options.margin,
-            better=dict(options.better),
-            autocast=options.autocast,
-            auto=options.auto,
-            out=options.out,
-            timeout=options.timeout,
-            engine=options.engine,
-            devices=options.devices,
-            jobs=options.jobs,
-            address=options.address,
-            gpus_per_trial=options.gpus_per_trial,
-            cpus_per_trial=options.cpus_per_trial,
-            slurm=dict(options.slurm),
-            nproc_per_node=options.nproc_per_node,
-            resume=options.resume,
-            overwrite=options.overwrite,
-        )
+        return Sweep(program.name, options.arguments, module=program.is_module, **asked)
     except OSError as error:
         parser.error(cause(error))
     except (ImportError, ValueError) as error:

@@ -1,22 +1,26 @@
 """Files that a reader finds whole or not at all, and JSON with inf and NaN.
 
 JSON has no NaN and no infinity; they are written as the strings "nan", "inf"
-and "-inf".  The readers of each format make numbers of them again.
+and "-inf".  `restored` makes numbers of them again, and dataclasses of dictionaries.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
+import types
+import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write `data` so that a reader finds the whole file or none."""
-    text = json.dumps(_plain(data), indent=1, allow_nan=False)
+    text = json.dumps(plain(data), indent=1, allow_nan=False)
     write_whole(path, text + "\n")
 
 
@@ -32,14 +36,45 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _plain(value: Any) -> Any:
-    """`value` with dataclasses as dicts and non-finite floats as strings."""
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: dataclasses as dictionaries, non-finite floats and paths as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, Path):
+        return str(value)
     if dataclasses.is_dataclass(value):
-        value = dataclasses.asdict(value)
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
+
+
+def restored(kind: Any, data: Any) -> Any:
+    """The value of type `kind` (a dataclass, or what one has as a field) of its JSON."""
+    make = _maker(kind)
+    return data if make is None else make(data)
+
+
+@functools.cache
+def _maker(kind: Any) -> Callable[[Any], Any] | None:
+    """What makes a value of this type of its JSON; None where JSON has the value itself."""
+    if kind in (float, Path):
+        return kind
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return lambda data: kind(**{name: restored(hints[name], data[name]) for name in data})
+    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        make = _maker(next(one for one in inside if one is not types.NoneType))
+        return make and (lambda data: None if data is None else make(data))
+    if origin is tuple:  # of one type throughout, or of types that JSON has
+        make = _maker(inside[0])
+        return lambda data: tuple(map(make, data) if make else data)
+    make = _maker(inside[-1]) if origin in (list, dict) else None
+    if make is None:
+        return None
+    if origin is dict:
+        return lambda data: {key: make(value) for key, value in data.items()}
+    return lambda data: [make(value) for value in data]

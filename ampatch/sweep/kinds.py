@@ -11,10 +11,8 @@ The first run at O0 shows it (`execution/recognition.py`), and the rows follow f
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 AMPATCH = "ampatch"
 TORCH_AMP = "torch.amp"
@@ -98,16 +96,6 @@ class Kind:
             f"uses torch.amp ({', '.join(self.places)}){loop}: the row autocast is the script "
             "as it is, in all others its regions and its GradScaler are off"
         )
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any] | None) -> Kind:
-        if not data:
-            return UNKNOWN
-        lists = ("places", "dtypes", "half_weights")
-        return cls(**{**data, **{name: tuple(data[name]) for name in lists}})
-
-    def to_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
 UNKNOWN = Kind()

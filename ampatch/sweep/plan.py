@@ -19,14 +19,14 @@ speed: then all rounds are short ones, and each of their runs is alone on its de
 from __future__ import annotations
 
 import ast
-import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ampatch.config.opt_levels import LEVELS, properties_for
+from ampatch.config.sweep_options import ROUNDS
 from ampatch.errors import did_you_mean
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
@@ -35,7 +35,6 @@ FROM_OUTSIDE = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
 SEED_VARIABLE = "AMPATCH_SEED"
-ROUNDS = 3
 
 
 def cases(
@@ -72,6 +71,16 @@ def cases(
             _check_settings(text, level, dtype, settings)
             rows.append(Case(level, dtype, settings=tuple(settings.items())))
     return list(dict.fromkeys(rows))
+
+
+def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
+    """`rows`; a `ValueError` for none, or for one that a script of this kind cannot have."""
+    if not rows:
+        raise ValueError("sweep(rows=[]): nothing to run. Expected cases, such as Case('O0').")
+    from_outside = {*FROM_OUTSIDE, AUTOCAST}
+    if kind.is_plain and any(row.opt_level not in from_outside or row.settings for row in rows):
+        raise ValueError(_needs_a_line(kind))
+    return rows
 
 
 def _autocast(kind: Kind, halves: Sequence[str]) -> list[Case]:
@@ -122,11 +131,6 @@ def trials(
     return planned
 
 
-def is_timed(trial: Trial) -> bool:
-    """Whether a trial is there for its timing, where whole runs go on beside each other."""
-    return trial.short
-
-
 def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
     """Level and settings of `"O2 loss_scale=128 verbosity=0"`.  Raises `ValueError`."""
     level, *pairs = shlex.split(text) or [""]
@@ -156,31 +160,6 @@ def placeholders(
 def counts_its_steps(arguments: Sequence[str]) -> bool:
     """Whether the script gets the number of steps, and ends by itself."""
     return any("{steps}" in argument for argument in arguments)
-
-
-def patterns(metrics: Mapping[str, str]) -> dict[str, str]:
-    """`metrics`, checked: regular expressions with one group.  Raises `ValueError`."""
-    for name, pattern in metrics.items():
-        try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
-            raise ValueError(
-                f"--metric {name}={pattern}: no regular expression: {error}."
-            ) from None
-        if groups != 1:
-            raise ValueError(
-                f"--metric {name}={pattern}: expected one group in parentheses around the number, "
-                rf"such as {name}=accuracy (\S+); there are {groups}."
-            )
-    return dict(metrics)
-
-
-def directions(better: Mapping[str, str]) -> dict[str, str]:
-    """`better`, checked: "lower" or "higher" by metric.  Raises `ValueError`."""
-    for name, way in better.items():
-        if way not in ("lower", "higher"):
-            raise ValueError(f"--better {name}={way}: expected lower or higher.")
-    return dict(better)
 
 
 def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[str]:

@@ -54,11 +54,6 @@ class Case:
             variables["AMPATCH_SETTINGS"] = json.dumps(dict(self.settings))
         return variables
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Case:
-        pairs = tuple((name, value) for name, value in data["settings"])
-        return cls(**{**data, "settings": pairs})
-
 
 BASE = Case("O0")  # what the other rows are compared with
 
@@ -102,7 +97,3 @@ class Trial:
         if plain != label:
             plain += "-" + hashlib.sha256(label.encode()).hexdigest()[:8]
         return f"{plain}.seed{self.seed}.repeat{self.repeat}" + (".again" if self.again else "")
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Trial:
-        return cls(**{**data, "case": Case.from_json(data["case"])})

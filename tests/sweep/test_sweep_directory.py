@@ -93,7 +93,7 @@ def test_a_longer_timeout_gives_another_chance(script, machine):
     [
         ({"steps": 3}, "steps was None, now 3"),
         ({"arguments": ["--lr", "1"]}, "arguments was [], now ['--lr', '1']"),
-        ({"overrides": ["O2 loss_scale=2"]}, "rows was"),
+        ({"levels": ["O0"]}, "rows was"),
         ({"metrics": {"acc": "(x)"}}, "metrics was"),
         ("the script", "script_sha256 was"),
     ],

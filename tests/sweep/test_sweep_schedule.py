@@ -6,10 +6,10 @@ import pytest
 import torch
 from sweep_made import made_run
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.engines.local import LocalEngine
-from ampatch.sweep.execution.engines.options import Where
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
@@ -127,7 +127,7 @@ class Runner:
 
 def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    engine = engines.make(Where(devices=("cuda:0", "cuda:1")), None)
+    engine = engines.make(SweepOptions(devices=("cuda:0", "cuda:1")), None)
     runner = Runner()
     with engine:
         list(Schedule(WHOLE, SHORT, lambda trial: runner, proven=True).run(engine))
@@ -210,13 +210,13 @@ def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
         ({"address": "auto"}, "--address: has no meaning with --engine local, only with ray"),
         ({"gpus_per_trial": 1}, "only with ray and slurm"),
         ({"slurm": {"partition": "gpu"}}, "only with slurm"),
-        ({"jobs": 0}, "jobs=0"),
-        ({"nproc_per_node": 0}, "nproc_per_node=0"),
+        ({"jobs": 0}, "--jobs 0: expected at least 1"),
+        ({"nproc_per_node": 0}, "--nproc-per-node 0: expected at least 1"),
     ],
 )
 def test_wrong_options(options, said, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("ampatch.sweep.execution.sweep.default_dtypes", None)  # would be timed
+    monkeypatch.setattr("ampatch.sweep.execution.planning.default_dtypes", None)  # would be timed
     script = tmp_path / "train.py"
     script.write_text("")
     with pytest.raises(ValueError) as refused:
@@ -229,7 +229,7 @@ def test_wrong_options(options, said, tmp_path, monkeypatch):
 def test_an_engine_without_its_package_says_how_to_install_it(engine, package, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else 1)
     with pytest.raises(ValueError, match=rf"needs the package {package}.*ampatch\[{engine}\]"):
-        Where(engine=engine)
+        SweepOptions(engine=engine)
 
 
 # What is said of runs beside others

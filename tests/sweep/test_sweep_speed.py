@@ -15,7 +15,6 @@ from ampatch.sweep.execution import default_dtypes, runner
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import LEAST_STEPS, is_due, short_steps
-from ampatch.sweep.execution.time_left import TimeLeft
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure import machine, probes
 from ampatch.sweep.measure.record import Measured, Run, Series
@@ -455,32 +454,15 @@ def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monk
     make(tmp_path, levels=["O0"], dtypes=None, overwrite=True).close()  # needs to ask nobody
 
 
-def test_an_accelerator_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(default_dtypes, "accelerator", lambda: "cuda")
     asked = default_dtypes._ASK
     named = asked.replace("*fast_half_types()", "fast_half_types.__name__, 'float16'")
     monkeypatch.setattr(default_dtypes, "_ASK", named)
-    assert default_dtypes.default_dtypes(tmp_path, False) == ["fast_half_types", "float16"]
+    assert default_dtypes.default_dtypes() == ["fast_half_types", "float16"]
     monkeypatch.setattr(default_dtypes, "_ASK", "raise RuntimeError('CUDA error')")
     with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
-        default_dtypes.default_dtypes(tmp_path, False)
-
-
-def test_time_left_knows_short_runs():
-    clock = types.SimpleNamespace(now=0.0)
-    left = TimeLeft(lambda: clock.now)
-    left.started(1, 5, False, 3)
-    clock.now = 60.0
-    left.ended()
-    left.started(2, 5, False, 3)
-    assert left.seconds() == 60 + 3 * 10  # none was short yet
-    clock.now = 120.0
-    left.ended()
-    left.started(3, 5, True, 2)
-    clock.now = 124.0
-    left.ended()
-    left.started(4, 5, True, 1)
-    assert left.seconds() == 4 + 4
+        default_dtypes.default_dtypes()
 
 
 def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypatch, tmp_path):

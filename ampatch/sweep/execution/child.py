@@ -1,16 +1,18 @@
 """One trial of a sweep, in a process of its own.
 
-    python -m ampatch.sweep.execution.child RECORD OPTIONS SCRIPT [ARGUMENTS]
+    python -m ampatch.sweep.execution.child ORDER
 
-Runs the script under a recorder and writes what was measured to RECORD, also
-when the script crashes, calls `sys.exit` or receives SIGTERM.  While it runs,
-RECORD.progress holds the number of steps and the loss.  The exit code is the
-script's.  OPTIONS is the text of a `ChildOptions`.  Under torchrun only rank 0 records.
+Runs the script under a recorder and writes what was measured to the trial's record, also
+when the script crashes, calls `sys.exit` or receives SIGTERM.  While it runs, another file
+holds the number of steps and the loss.  The exit code is the script's.  ORDER is made by
+`Runner`, in JSON: the runner, the trial, and a pipe that closes when the sweep has ended.
+Under torchrun only rank 0 records.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import subprocess
@@ -24,21 +26,24 @@ import ampatch
 from ampatch.config import environment
 from ampatch.integrations import brought_in
 from ampatch.launch import children
-from ampatch.launch.program import Program
 from ampatch.launch.script import describe
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
-from ampatch.sweep.execution.child_options import ChildOptions
 from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic
 from ampatch.sweep.execution.recognition import Recognition
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
 from ampatch.sweep.execution.untouched import stop_untouched
-from ampatch.sweep.json_files import write_json
+from ampatch.sweep.execution.watching import Reach
+from ampatch.sweep.json_files import restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
 from ampatch.sweep.measure.written_files import WrittenFiles
+from ampatch.sweep.plan import AUTOCAST, counts_its_steps
+from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 from ampatch.torch_private import backward_threads
 
 _GUARD = """
@@ -51,32 +56,30 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
 """
 
 
-def progress_path(record: Path) -> Path:
-    return record.with_suffix(".progress")
-
-
 def main(argv: Sequence[str]) -> int:
-    record, text, script, *arguments = argv
-    options = ChildOptions.from_text(text)
-    path = Path(record).resolve()  # the script may change the directory
-    rank = ranks.this_rank() if options.ranked else 0
-    _end_with_parent(_guard(options))
+    order = json.loads(argv[0])
+    runner, trial = restored(Runner, order["runner"]), restored(Trial, order["trial"])
+    files = RunFiles.of(runner.directory.resolve(), trial)  # the script may change the directory
+    is_ranked = runner.processes is not None
+    rank = ranks.this_rank() if is_ranked else 0
+    _end_with_parent(order["guard"], is_ranked)
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    engine = _Engine(options, path, silent=rank > 0)
-    engine.start()
-    if options.tf32:
+    watched = _Watched(runner, trial.case, None if rank else files.progress)
+    watched.start()
+    if trial.case.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
-    seed_everything(options.seed)
-    own_seeds = OwnSeeds(options.seed, options.override_seeds, options.ranked)
+    seed_everything(trial.seed)
+    own_seeds = OwnSeeds(trial.seed, runner.override_seeds, is_ranked)
     own_seeds.watch()
-    written = WrittenFiles([Path.cwd(), Path(script).parent], [path.parent, path.parent.parent])
-    trial_record = None if rank else _Record(path, engine, own_seeds, written)
-    ending = Program(script, options.module).run(arguments)
-    if options.ranked:
+    folder = Path(runner.program.name).parent
+    written = WrittenFiles([Path.cwd(), folder], [runner.directory, runner.directory.parent])
+    record = None if rank else _Record(files.record, watched, own_seeds, written)
+    ending = runner.program.run(runner.script_arguments(trial))
+    if is_ranked:
         ranks.leave_word(ending.error)
-    if trial_record is not None:
-        trial_record.write(ending.error)
+    if record is not None:
+        record.write(ending.error)
     backward_threads.wait_until_idle()  # or the end of this process may be an abort
     return ending.exit_code
 
@@ -91,13 +94,13 @@ class _Record:
     def __init__(
         self,
         path: Path,
-        engine: _Engine,
+        watched: _Watched,
         own_seeds: OwnSeeds,
         written: WrittenFiles,
     ) -> None:
         self._path = path
-        self._engine = engine
-        self._recorder = engine.recorder
+        self._watched = watched
+        self._recorder = watched.recorder
         self._own_seeds = own_seeds
         self._written = written
         self._error = ""
@@ -117,8 +120,8 @@ class _Record:
         measured.error = error or measured.error
         measured.seed_calls = self._own_seeds.calls
         measured.seed_read = self._own_seeds.seed_read
-        measured.autocast_off = self._engine.off.places
-        measured.kind = self._engine.kind()
+        measured.autocast_off = self._watched.off.places
+        measured.kind = self._watched.kind()
         measured.files_written = self._written.names()
         write_json(self._path, measured)
 
@@ -128,20 +131,21 @@ class _Record:
             backward_threads.wait_until_idle()
 
 
-class _Engine:
-    """What the options ask for: an opt level of ampatch, autocast, or the script as it is.
+class _Watched:
+    """The script's training as its case asks for it, and the recorder that watches it.
 
-    `silent`: of ranks but the first, which report nothing.
+    `progress` is the file for its progress; None in ranks but the first, which report nothing.
     """
 
-    def __init__(self, options: ChildOptions, path: Path, silent: bool) -> None:
-        self._options = options
-        self._progress = None if silent else progress_path(path)
+    def __init__(self, runner: Runner, case: Case, progress: Path | None) -> None:
+        self._case, self._script = case, runner.kind
+        self._progress = progress
         self.off = AutocastOff()
+        marks_output = bool(runner.metrics) and progress is not None
         self.recorder = Recorder(
             self._report,
-            steps=options.steps,
-            output=sys.stdout.fileno() if options.mark_output and not silent else None,
+            steps=None if counts_its_steps(runner.arguments) else runner.steps,
+            output=sys.stdout.fileno() if marks_output else None,
         )
         self._recognition: Recognition | None = None
 
@@ -150,37 +154,37 @@ class _Engine:
         return UNKNOWN if self._recognition is None else self._recognition.kind
 
     def start(self) -> None:
-        """Set up what the options ask for, and connect the recorder."""
-        options, level = self._options, environment.read().opt_level
-        if options.autocast:  # before an apex package copies the public functions
-            AutocastBaseline(getattr(torch, options.autocast), self.recorder).install()
-        if options.as_it_is:
+        """Set up what the case asks for, and connect the recorder."""
+        case, script = self._case, self._script
+        if case.engine == AUTOCAST:  # before an apex package copies the public functions
+            AutocastBaseline(getattr(torch, case.dtype), self.recorder).install()
+        if case.engine == AS_IT_IS:
             children.start(False)
-            plain = PlainTraining(self.recorder, "autocast")
+            plain = PlainTraining(self.recorder, AUTOCAST)
             plain.start()
             brought_in.tell_losses(plain.inside)
             return
-        automatic = Kind(options.kind).is_plain and level != "O0"
-        if level == "O0" or Kind(options.kind).is_foreign:
+        is_base = case.opt_level == BASE.opt_level
+        automatic = script.is_plain and not is_base
+        if is_base or script.is_foreign:
             self.off.install()
         children.start(automatic)
         if automatic:
             self.off.cover_switches()
-        if level == "O0":
+        if is_base:
             self._recognition = Recognition(self.recorder, self.off)
             self._recognition.start()
         elif automatic:
             watch_automatic(self.recorder, environment.read())
         else:
             ampatch.observe(self.recorder)
-            if options.kind == FRAMEWORK:
-                brought_in.bring_in(options.framework)
+            if script.name == FRAMEWORK:
+                brought_in.bring_in(script.framework)
             stop_untouched()
 
     def _report(self, steps: int, loss: float | None) -> None:
         if self._progress is not None:
-            kind = self.kind().to_json()
-            write_json(self._progress, {"steps": steps, "loss": loss, "kind": kind})
+            write_json(self._progress, Reach(steps, loss, self.kind()))
 
 
 def _measured(recorder: Recorder) -> Measured:
@@ -194,13 +198,7 @@ def _exit_on_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _guard(options: ChildOptions) -> int | None:
-    if options.guard is None or not options.ranked:
-        return options.guard
-    return ranks.open_guard(options.guard)
-
-
-def _end_with_parent(pipe: int | None) -> None:
+def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:
     """Have this process and its children killed when the sweep's process has ended.
 
     Another process of the same group waits for the pipe to close.  A thread cannot do
@@ -208,6 +206,8 @@ def _end_with_parent(pipe: int | None) -> None:
     """
     if pipe is None:
         return
+    if is_ranked:
+        pipe = ranks.open_guard(pipe)
     subprocess.run([sys.executable, "-I", "-S", "-c", _GUARD], stdin=pipe, check=True)
     os.close(pipe)
 

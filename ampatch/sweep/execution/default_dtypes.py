@@ -5,11 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ampatch.diagnose.speed import fast_half_types
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.sweep.report.results import read_results
 from ampatch.torch_private.devices import accelerator
 
 NONE_IS_FAST = ["bfloat16"]  # needs no loss scaling, and is the less slow one on a CPU
@@ -21,16 +19,8 @@ print(*fast_half_types())
 """
 
 
-def default_dtypes(directory: Path, resume: bool) -> Sequence[str]:
-    """The fast half types; a sweep that goes on has those that it began with.
-
-    Raises `ValueError` if an accelerator does not answer.
-    """
-    if resume:
-        earlier = read_results(directory)
-        if earlier is None:
-            return NONE_IS_FAST  # for no run: the sweep's directory refuses to go on
-        return earlier.settings["dtypes"]
+def default_dtypes() -> Sequence[str]:
+    """The fast half types.  Raises `ValueError` if an accelerator does not answer."""
     return (_of_accelerator() if accelerator() else fast_half_types("cpu")) or NONE_IS_FAST
 
 

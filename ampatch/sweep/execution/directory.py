@@ -13,13 +13,12 @@ import itertools
 import os
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.execution import trial_directory
 from ampatch.sweep.execution.run_files import RunFiles
-from ampatch.sweep.json_files import read_json
+from ampatch.sweep.json_files import plain, read_json
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import (
     CAPTIONS,
@@ -36,7 +35,7 @@ from ampatch.sweep.report.results import (
 from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
-GROWING = ("rounds", "seeds")  # settings that may be larger in a resumed sweep: trials are added
+GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
 _LOCK = ".lock"
 _FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
 
@@ -69,7 +68,7 @@ class Directory:
     def __init__(self, path: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
         self.path = path
         self.runs = path / RUNS
-        self.settings = settings
+        self.settings = plain(settings)
         self._lock: Any = None  # closes the locked file
         try:
             self.runs.mkdir(parents=True, exist_ok=True)
@@ -91,15 +90,17 @@ class Directory:
         if self._lock is not None:
             self._lock()
 
-    def finished(self, trials: Sequence[Trial], timeout: float | None) -> dict[Trial, Run]:
+    def keep(self, settings: dict[str, Any]) -> None:
+        """Have these among the settings, too."""
+        self.settings.update(plain(settings))
+
+    def finished(self, trials: Sequence[Trial], timeout: float | None) -> Iterator[Run]:
         """The runs of an earlier part of this sweep, but those that a longer timeout may finish."""
-        kept = {}
-        for trial in trials:
-            data = read_json(RunFiles.of(self.runs, trial).run) if self.earlier else None
+        for trial in trials if self.earlier else ():
+            data = read_json(RunFiles.of(self.runs, trial).run)
             run = None if data is None else Run.from_json(data)
             if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
-                kept[trial] = run
-        return kept
+                yield run
 
     def _acquire(self) -> None:
         file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -158,10 +159,9 @@ class Directory:
         for ending in ("json", "log", "progress", "record", "part"):
             for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
                 path.unlink()
-        for path in self.runs.glob("*.seed*.repeat*.ranks"):
-            shutil.rmtree(path)
-        for path in self.runs.glob("*.seed*.repeat*.dir"):
-            trial_directory.remove(path)
+        for ending in ("ranks", "dir"):
+            for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
+                shutil.rmtree(path)
         plots = [f"{PLOTS}/*.{form}" for form in ("svg", "pdf", "png")]
         for shown in (*plots, f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
             for path in self.path.glob(shown):
@@ -179,9 +179,12 @@ def _longer(timeout: float | None, before: float | None) -> bool:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    grown = [name for name in GROWING if before.get(name, 0) < now.get(name, 0)]
-    names = [name for name in names if name not in grown]
+    names = [name for name in names if not (name in GROWING and _grown(before[name], now[name]))]
     return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+
+
+def _grown(before: Any, now: Any) -> bool:
+    return set(before) <= set(now) if isinstance(now, list) else before < now
 
 
 def _locked(file: int) -> bool:

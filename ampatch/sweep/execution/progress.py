@@ -1,19 +1,18 @@
-"""The progress display of a sweep: a live line on a terminal, plain lines elsewhere."""
+"""The progress display of a sweep: moving bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
+import statistics
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from ampatch.sweep.execution.time_left import TimeLeft
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import brief, status, step_ms
 from ampatch.sweep.trial import Trial
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-OTHER_COLUMNS = 57  # of the live line: bar, steps, loss and time at their widest
 
 
 class Progress(Protocol):
@@ -52,20 +51,23 @@ class Silent(Progress):
 
 
 class Lines(Progress):
-    """One line when a run starts and one when it has ended, for pipes and files."""
+    """One line when a run starts and one when it has ended, for pipes and files.
+
+    The time left is that of the whole runs: each lasts as those that have ended.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._names: dict[Trial, str] = {}
-        self._left = TimeLeft()
+        self._seconds: list[float] = []  # of whole runs
 
     def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
         self._names[trial] = f"[{number}/{count}] {trial.label}"
-        self._left.started(number, count, trial.short, short_later, trial)
-        self._say(trial, ", about ".join(filter(None, ("started", self._left.text()))))
+        whole = count - number - short_later + (not trial.short)
+        self._say(trial, f"started{self._left(whole)}")
 
     def ended(self, run: Run) -> None:
-        self._left.ended(run.trial)
+        self._seconds += [] if run.trial.short else [run.seconds]
         self._say(run.trial, outcome(run))
 
     def lost(self, trial: Trial, reason: str) -> None:
@@ -74,15 +76,21 @@ class Lines(Progress):
     def said(self, text: str) -> None:
         print(f"Note: {text}", file=self._stream, flush=True)
 
+    def _left(self, whole: int) -> str:
+        if not (self._seconds and whole):
+            return ""
+        seconds = whole * statistics.mean(self._seconds)
+        return f", about {datetime.timedelta(seconds=round(seconds))} left for whole runs"
+
     def _say(self, trial: Trial, text: str) -> None:
         name = self._names.get(trial, trial.label)
         print(f"{name}: {text}", file=self._stream, flush=True)
 
 
 class Live(Progress):
-    """A line with a moving bar for each running trial, and one above them for each that ended.
+    """Bars of rich: one for the whole runs of the sweep, one for each trial that runs.
 
-    The line shows level, dtype and seed, the step, the loss, and the time left.  The
+    A trial's line shows level, dtype and seed, the step, the loss, and the time left.  The
     number of steps of a run is known after the first run.
     """
 
@@ -91,72 +99,60 @@ class Live(Progress):
         from rich.console import Console
         from rich.table import Column
 
-        def text(form: str) -> Any:
-            return progress.TextColumn(form, table_column=Column(no_wrap=True), markup=False)
-
-        self._bar = progress.Progress(
+        self._console = Console(file=stream)
+        name = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        self._bars = progress.Progress(
             progress.SpinnerColumn(),
-            text("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False, table_column=name),
             progress.BarColumn(bar_width=12),
-            text("{task.fields[steps]}"),
-            text("{task.fields[loss]}"),
-            text("{task.fields[left]}"),
-            console=Console(file=stream),
+            progress.TextColumn("{task.fields[steps]}", markup=False),
+            progress.TimeRemainingColumn(compact=True),
+            console=self._console,
             transient=True,
+            expand=True,
+            speed_estimate_period=24 * 3600,
         )
-        self._left = TimeLeft()
-        self._tasks: dict[Trial, tuple[str, Any]] = {}
-        self._total = steps  # of a whole run
+        self._all = self._bars.add_task("whole runs", total=None, steps="")
+        self._tasks: dict[Trial, Any] = {}
+        self._names: dict[Trial, str] = {}
+        self._steps = steps  # of a whole run
 
     def __enter__(self) -> Live:
-        self._bar.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self._bars.stop()
 
     def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
-        name = f"({number}/{count}) {trial.label}"
-        self._left.started(number, count, trial.short, short_later, trial)
-        shown = shortened(name, self._bar.console.width - OTHER_COLUMNS)
-        expected = self._expected(trial)
-        task = self._bar.add_task(shown, total=expected, **self._fields(trial, 0, None))
-        self._tasks[trial] = name, task
+        self._names[trial] = f"({number}/{count}) {trial.label}"
+        total = None if trial.short else self._steps
+        self._tasks[trial] = self._bars.add_task(self._names[trial], total=total, steps="")
+        whole = sum(not one.short for one in self._names) + count - number - short_later
+        self._bars.update(self._all, total=whole, steps=f"{number - 1}/{count} runs")
 
     def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
-        _, task = self._tasks[trial]
-        self._bar.update(task, completed=steps, **self._fields(trial, steps, loss))
+        of = "" if trial.short or self._steps is None else f"/{self._steps}"
+        shown = f"step {steps}{of}" + ("" if loss is None else f", loss {loss:.4g}")
+        self._bars.update(self._tasks[trial], completed=steps, steps=shown)
 
     def ended(self, run: Run) -> None:
-        self._left.ended(run.trial)
         self._finish(run.trial, outcome(run))
-        if self._total is None and run.measured is not None:
-            self._total = len(run.measured.skipped) or None
+        self._bars.advance(self._all, 0 if run.trial.short else 1)
+        if self._steps is None and run.measured is not None:
+            self._steps = len(run.measured.skipped) or None
 
     def lost(self, trial: Trial, reason: str) -> None:
         self._finish(trial, f"lost: {reason}")
 
     def said(self, text: str) -> None:
-        self._bar.console.print(f"Note: {text}", markup=False, highlight=False)
+        self._console.print(f"Note: {text}", markup=False, highlight=False)
 
     def _finish(self, trial: Trial, text: str) -> None:
-        name, task = self._tasks.pop(trial, (trial.label, None))
-        if task is not None:
-            self._bar.remove_task(task)
-        self._bar.console.print(f"{name}: {text}", markup=False, highlight=False)
-
-    def _expected(self, trial: Trial) -> int | None:
-        """The steps of the trial, if they are known."""
-        return None if trial.short else self._total
-
-    def _fields(self, trial: Trial, steps: int, loss: float | None) -> dict[str, str]:
-        expected = self._expected(trial)
-        share = steps / expected if expected else None
-        return {
-            "steps": f"step {steps}" + (f"/{expected}" if expected else ""),
-            "loss": "" if loss is None else f"loss {loss:.4g}",
-            "left": self._left.text(share, trial),
-        }
+        if trial in self._tasks:
+            self._bars.remove_task(self._tasks.pop(trial))
+        name = self._names.get(trial, trial.label)
+        self._console.print(f"{name}: {text}", markup=False, highlight=False)
 
 
 def progress_on(stream: TextIO, steps: int | None = None) -> Progress:
@@ -164,13 +160,6 @@ def progress_on(stream: TextIO, steps: int | None = None) -> Progress:
     if stream.isatty() and importlib.util.find_spec("rich"):
         return Live(stream, steps)
     return Lines(stream)
-
-
-def shortened(name: str, room: int) -> str:
-    """`name`, or its two ends (the seed among them) if `room` columns are too few for it."""
-    if len(name) <= room or room < 16:
-        return name
-    return f"{name[: room - 9]}…{name[-8:]}"
 
 
 def outcome(run: Run) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,18 +18,16 @@ from pathlib import Path
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.sweep.execution import ranks, trial_directory
-from ampatch.sweep.execution.child_options import ChildOptions
+from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.place import Place
-from ampatch.sweep.execution.run_files import RunFiles
-from ampatch.sweep.execution.trial_directory import empty_directory
+from ampatch.sweep.execution.run_files import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.watching import Reach, Watch
-from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.json_files import plain, read_json, restored, write_json
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.plan import SEED_VARIABLE, counts_its_steps, placeholders
-from ampatch.sweep.trial import AS_IT_IS, Trial
+from ampatch.sweep.plan import SEED_VARIABLE, placeholders
+from ampatch.sweep.trial import Trial
 
 POLL = 0.1  # seconds between two looks at the child
 GRACE = 10.0  # seconds for a child to write its record after SIGTERM
@@ -65,8 +63,7 @@ class Runner:
         files = RunFiles.of(self.directory, trial)
         files.remove()
         started = time.monotonic()
-        running = self._child(trial, files, place, watch)
-        with empty_directory(files.directory), running as child:
+        with files.own_directory(), self._child(trial, files, place, watch) as child:
             in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
                 _end(child, watch)
@@ -85,16 +82,14 @@ class Runner:
             devices=place.devices,
         )
         write_json(files.run, run.to_json())
-        files.progress.unlink(missing_ok=True)
-        files.record.unlink(missing_ok=True)
-        shutil.rmtree(files.ranks, ignore_errors=True)
+        files.remove_unfinished()
         return run
 
     def _measured(self, files: RunFiles) -> Measured | None:
         data = read_json(files.record)
         if data is None:
             return None
-        measured = Measured.from_json(data)
+        measured = restored(Measured, data)
         measured.metrics.update(read_metrics(files.log, self.metrics or {}, measured))
         return measured
 
@@ -129,29 +124,17 @@ class Runner:
                 if end is not None:
                     os.close(end)
 
+    def script_arguments(self, trial: Trial) -> list[str]:
+        """What the script gets on its command line."""
+        directory = str(RunFiles.of(self.directory, trial).directory.resolve())
+        return placeholders(self.arguments, trial.seed, self.steps, directory)
+
     def _command(self, trial: Trial, files: RunFiles, guard: int | None) -> list[str]:
-        case = trial.case
-        options = ChildOptions(
-            seed=trial.seed,
-            override_seeds=self.override_seeds,
-            steps=None if counts_its_steps(self.arguments) else self.steps,
-            tf32=case.tf32,
-            module=self.program.is_module,
-            kind=self.kind.name,
-            framework=self.kind.framework,
-            as_it_is=case.engine == AS_IT_IS,
-            autocast=(case.dtype or "") if case.engine == "autocast" else "",
-            mark_output=bool(self.metrics),
-            guard=guard,
-            ranked=self.processes is not None,
-        )
         launcher = [sys.executable, "-m"]
         if self.processes is not None:
             launcher += ranks.launcher(self.processes, files.ranks)
-        module = [*launcher, "ampatch.sweep.execution.child", str(files.record)]
-        directory = str(files.directory.resolve())
-        arguments = placeholders(self.arguments, trial.seed, self.steps, directory)
-        return [*module, options.to_text(), self.program.name, *arguments]
+        order = json.dumps(plain({"runner": self, "trial": trial, "guard": guard}))
+        return [*launcher, "ampatch.sweep.execution.child", order]
 
 
 def _watch(
@@ -176,11 +159,7 @@ def _watch(
 def reached_in(files: RunFiles) -> Reach | None:
     """How far a trial that is running has come; None before its first step."""
     reached = read_json(files.progress)
-    if reached is None:
-        return None
-    loss = reached["loss"]
-    kind = Kind.from_json(reached["kind"])
-    return Reach(reached["steps"], None if loss is None else float(loss), kind)
+    return None if reached is None else restored(Reach, reached)
 
 
 def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:
@@ -225,7 +204,7 @@ def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
     for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
     environment[SEED_VARIABLE] = str(trial.seed)
-    environment[trial_directory.VARIABLE] = str(files.directory.resolve())
+    environment[DIRECTORY_VARIABLE] = str(files.directory.resolve())
     environment.setdefault("PYTHONHASHSEED", str(trial.seed))
     path = python_path(environment)
     if path is not None:

@@ -5,16 +5,15 @@ answer new questions.  `Run` is the parent's record: which trial it was, how it 
 and what was measured until then.  `report/summary.py` computes the figures of the
 table from these; `report/results.py` says where each file is in the directory.
 
-JSON has no NaN and no infinity; they are written as the strings "nan", "inf"
-and "-inf", and `from_json` makes numbers of them again.
+`json_files.py` says how they are written.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ampatch.sweep.json_files import plain, restored
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case, Trial
 
@@ -37,10 +36,6 @@ class Series:
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Series:
-        return cls(data["steps"], [float(value) for value in data["values"]], data["seconds"])
 
 
 @dataclass(frozen=True)
@@ -82,20 +77,6 @@ class Measured:
     kind: Kind = UNKNOWN  # of the script, where this run was to recognize it
     files_written: list[str] = field(default_factory=list)  # into the working directory
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Measured:
-        measured = cls(**data)
-        for name in ("losses", "metrics", "loss_scales"):
-            table = getattr(measured, name)
-            setattr(measured, name, {key: Series.from_json(one) for key, one in table.items()})
-        measured.samples = Series.from_json(data["samples"])
-        measured.output_marks = [(step, size) for step, size in data["output_marks"]]
-        measured.kind = Kind.from_json(data.get("kind"))
-        measured.seed_calls = [SeedCall(**call) for call in data.get("seed_calls", [])]
-        if measured.loss_scale is not None:
-            measured.loss_scale = float(measured.loss_scale)
-        return measured
-
 
 @dataclass
 class Run:
@@ -116,23 +97,13 @@ class Run:
         return self.trial.case
 
     def to_json(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
-        return {"format": FORMAT, "planned": data.pop("trial"), **data}  # the file's own word
+        fields = dict(vars(self))
+        return plain({"format": FORMAT, "planned": fields.pop("trial"), **fields})
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
         """The run; `ValueError` for one in another version's format."""
         if data.get("format") != FORMAT:
             raise ValueError(f"a run in format {data.get('format')}. {OTHER_FORMAT}")
-        measured = data["measured"]
-        return cls(
-            Trial.from_json(data["planned"]),
-            data["exit_code"],
-            data["seconds"],
-            None if measured is None else Measured.from_json(measured),
-            data["ended_by"],
-            data["timeout"],
-            data.get("alone", True),
-            data.get("host", ""),
-            tuple(data.get("devices", ())),
-        )
+        fields = {name: value for name, value in data.items() if name not in ("format", "planned")}
+        return restored(cls, {"trial": data["planned"], **fields})

@@ -1,7 +1,7 @@
 """Engines: what starts the trials of a sweep, on this machine or on a cluster.
 
-`protocol.py` says what a sweep asks of each, `options.py` what a user can choose,
-`schedule.py` in which order trials start.  `local.py`, `ray.py` and `slurm.py` are the
+`protocol.py` says what a sweep asks of each, `config/sweep_options.py` what a user can
+choose, `schedule.py` in which order trials start.  `local.py`, `ray.py` and `slurm.py` are the
 engines.  In all of them `Runner.run` runs a trial, in a process near it; the engines
 differ in where that process is and in how its news come back.
 """
@@ -11,34 +11,34 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.engines.local import LocalEngine
-from ampatch.sweep.execution.engines.options import Where
 from ampatch.sweep.execution.engines.protocol import Engine
 from ampatch.sweep.execution.place import Place, device_groups, thread_variables
 
 
-def make(where: Where, directory: Path) -> Engine:
+def make(options: SweepOptions, directory: Path) -> Engine:
     """The engine that was asked for; it may keep notes in the sweep's `directory`.
 
     Raises `EngineError` if a cluster cannot be reached or lacks what a trial needs.
     """
-    if where.engine == "ray":
+    if options.engine == "ray":
         from ampatch.sweep.execution.engines.ray import RayEngine
 
-        return RayEngine(where)
-    if where.engine == "slurm":
+        return RayEngine(options)
+    if options.engine == "slurm":
         from ampatch.sweep.execution.engines.slurm import SlurmEngine
 
-        return SlurmEngine(where, directory)
-    return _local(where)
+        return SlurmEngine(options, directory)
+    return _local(options)
 
 
-def _local(where: Where) -> LocalEngine:
-    if where.devices:
-        groups = device_groups(where.devices, where.nproc_per_node or 1)
+def _local(options: SweepOptions) -> LocalEngine:
+    if options.devices:
+        groups = device_groups(options.devices, options.nproc_per_node or 1)
         places = [Place(alone=len(groups) == 1, devices=group) for group in groups]
         return LocalEngine(places, timed=Place(devices=groups[0]))
-    jobs = where.jobs or 1
+    jobs = options.jobs or 1
     share = max(1, (os.cpu_count() or 1) // jobs)
     variables = thread_variables(share if jobs > 1 else None)
     return LocalEngine([Place(alone=jobs == 1, variables=variables)] * jobs, timed=Place())

@@ -23,8 +23,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ampatch.config.environment import OF_THE_PROCESS
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
-from ampatch.sweep.execution.engines.options import Where
 from ampatch.sweep.execution.engines.protocol import (
     RETRIES,
     Ended,
@@ -51,8 +51,8 @@ _PASSED = (THREADS, "MKL_NUM_THREADS", "PYTHONHASHSEED", *OF_THE_PROCESS)
 class RayEngine:
     """Connects to a cluster, or starts Ray on this machine, while its block runs."""
 
-    def __init__(self, where: Where) -> None:
-        self._where = where
+    def __init__(self, options: SweepOptions) -> None:
+        self._options = options
         self._running: dict[Any, tuple[Runner, Trial]] = {}  # by the reference of the task
         self._started: set[Trial] = set()
         self._group: Any = None  # of the timed trials
@@ -60,10 +60,10 @@ class RayEngine:
 
     def __enter__(self) -> RayEngine:
         if not ray.is_initialized():
-            _connect(self._where.address)
+            _connect(self._options.address)
             self._connected = True
         try:
-            self._needs = _needs(self._where)
+            self._needs = _needs(self._options)
             self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
         except BaseException:
             self.__exit__()
@@ -80,7 +80,7 @@ class RayEngine:
                 ray.shutdown()
 
     def has_room(self) -> bool:
-        return self._where.jobs is None or len(self._running) < self._where.jobs
+        return self._options.jobs is None or len(self._running) < self._options.jobs
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         options: dict[str, Any] = {"num_cpus": self._needs.cpus, "num_gpus": self._needs.gpus}
@@ -181,23 +181,23 @@ def _connect(address: str | None) -> None:
         ) from None
 
 
-def _needs(where: Where) -> _Needs:
+def _needs(options: SweepOptions) -> _Needs:
     """Raises `EngineError` if no node has what a trial asks for."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus = where.gpus_per_trial
+    gpus = options.gpus_per_trial
     if gpus is None:
-        gpus = (where.nproc_per_node or 1) if any(node.get("GPU") for node in nodes) else 0
+        gpus = (options.nproc_per_node or 1) if any(node.get("GPU") for node in nodes) else 0
     cores = [node.get("CPU", 0) for node in nodes if node.get("GPU", 0) >= gpus]
-    able = [count for count in cores if count >= (where.cpus_per_trial or 1)]
+    able = [count for count in cores if count >= (options.cpus_per_trial or 1)]
     if not able:
         has = "; ".join(f"{node.get('CPU', 0):g} and {node.get('GPU', 0):g}" for node in nodes)
         raise EngineError(
-            f"--engine ray: a trial asks for {where.cpus_per_trial or 1} cores and {gpus:g} GPUs "
+            f"--engine ray: a trial asks for {options.cpus_per_trial or 1} cores and {gpus:g} GPUs "
             f"on one node (--cpus-per-trial, --gpus-per-trial). The cluster's nodes have, in cores "
             f"and GPUs: {has}."
         )
-    cpus = where.cpus_per_trial or (1 if gpus else min(able))
-    return _Needs(cpus, gpus, max(able), where.cpus_per_trial)
+    cpus = options.cpus_per_trial or (1 if gpus else min(able))
+    return _Needs(cpus, gpus, max(able), options.cpus_per_trial)
 
 
 def _variables(threads: int | None) -> tuple[tuple[str, str | None], ...]:

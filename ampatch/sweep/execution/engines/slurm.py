@@ -24,7 +24,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from ampatch.sweep.execution.engines.options import Where
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.engines.protocol import (
     RETRIES,
     Ended,
@@ -72,11 +72,11 @@ class _Job:
 class SlurmEngine:
     """Submits jobs; `directory` is the sweep's."""
 
-    def __init__(self, where: Where, directory: Path) -> None:
-        self._where = where
-        parameters = {name: literal(value) for name, value in where.slurm.items()}
+    def __init__(self, options: SweepOptions, directory: Path) -> None:
+        self._options = options
+        parameters = {name: literal(value) for name, value in options.slurm.items()}
         self._cluster = parameters.pop("cluster", "slurm")
-        self._parameters = {**_asked(where), **parameters}
+        self._parameters = {**_asked(options), **parameters}
         self._folder = directory / FOLDER
         self._noted = self._folder / "jobs.json"
         self._jobs: dict[str, _Job] = {}  # by the stem of the trial's files
@@ -103,7 +103,7 @@ class SlurmEngine:
             time.sleep(0.1)
 
     def has_room(self) -> bool:
-        return self._where.jobs is None or len(self._jobs) < self._where.jobs
+        return self._options.jobs is None or len(self._jobs) < self._options.jobs
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         number = self._earlier.pop(trial.file_stem, None)
@@ -125,7 +125,7 @@ class SlurmEngine:
         return found
 
     def _submit(self, runner: Runner, trial: Trial, alone: bool) -> submitit.Job:
-        threads = None if alone else self._where.cpus_per_trial
+        threads = None if alone else self._options.cpus_per_trial
         place = Place(alone=alone, variables=thread_variables(threads))
         sweep = None if self._cluster == "slurm" else os.getpid()
         task = _Task(runner, trial, place, sweep)
@@ -155,7 +155,7 @@ class SlurmEngine:
                 "runs the jobs on this machine."
             ) from None
         except (AssertionError, NameError, ValueError) as error:
-            given = ", ".join(f"{key}={value}" for key, value in self._where.slurm.items())
+            given = ", ".join(f"{key}={value}" for key, value in self._options.slurm.items())
             raise EngineError(f"--slurm {given}: {error}") from None
         return executor
 
@@ -252,9 +252,9 @@ def _cancel_after(process: int, watch: Watch) -> None:
             return
 
 
-def _asked(where: Where) -> dict[str, Any]:
+def _asked(options: SweepOptions) -> dict[str, Any]:
     """The parameters that --gpus-per-trial, --cpus-per-trial and --timeout stand for."""
-    asked = {"gpus_per_node": where.gpus_per_trial, "cpus_per_task": where.cpus_per_trial}
+    asked = {"gpus_per_node": options.gpus_per_trial, "cpus_per_task": options.cpus_per_trial}
     return {name: math.ceil(value) for name, value in asked.items() if value is not None}
 
 

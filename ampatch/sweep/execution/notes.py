@@ -1,0 +1,104 @@
+"""What a reader of a sweep's results should know: of the script, and of how runs were timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ampatch.config.sweep_options import SweepOptions
+from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.kinds import Kind
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report import own_seeds, paired
+from ampatch.sweep.report.starts import checked, other_starts
+from ampatch.sweep.report.starts import note as starts_note
+from ampatch.sweep.report.summary import seeds_matter
+
+
+def script_notes(
+    script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Sequence[Run]
+) -> list[str]:
+    """What the script does that a sweep has to tell: about seeds, autocast and weights."""
+    notes = _seed_notes(script, arguments, options, plan, runs)
+    notes.append(_autocast_note(script, plan.kind, runs))
+    notes.append(starts_note(script, other_starts(runs), runs))
+    return [note for note in notes if note]
+
+
+def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[str]:
+    """How the runs were timed, tested and ended."""
+    notes = _timing_notes(plan, runs)
+    if not paired.available() and any(run.trial.seed for run in runs):
+        notes.append(paired.MISSING)
+    if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
+        notes.append(
+            f"Runs were ended after {options.steps} steps; metrics that the script reports at "
+            "its end are missing then. Give it {steps} among its arguments to let it end."
+        )
+    return notes
+
+
+def facts(kind: Kind, runs: Sequence[Run]) -> dict[str, str]:
+    """What the script is, and what was checked of its runs."""
+    known = {"script": kind.in_words() if kind else "", "checked": ""}
+    if not other_starts(runs) and not kind.half_weights:
+        known["checked"] = checked(runs)
+    return {name: text for name, text in known.items() if text}
+
+
+def baseline_trouble(script: str, kind: Kind) -> str:
+    """Why there is nothing in FP32 to compare with."""
+    if not kind.half_weights:
+        return ""
+    return (
+        f"none: O0 is not FP32. {script} trains weights in {' and '.join(kind.half_weights)} by "
+        "itself (model.half(), a default dtype, a framework's pure half precision). Expected FP32 "
+        "weights; leave half to the levels."
+    )
+
+
+def _seed_notes(
+    script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Iterable[Run]
+) -> list[str]:
+    """What a sweep of several seeds says about seeds that the script sets itself."""
+    if options.seeds == 1:
+        return []
+    of_first_row = [run for run in runs if run.case == plan.cases[0] and not run.trial.short]
+    constant = own_seeds.constant_seeds(of_first_row, arguments)
+    notes = [own_seeds.notice(script, constant, options.override_seeds)]
+    if not seeds_matter(runs):
+        notes.append(own_seeds.not_reached(constant, options.override_seeds))
+    return notes
+
+
+def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
+    """Where the script enters torch.autocast beside its `initialize`."""
+    measured = (run.measured for run in runs if run.measured is not None)
+    places = list(dict.fromkeys(place for one in measured for place in one.autocast_off))
+    if not places or kind.is_foreign:
+        return ""
+    return (
+        f"{script} enters torch.autocast itself ({', '.join(places)}). At O0 these regions are "
+        "off, or O0 would not be FP32; in the other rows they are on."
+    )
+
+
+def _timing_notes(plan: Plan, runs: Sequence[Run]) -> list[str]:
+    """Which figures were timed alone, and whether on one machine."""
+    timed = [run for run in runs if run.alone]
+    notes = []
+    if runs and not timed:
+        more = "" if any(trial.short for trial in plan.trials) else " --rounds 3 adds runs that do."
+        notes.append(f"No run ran alone on its device: no step time, no speed.{more}")
+    elif len(timed) < len(runs):
+        notes.append(
+            f"Step time and speed are of the {len(timed)} of {len(runs)} runs that ran alone on "
+            "their device; the others ran beside each other, for accuracy."
+        )
+    measured = [run for run in timed if run.measured and run.measured.device]
+    places = {f"{run.host} ({run.measured.device})" for run in measured}
+    if len(places) > 1:
+        notes.append(
+            f"Timed runs are from several machines or devices, {', '.join(sorted(places))}: "
+            "compare their speed only within one of them."
+        )
+    return notes

@@ -1,0 +1,84 @@
+"""What a sweep has found so far: its runs, and the results that its files show."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+from ampatch.config.sweep_options import SweepOptions
+from ampatch.launch.program import Program
+from ampatch.sweep.execution import notes
+from ampatch.sweep.execution.directory import Directory
+from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.short_runs import is_due
+from ampatch.sweep.measure import provenance
+from ampatch.sweep.measure.machine import versions
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.machine_state import machine_state
+from ampatch.sweep.report.recommendation import Margin, recommendation
+from ampatch.sweep.report.results import Results
+from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.summary_files import write_files
+
+
+class Outcome:
+    """The `runs` of a sweep in the order of its plan, and the results of these."""
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: Sequence[str],
+        options: SweepOptions,
+        margin: Margin,
+        plan: Plan,
+        held: Directory,
+    ) -> None:
+        self.runs: list[Run] = []
+        self._script, self._arguments = str(program), list(arguments)
+        self._options, self._margin = options, margin
+        self._plan, self._held = plan, held
+        if held.earlier is None:
+            now = datetime.datetime.now(datetime.timezone.utc)
+            self._started = now.isoformat(timespec="seconds")
+            self._provenance = provenance.begun(program.file())
+        else:
+            self._started = held.earlier.started
+            self._provenance = provenance.resumed(program.file(), held.earlier.provenance)
+
+    def add(self, run: Run) -> list[str]:
+        """Add a run and write the files; returns what it makes known of the script."""
+        known = self._script_notes()
+        self.runs.append(run)
+        self.runs.sort(key=lambda run: self._plan.place_of(run.trial))  # they may end in any order
+        self.write()
+        return [note for note in self._script_notes() if note not in known]
+
+    def write(self) -> None:
+        """Write the files that show the results so far."""
+        write_files(self._held.path, self.results())
+
+    def results(self) -> Results:
+        """All results so far."""
+        runs, options, plan = self.runs, self._options, self._plan
+        rows = summarize(runs, options.judge, options.better)
+        done = {run.trial for run in runs}
+        trouble = notes.baseline_trouble(self._script, plan.kind)
+        return Results(
+            script=self._script,
+            arguments=self._arguments,
+            started=self._started,
+            planned=sum(trial in done or is_due(trial, runs) for trial in plan.trials),
+            settings=self._held.settings,
+            versions=versions(),
+            machine={**notes.facts(plan.kind, runs), **machine_state(runs)},
+            rows=rows,
+            done=len(runs),
+            recommendation=trouble or recommendation(rows, self._margin),
+            notes=[*notes.other_notes(options, plan, runs), *self._script_notes()],
+            provenance={**self._provenance, **provenance.devices(runs)},
+        )
+
+    def _script_notes(self) -> list[str]:
+        return notes.script_notes(
+            self._script, self._arguments, self._options, self._plan, self.runs
+        )

@@ -1,0 +1,167 @@
+"""The course of a sweep: what follows from each thing that happens to its trials."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from ampatch.config.sweep_options import SweepOptions
+from ampatch.errors import AmpatchError
+from ampatch.launch.program import Program
+from ampatch.sweep.execution.directory import Directory
+from ampatch.sweep.execution.early_stops import failure, reason_to_stop
+from ampatch.sweep.execution.engines.protocol import (
+    Ended,
+    Engine,
+    Event,
+    Failed,
+    Lost,
+    Reached,
+    Started,
+)
+from ampatch.sweep.execution.engines.schedule import Schedule
+from ampatch.sweep.execution.outcome import Outcome
+from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.execution.short_runs import is_due, short_steps
+from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.report.figures import OK, status
+from ampatch.sweep.report.judge import LOSS
+from ampatch.sweep.trial import BASE, Case, Trial
+
+
+class SweepError(AmpatchError):
+    """A sweep cannot go on in a useful way; what it has measured is kept."""
+
+
+class Course:
+    """Starts the trials of a plan that have not begun, and takes up what they measured."""
+
+    def __init__(
+        self, program: Program, options: SweepOptions, plan: Plan, outcome: Outcome, held: Directory
+    ) -> None:
+        self._program, self._options = program, options
+        self._plan, self._outcome, self._held = plan, outcome, held
+        self._begun: set[Trial] = set()
+        self._lost: list[Lost] = []
+        self.told: set[Case] = set()  # of which a failure was shown with its last lines
+
+    def resume(self) -> None:
+        """Take up the runs of an earlier part of the sweep."""
+        for run in self._held.finished(self._plan.trials, self._options.timeout):
+            if not self._reason_to_stop(run):  # what ended the sweep then may be mended now
+                self._outcome.runs.append(run)
+                self._begun.add(run.trial)
+
+    def run(self, runner: Runner, engine: Engine, shown: Progress) -> None:
+        """Run what is left.  Raises `SweepError` where the sweep should not go on."""
+        schedule = Schedule(
+            *self._by_turn(),
+            runner_for=lambda trial: self._runner_for(trial, runner),
+            proven=bool(self._outcome.runs),
+        )
+        for event in schedule.run(engine):
+            if self._shows_kind(event):
+                schedule.plan(*self._by_turn())
+                shown.said(f"{self._program} {self._plan.kind.in_words()}.")
+            self._take(event, shown)
+        if self._lost:
+            labels = ", ".join(f"{one.trial.label} ({one.reason})" for one in self._lost)
+            raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
+
+    def _by_turn(self) -> tuple[list[Trial], list[Trial]]:
+        base_has_run = any(run.case == BASE for run in self._outcome.runs)
+        return self._plan.by_turn(self._begun, base_has_run)
+
+    def _runner_for(self, trial: Trial, runner: Runner) -> Runner | None:
+        """The runner of a trial that is about to start; None if it is not worth its time."""
+        runs = self._outcome.runs
+        if not is_due(trial, runs):
+            return None
+        steps = self._options.steps
+        if trial.short:  # no more than a whole run takes, if that has a number
+            steps = min(filter(None, (steps, short_steps(runs))), default=None)
+        return dataclasses.replace(runner, kind=self._plan.kind, steps=steps)
+
+    def _shows_kind(self, event: Event) -> bool:
+        """Whether the event shows the kind of the script, so that the plan was made anew."""
+        if isinstance(event, Reached):
+            kind = event.reach.kind
+        elif isinstance(event, Ended):
+            kind = (event.run.measured or Measured()).kind
+        else:
+            return False
+        try:
+            is_new = self._plan.recognize(kind)
+        except ValueError as error:
+            raise SweepError(f"{self._program}: {error}") from None
+        if is_new:
+            self._held.keep(self._plan.settings())
+        return is_new
+
+    def _take(self, event: Event, shown: Progress) -> None:
+        if isinstance(event, Started):
+            self._begun.add(event.trial)
+            left, count = self._plan.left(self._begun), len(self._plan.trials)
+            short_later = sum(trial.short for trial in left)
+            shown.started(count - len(left), count, event.trial, short_later)
+        elif isinstance(event, Reached):
+            shown.reached(event.trial, event.reach.steps, event.reach.loss)
+        elif isinstance(event, Lost):
+            self._lost.append(event)
+            shown.lost(event.trial, event.reason)
+        elif isinstance(event, Ended):
+            self._ended(event.run, shown)
+        else:
+            raise _error(event)
+
+    def _ended(self, run: Run, shown: Progress) -> None:
+        reason = self._reason_to_stop(run)
+        news = self._outcome.add(run)
+        shown.ended(run)
+        if status(run) != OK and run.case not in self.told:
+            self.told.add(run.case)
+            if not reason:
+                news.append(failure(run, self._files(run).log))
+        is_last = len(self._outcome.runs) == len(self._plan.trials)
+        for text in [*news, *([reason] if reason and is_last else [])]:
+            shown.said(text)
+        if reason and not is_last:
+            raise SweepError(reason)
+        for mistake in self._mistakes(run):
+            raise SweepError(mistake)
+
+    def _mistakes(self, run: Run) -> Iterator[str]:
+        """What the first good run shows to be a mistake: to stop before hours have passed."""
+        if run.trial.short or status(run) != OK:
+            return
+        reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
+        log = f"{self._held.runs.name}/{self._files(run).log.name}"
+        options = self._options
+        for name, pattern in options.metrics.items():
+            if name not in reported:
+                yield (
+                    f"--metric {name}={pattern}: nothing in the output of {run.trial.label} "
+                    f"matches ({log} in {self._held.path})."
+                )
+        for name in [*([options.judge] if options.judge else []), *options.better]:
+            if name not in reported:
+                yield (
+                    f"--judge or --better: {self._program} reports no {name!r}. Expected one of: "
+                    f"{', '.join(map(repr, reported)) or 'nothing; see ampatch.log_metrics'}."
+                )
+
+    def _reason_to_stop(self, run: Run) -> str:
+        runs, log = self._outcome.runs, self._files(run).log
+        return reason_to_stop(str(self._program), runs, run, log)
+
+    def _files(self, run: Run) -> RunFiles:
+        return RunFiles.of(self._held.runs, run.trial)
+
+
+def _error(event: Failed) -> BaseException:
+    if isinstance(event.error, ValueError):  # a pattern matched what is not a number
+        return SweepError(str(event.error))
+    return event.error
