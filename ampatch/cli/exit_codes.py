@@ -8,6 +8,7 @@ OF_SCRIPTS = "0; the script's own if it failed; 1 if it never stepped an optimiz
 
 OWN = {
     "sweep": "0; 1 where no run went well or the sweep could not go on",
+    "tune": "0; 1 where nothing brings the level back, or that cannot be told",
     "report": "0; 1 where something cannot be written",
     "compare": "0; 1 where the sweeps have no row in common; 2 also for a directory "
     "without a sweep",

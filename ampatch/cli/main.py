@@ -1,4 +1,4 @@
-"""The command `ampatch`: sweep, report, compare, run, tables, gradients, explain, doctor, build.
+"""The command `ampatch`: sweep, tune, report, compare, run, tables, gradients, explain, doctor, build.
 
 Each subcommand has a file of its own, with `add_parser`.  It imports what it needs
 when it runs, so that a wrong option is refused at once.  `exit_codes` has what each
@@ -16,15 +16,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ampatch._version import __version__
-from ampatch.cli import build, compare, doctor, explain, gradients, report, run, sweep, tables
+from ampatch.cli import build, compare, doctor, explain, gradients, report, run, sweep, tables, tune
 from ampatch.cli.ending import end_quietly
 from ampatch.cli.exit_codes import OF_ALL, exit_status
 from ampatch.errors import did_you_mean
 
 # in the order of --help; each file has the name of its command
-SUBCOMMANDS = (sweep, report, compare, run, tables, gradients, explain, doctor, build)
+SUBCOMMANDS = (sweep, tune, report, compare, run, tables, gradients, explain, doctor, build)
 NAMES = tuple(module.__name__.rpartition(".")[2] for module in SUBCOMMANDS)
-WITH_SEPARATOR = ("sweep", "gradients", "explain")
+WITH_SEPARATOR = ("sweep", "tune", "gradients", "explain")
 """Subcommands with `--` between their own arguments and those of the script."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 

@@ -7,16 +7,14 @@ well or the sweep could not go on; 2 for a wrong command line; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli import native_first
 from ampatch.cli.ending import cause
-from ampatch.cli.option_types import name_and_value
 from ampatch.cli.script_options import add_program, program_of, refuse_launcher
+from ampatch.cli.sweep_options import HOW, add_options, given
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
-from ampatch.config.sweep_options import GROUPS, HOW, flag, help_texts, of_command
 
 if TYPE_CHECKING:
     from ampatch.sweep import Sweep
@@ -38,43 +36,8 @@ def add_parser(commands: Any) -> None:
         "AMPATCH_TRIAL_DIR; one that seeds nothing is seeded before it starts.",
     )
     add_program(parser)
-    _add_options(parser)
+    add_trackers(add_options(parser)[HOW])
     parser.set_defaults(command=run, parser=parser)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the table, in its groups, and those of trackers."""
-    groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    texts = help_texts()
-    for one in of_command():
-        groups[one.metadata["group"]].add_argument(
-            flag(one),
-            dest=one.name,
-            help=texts[one.name].replace("%", "%%"),
-            default=argparse.SUPPRESS,  # the table's own
-            **_taken(one),
-        )
-    add_trackers(groups[HOW])
-
-
-def _taken(option: dataclasses.Field[Any]) -> dict[str, Any]:
-    """What follows the flag."""
-    if isinstance(option.default, bool):
-        return {"action": "store_const", "const": not option.default}
-    metavar = option.metadata["metavar"]
-    if option.default_factory is dict:
-        return {"action": _Pairs, "type": name_and_value, "metavar": metavar}
-    if option.name == "overrides":
-        return {"action": "append", "metavar": metavar}
-    return {"type": option.metadata["parse"], "metavar": metavar}
-
-
-class _Pairs(argparse.Action):
-    """Adds NAME=VALUE to a dictionary."""
-
-    def __call__(self, parser: Any, options: Any, pair: Any, flag: Any = None) -> None:
-        given = getattr(options, self.dest, {})
-        setattr(options, self.dest, {**given, pair[0]: pair[1]})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,10 +68,8 @@ def _sweep(options: argparse.Namespace) -> Sweep:
     parser: argparse.ArgumentParser = options.parser
     program = program_of(options)
     refuse_launcher(options, program, advice=" --nproc-per-node N")
-    named = {one.name for one in of_command()}
-    asked = {name: value for name, value in vars(options).items() if name in named}
     try:
-        return Sweep(program.name, options.arguments, module=program.is_module, **asked)
+        return Sweep(program.name, options.arguments, module=program.is_module, **given(options))
     except OSError as error:
         parser.error(cause(error))
     except (ImportError, ValueError) as error:

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "auto", "rounds", "repeats", "steps")
 """Options of a sweep that have no meaning here."""
+OTHER_TEXTS = {
+    "seeds": "run O0 and each candidate with seeds 0 to N-1, at least 2 (default: 3)",
+    "margin": "the smallest difference from O0 that matters in what is judged; a candidate with a "
+    "smaller one passes (default: 1% of O0's value)",
+    "out": "for answer, trials and logs (default: ampatch-tune/ and the script's name)",
+    "resume": "go on with what is in the directory",
+    "overwrite": "replace what is in the directory",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -59,7 +67,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="try so many sets at most (default: 2 log2(n) + 8 for n modules)",
     )
-    add_options(parser, leave_out=LEFT_OUT)
+    add_options(parser, LEFT_OUT, OTHER_TEXTS)
     parser.set_defaults(command=run, parser=parser)
 
 

@@ -50,7 +50,7 @@ def _shown(
 
 @dataclass(kw_only=True)
 class SweepOptions:
-    r"""How a sweep runs: its fields are the options of `ampatch sweep`, and this text is their help.
+    r"""How a sweep runs: a field for each option of `ampatch sweep`, which has this text as its help.
 
     Names may be one text with commas between them; what is NAME=VALUE on the command line is a
     dictionary.  Raises `TypeError` or `ValueError` for wrong values.
@@ -58,6 +58,9 @@ class SweepOptions:
     Attributes:
         module: the script is the name of a module, as with python -m
         rows: cases to run, in the place of levels, dtypes and what follows from them
+        kind: what the script is, where that is known; by default the first run at O0 shows it
+        fail_fast: a row of which a run has failed has no more of them
+        probe: a module, and a text; each trial calls start(text, off) of it before the script
         levels: opt levels (default: O0,O1,O2,O3, or O0,O1 for a script that never says which
             module is its model)
         dtypes: half dtypes: float16,bfloat16 (default: those that ampatch doctor calls fast here,
@@ -98,6 +101,9 @@ class SweepOptions:
 
     module: bool = False
     rows: Sequence[Any] | None = None
+    kind: Any = None
+    fail_fast: bool = False
+    probe: tuple[str, str] | None = None
     levels: list[str] | None = field(default=None, metadata=_shown(RUN))
     dtypes: list[str] | None = field(default=None, metadata=_shown(RUN))
     overrides: list[str] = field(

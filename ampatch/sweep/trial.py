@@ -19,7 +19,7 @@ class Case:
     `engine` is "ampatch", or "autocast" for the autocast baseline (torch.autocast and
     GradScaler), or `AS_IT_IS` for a script with such code of its own; `opt_level` is "autocast"
     for both, and `dtype` of the latter is what its regions have.  `settings` are keywords of
-    `initialize`, as (name, value) pairs.
+    `initialize`, as (name, value) pairs, and `eps`, the least that optimizers then have.
     """
 
     opt_level: str
@@ -50,8 +50,9 @@ class Case:
         variables = {"AMPATCH_OPT_LEVEL": self.opt_level}
         if self.dtype:
             variables["AMPATCH_DTYPE"] = self.dtype
-        if self.settings:
-            variables["AMPATCH_SETTINGS"] = json.dumps(dict(self.settings))
+        settings = {name: value for name, value in self.settings if name != "eps"}
+        if settings:
+            variables["AMPATCH_SETTINGS"] = json.dumps(settings)
         return variables
 
 

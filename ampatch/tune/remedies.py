@@ -26,10 +26,11 @@ SETTINGS = {
 """By the names of `initialize`, but for the optimizers' own eps."""
 
 WHY = {
-    "loss_scale": "gradients that the half type flushes to zero at this static loss scale",
+    "loss_scale": "the static loss scale, at which gradients overflow or become 0",
     "eps": "the optimizer's eps, which is 0 in the half type of its weights",
     "master_weights": "half weights, which lose updates that are small beside them",
 }
+"""The cause that a setting removes."""
 
 
 @dataclass(frozen=True)

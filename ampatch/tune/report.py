@@ -42,8 +42,8 @@ def summary(answer: Answer) -> list[str]:
         count = f"{len(modules)} module{'s' * (len(modules) > 1)}"
         lines.append(f"{level} comes back to O0 with {count} in FP32: {', '.join(modules)}.")
     for name in answer.settings:
-        also = " also" if modules else ""
-        lines.append(f"The cause is{also} not a module but {WHY[name]}.")
+        cause = "Another cause" if modules else "The cause is no module, it"
+        lines.append(f"{cause} is {WHY[name]}: {name}={answer.settings[name]!r}.")
     if not answer.is_smallest:
         lines.append(
             f"{answer.candidates} candidates were tried, and that was all: a smaller set may do. "
@@ -104,7 +104,9 @@ def write_terminal(answer: Answer, file: Any) -> None:
 
     console = Console(file=file, highlight=False, soft_wrap=True)
     if answer.modules:
-        table = Table(*_HEADS, box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        for head in _HEADS:
+            table.add_column(head, overflow="fold")
         for row in list(cells(answer))[:MOST_ROWS]:
             table.add_row(*row)
         console.print(table, markup=False)

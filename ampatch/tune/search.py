@@ -13,7 +13,7 @@ first k take about 2 m log2(k) trials.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -65,19 +65,18 @@ def smallest(
         return known[candidate]
 
     needed: list[Remedy] = []
-    best: Sequence[Remedy] = ()
     try:
         left = list(remedies)
         while not tried(needed):
             count = _least(len(left), lambda k: tried([*needed, *left[:k]]))
             if count is None:
                 return Found((), False, False, len(known) - 1)
-            best = [*needed, *left[:count]]
             needed, left = [*needed, left[count - 1]], left[: count - 1]
         return Found(_in_order(needed, remedies), True, True, len(known) - 1)
     except OutOfTrials:
-        best = min((c for c, fine in known.items() if fine), key=len, default=frozenset(best))
-        return Found(_in_order(best, remedies), bool(best), False, len(known) - 1)
+        passed = [candidate for candidate, fine in known.items() if fine]
+        best = min(passed, key=len, default=frozenset())
+        return Found(_in_order(best, remedies), bool(passed), False, len(known) - 1)
 
 
 def _least(n: int, passes: Callable[[int], bool]) -> int | None:
@@ -97,5 +96,5 @@ def _least(n: int, passes: Callable[[int], bool]) -> int | None:
     return k
 
 
-def _in_order(chosen: Sequence[Remedy] | frozenset[Remedy], remedies: Sequence[Remedy]) -> tuple:
+def _in_order(chosen: Collection[Remedy], remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
     return tuple(remedy for remedy in remedies if remedy in chosen)

@@ -107,6 +107,7 @@ class Tuning:
         self._cases = [BASE, self._level]
         self._runs: list[Run] = []
         self._paths: Sequence[str] = ()
+        self._tried = 0
         self._sweep = self._main(resume=resume, overwrite=overwrite)
 
     def run(self) -> Answer:
@@ -145,11 +146,12 @@ class Tuning:
 
     def _row(self, case: Case) -> Row:
         """The row of a case beside O0, run if it has not been."""
-        if case not in self._cases:
+        if case in self._cases:
+            progress = self._progress()
+        else:
             self._cases.append(case)
-            self._sweep = self._main(resume=True)
-        sweep = self._sweep.run(self._progress())
-        self._runs = sweep.runs
+            self._sweep, progress = self._main(resume=True), None
+        self._runs = self._sweep.run(progress).runs
         judge, better = self._options.get("judge"), self._options.get("better") or {}
         base = row_of(BASE, self._runs, judge, better)
         if base.outcome == "failed":
@@ -157,9 +159,13 @@ class Tuning:
         return row_of(case, self._runs, judge, better)
 
     def _candidate_passes(self, chosen: frozenset[Remedy]) -> bool:
-        fine = passes(self._row(remedies.case(self._level, chosen, self._paths)), self._margin)
         names = ", ".join(sorted(map(str, chosen))[:4]) + (", ..." if len(chosen) > 4 else "")
-        self._say(f"{'passes' if fine else 'fails'}: {len(chosen)} in place: {names}")
+        self._tried += 1
+        label = f"Candidate {self._tried}, {len(chosen)} in place ({names})"
+        self._say(f"{label}: started")
+        row = self._row(remedies.case(self._level, chosen, self._paths))
+        fine = passes(row, self._margin)
+        self._say(f"{label}: {'passes' if fine else f'fails: {_reason(row)}'}")
         return fine
 
     def _findings(self) -> Findings:
@@ -191,7 +197,7 @@ class Tuning:
             f"Sensitivity: each module is computed in {self._level.dtype} as well, in some of "
             f"{self._probe_steps} steps at O0."
         )
-        kept = {name: self._options[name] for name in _OF_PROBE if name in self._options}
+        kept = {name: value for name, value in self._options.items() if name in _OF_PROBE}
         sweep = Sweep(
             self._script,
             self._arguments,
@@ -199,7 +205,7 @@ class Tuning:
             rounds=1,
             steps=self._probe_steps + 2,
             kind=self._sweep.kind,
-            plug=("ampatch.tune.probe", options.to_text()),
+            probe=("ampatch.tune.probe", options.to_text()),
             out=place,
             overwrite=True,
             **kept,
@@ -229,7 +235,7 @@ class Tuning:
             line=remedies.line(self._level, found.needed, findings.paths) if cured else "",
             is_smallest=found.is_smallest,
             candidates=found.trials,
-            unseen=judged and judged.smallest,
+            unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
             modules=ranked(findings.modules),
             paths=list(findings.paths),
@@ -265,9 +271,17 @@ class Tuning:
             write_json(self.directory / OVERRIDES, answer.overrides)
 
 
-_OF_PROBE = ("module", "override_seeds", "timeout", "engine", "devices", "address", "slurm")
-_OF_PROBE += ("gpus_per_trial", "cpus_per_trial", "nproc_per_node")
-_OF_ACCURACY = ("seeds", "judge", "margin", "better", "jobs")
+_OF_PROBE = frozenset(
+    "module override_seeds timeout engine devices address slurm gpus_per_trial cpus_per_trial "
+    "nproc_per_node".split()
+)
+"""Options of a sweep that the probe's run shares."""
+_OF_ACCURACY = frozenset(("seeds", "judge", "margin", "better", "jobs"))
+"""Options that the timing of the cure does not share."""
+
+
+def _reason(row: Row) -> str:
+    return row.status if row.outcome == "failed" else row.verdict
 
 
 def read_answer(directory: str | Path) -> Answer | None:

@@ -12,6 +12,7 @@ Under torchrun only rank 0 records.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -138,7 +140,7 @@ class _Watched:
     """
 
     def __init__(self, runner: Runner, case: Case, progress: Path | None) -> None:
-        self._case, self._script = case, runner.kind
+        self._case, self._script, self._probe = case, runner.kind, runner.probe
         self._progress = progress
         self.off = AutocastOff()
         marks_output = bool(runner.metrics) and progress is not None
@@ -171,13 +173,18 @@ class _Watched:
         children.start(automatic)
         if automatic:
             self.off.cover_switches()
-        if is_base:
+        if self._probe is not None:
+            name, text = self._probe
+            importlib.import_module(name).start(text, self.off)
+        if is_base and not (self._probe and script):
             self._recognition = Recognition(self.recorder, self.off)
             self._recognition.start()
         elif automatic:
             watch_automatic(self.recorder, environment.read())
         else:
             ampatch.observe(self.recorder)
+            if "eps" in dict(case.settings):
+                ampatch.observe(_Eps(dict(case.settings)["eps"]))
             if script.name == FRAMEWORK:
                 brought_in.bring_in(script.framework)
             stop_untouched()
@@ -185,6 +192,18 @@ class _Watched:
     def _report(self, steps: int, loss: float | None) -> None:
         if self._progress is not None:
             write_json(self._progress, Reach(steps, loss, self.kind()))
+
+
+class _Eps:
+    """An observer that gives optimizers an eps of at least `least` before each step."""
+
+    def __init__(self, least: float) -> None:
+        self._least = least
+
+    def on_step_begin(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            if "eps" in group:
+                group["eps"] = max(group["eps"], self._least)
 
 
 def _measured(recorder: Recorder) -> Measured:

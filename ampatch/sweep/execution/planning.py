@@ -28,7 +28,9 @@ class Plan:
     def __init__(self, options: SweepOptions, earlier: Results | None) -> None:
         self._options = options
         known = {} if earlier is None else earlier.settings
-        self.kind: Kind = restored(Kind, known["kind"]) if "kind" in known else UNKNOWN
+        self.kind: Kind = (
+            restored(Kind, known["kind"]) if "kind" in known else options.kind or UNKNOWN
+        )
         self.dtypes: Sequence[str] = options.dtypes or DTYPES
         in_half = any(case.dtype in DTYPES for case in self._rows())  # what is wrong is said first
         if in_half and options.dtypes is None and options.rows is None:

@@ -53,6 +53,7 @@ class Runner:
     kind: Kind = UNKNOWN  # of the script
     override_seeds: bool = False  # the script's own seeds become those of the trial
     processes: int | None = None
+    probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
 
     def run(self, trial: Trial, watch: Watch, place: Place) -> Run:
         """Run the script in a fresh process, and write what it measured to a file.

@@ -78,7 +78,7 @@ class Course:
     def _runner_for(self, trial: Trial, runner: Runner) -> Runner | None:
         """The runner of a trial that is about to start; None if it is not worth its time."""
         runs = self._outcome.runs
-        if not is_due(trial, runs):
+        if not is_due(trial, runs, self._options.fail_fast):
             return None
         steps = self._options.steps
         if trial.short:  # no more than a whole run takes, if that has a number

@@ -29,9 +29,13 @@ def short_steps(runs: Iterable[Run]) -> int | None:
     return None
 
 
-def is_due(trial: Trial, runs: Iterable[Run]) -> bool:
-    """Whether a trial is worth its time: no short run of a row that has failed, nor without O0."""
-    if not trial.short:
+def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
+    """Whether a trial is worth its time: no short run of a row that has failed, nor without O0.
+
+    `fail_fast`: nor another whole run of such a row.
+    """
+    if not (trial.short or fail_fast):
         return True
     whole = [run for run in runs if not run.trial.short]
-    return not any(run.case in (trial.case, BASE) and status(run) != OK for run in whole)
+    needed = (trial.case, BASE) if trial.short else (trial.case,)
+    return not any(run.case in needed and status(run) != OK for run in whole)

@@ -21,6 +21,7 @@ from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.running import Course, SweepError
+from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import counts_its_steps
 from ampatch.sweep.report.recommendation import Margin
@@ -76,6 +77,11 @@ class Sweep:
         return self._held.path
 
     @property
+    def kind(self) -> Kind:
+        """What the script is, as far as its runs have shown it."""
+        return self._plan.kind
+
+    @property
     def cases(self) -> list[Case]:
         """The rows, as far as the kind of the script is known."""
         return self._plan.cases
@@ -125,6 +131,7 @@ class Sweep:
             timeout=self._options.timeout,
             processes=self._options.nproc_per_node,
             override_seeds=self._options.override_seeds,
+            probe=self._options.probe,
         )
         try:
             shown, engine = progress or Silent(), engines.make(self._options, self.directory)
