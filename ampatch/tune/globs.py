@@ -26,7 +26,9 @@ def shortest(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
             ranked.append((glob, left & matched))
     found = []
     while left:
-        glob, matched = max(ranked, key=lambda one: (len(one[1] & left), -one[0].count("*"), -len(one[0])))
+        glob, matched = max(
+            ranked, key=lambda one: (len(one[1] & left), -one[0].count("*"), -len(one[0]))
+        )
         found.append(glob)
         left -= matched
     return sorted(found)

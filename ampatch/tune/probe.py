@@ -184,5 +184,7 @@ class Probe:
 
 
 def _device(watched: list[_Watched]) -> str:
-    weights = (weight for one in watched for module in one.modules for weight in module.parameters())
+    weights = (
+        weight for one in watched for module in one.modules for weight in module.parameters()
+    )
     return next((weight.device.type for weight in weights), "cpu")

@@ -167,9 +167,7 @@ def _box(
     if one is not None and one.samples:
         title = f"{path} ({one.kind}): relative error {one.error:.2g}"
         strength = _strength(one.error)
-    return Box(
-        x, depth, width, path.rpartition(".")[2], title, strength, covered(needed, path)
-    )
+    return Box(x, depth, width, path.rpartition(".")[2], title, strength, covered(needed, path))
 
 
 def _strength(error: float) -> float:

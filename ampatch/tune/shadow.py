@@ -107,9 +107,7 @@ class Call:
             rounded, _ = self._run(half.weights(), half.autocast, half.scale, as_group=True)
         values = _Difference(exact.outputs, rounded.outputs)
         gradients = _Difference(exact.gradients, rounded.gradients)
-        both = _Difference(
-            exact.outputs + exact.gradients, rounded.outputs + rounded.gradients
-        )
+        both = _Difference(exact.outputs + exact.gradients, rounded.outputs + rounded.gradients)
         return Sample(
             values.error,
             gradients.error,

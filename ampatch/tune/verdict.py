@@ -21,9 +21,7 @@ class TuneError(AmpatchError):
     """The question of `ampatch tune` cannot be answered; what was measured is kept."""
 
 
-def row_of(
-    case: Case, runs: Sequence[Run], judged: str | None, better: Mapping[str, str]
-) -> Row:
+def row_of(case: Case, runs: Sequence[Run], judged: str | None, better: Mapping[str, str]) -> Row:
     """The row of a case beside O0 alone."""
     rows = summarize([run for run in runs if run.case in (BASE, case)], judged, better)
     return next(row for row in rows if row.label == case.label)

@@ -16,7 +16,9 @@ def test_what_is_needed_is_found_exactly_wherever_it_stands(size, faults):
     choose = random.Random(size * faults)
     for _ in range(40):
         needed = set(choose.sample(range(size), min(faults, size)))
-        found = smallest(range(size), lambda chosen, needed=needed: needed <= chosen, most=size + 99)
+        found = smallest(
+            range(size), lambda chosen, needed=needed: needed <= chosen, most=size + 99
+        )
         assert found.passes and found.is_smallest
         assert set(found.needed) == needed
 

@@ -67,7 +67,9 @@ class Outcome:
             script=self._script,
             arguments=self._arguments,
             started=self._started,
-            planned=sum(trial in done or is_due(trial, runs, options.fail_fast) for trial in plan.trials),
+            planned=sum(
+                trial in done or is_due(trial, runs, options.fail_fast) for trial in plan.trials
+            ),
             settings=self._held.settings,
             versions=versions(),
             machine={**notes.facts(plan.kind, runs), **machine_state(runs)},
