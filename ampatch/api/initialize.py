@@ -121,8 +121,8 @@ def initialize(
     managed by it.
 
     The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`,
-    `AMPATCH_OVERRIDES` (JSON, or a file of it) and `AMPATCH_ENABLED` (`0`) replace the arguments of the same names.
-    `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
+    `AMPATCH_OVERRIDES` (JSON, or a file of it) and `AMPATCH_ENABLED` (`0`) replace the arguments
+    of the same names.  `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
     (`{"growth_interval": 500}`).  `ValueError` names a variable that is wrong.
     """
     given = locals()

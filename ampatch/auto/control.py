@@ -21,7 +21,14 @@ from .backward import Passes
 
 
 def check(asked: Asked) -> None:
-    """Raise `ValueError` for an opt level that `--auto` cannot have."""
+    """Raise `ValueError` for an opt level, or for overrides, that `--auto` cannot have."""
+    if asked.overrides:
+        raise ValueError(
+            "--auto with overrides (--overrides, AMPATCH_OVERRIDES): they name modules by their "
+            "paths, and a script without AMP code never says which module is the model. Write two "
+            "lines into the script: import ampatch, and behind model and optimizer model, "
+            "optimizer = ampatch.initialize(model, optimizer)."
+        )
     if asked.opt_level in (None, "O0", "O1", "O4"):
         return
     raise ValueError(

@@ -1,4 +1,5 @@
-"""The command `ampatch`: sweep, tune, report, compare, run, tables, gradients, explain, doctor, build.
+"""The command `ampatch`: sweep, tune, report, compare, run, tables, gradients, explain, doctor and
+build.
 
 Each subcommand has a file of its own, with `add_parser`.  It imports what it needs
 when it runs, so that a wrong option is refused at once.  `exit_codes` has what each

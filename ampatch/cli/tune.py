@@ -15,10 +15,11 @@ from ampatch.cli.sweep_options import add_options, given
 if TYPE_CHECKING:
     from ampatch.tune import Tuning
 
-LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "auto", "rounds", "repeats", "steps")
+LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "auto", "repeats", "steps")
 """Options of a sweep that have no meaning here."""
 OTHER_TEXTS = {
     "seeds": "run O0 and each candidate with seeds 0 to N-1, at least 2 (default: 3)",
+    "rounds": "time the answer beside the level and O0 in N rounds (default: 3)",
     "margin": "the smallest difference from O0 that matters in what is judged; a candidate with a "
     "smaller one passes (default: 1% of O0's value)",
     "out": "for answer, trials and logs (default: ampatch-tune/ and the script's name)",
@@ -37,8 +38,8 @@ def add_parser(commands: Any) -> None:
         description="Finds the smallest set of modules in FP32 with which SCRIPT trains at LEVEL "
         "within the noise of O0, or the setting that is the cause. One run at O0 computes each "
         "module in half as well; trials, judged as those of ampatch sweep, tell which are needed.",
-        epilog="The answer is a line to paste, and DIR/overrides.json for initialize(overrides=...), "
-        "AMPATCH_OVERRIDES and ampatch run --overrides.",
+        epilog="The answer is a line to paste, and DIR/overrides.json for "
+        "initialize(overrides=...), AMPATCH_OVERRIDES and ampatch run --overrides.",
     )
     add_program(parser)
     what = parser.add_argument_group("what is tuned")

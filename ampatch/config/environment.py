@@ -106,13 +106,16 @@ class Asked:
         Values are compared as they take effect: `loss_scale=None` at O1 is "dynamic", and O0 has no
         half type.
         """
+        pairs = {"overrides": (own.get("overrides"), self.replacing().get("overrides"))}
         own = {name: value for name, value in own.items() if hasattr(in_force, name)}
         with contextlib.suppress(TypeError, ValueError):  # no error of this training
             own = dataclasses.asdict(properties_for(**own))
         names = [name for name in self.replacing() if name in own]
         if in_force.opt_level == "O0" and "dtype" in names:
             names.remove("dtype")
-        pairs = {name: (own[name], getattr(in_force, name)) for name in names}
+        pairs |= {name: (own[name], getattr(in_force, name)) for name in names}
+        if pairs["overrides"][1] is None:
+            del pairs["overrides"]
         return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 

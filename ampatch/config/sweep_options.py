@@ -50,7 +50,7 @@ def _shown(
 
 @dataclass(kw_only=True)
 class SweepOptions:
-    r"""How a sweep runs: a field for each option of `ampatch sweep`, which has this text as its help.
+    r"""How a sweep runs: its fields are the options of `ampatch sweep`, this text is their help.
 
     Names may be one text with commas between them; what is NAME=VALUE on the command line is a
     dictionary.  Raises `TypeError` or `ValueError` for wrong values.

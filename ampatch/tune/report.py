@@ -21,6 +21,7 @@ from ampatch.tune.tuning import CURED, NO_CURE, PASSES, Answer
 
 PAGE = "tune.html"
 MOST_ROWS = 20  # of the table on the terminal
+WIDTH = 120  # letters in a line where the output is no terminal
 LIGHT, DARK = -4.0, 0.0  # decimal exponents of the errors that are white and full colour
 _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "half saves", "FP32")
 
@@ -102,7 +103,8 @@ def write_terminal(answer: Answer, file: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=file, highlight=False, soft_wrap=True)
+    width = None if file.isatty() else WIDTH
+    console = Console(file=file, highlight=False, soft_wrap=True, width=width)
     if answer.modules:
         table = Table(box=None, pad_edge=False)
         for head in _HEADS:

@@ -65,10 +65,14 @@ def smallest(
         return known[candidate]
 
     needed: list[Remedy] = []
+
+    def first(count: int) -> bool:
+        return tried([*needed, *left[:count]])
+
+    left = list(remedies)
     try:
-        left = list(remedies)
-        while not tried(needed):
-            count = _least(len(left), lambda k: tried([*needed, *left[:k]]))
+        while not first(0):
+            count = _least(len(left), first)
             if count is None:
                 return Found((), False, False, len(known) - 1)
             needed, left = [*needed, left[count - 1]], left[: count - 1]

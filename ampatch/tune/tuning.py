@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.config.opt_levels import properties_for
+from ampatch.config.sweep_options import ROUNDS
+from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
@@ -26,6 +28,7 @@ from ampatch.tune.verdict import TuneError, passes, row_of
 
 ANSWER = "tune.json"
 OVERRIDES = "overrides.json"
+SEEDS = 3
 PASSES, CURED, NO_CURE = "passes", "cured", "no cure"
 
 
@@ -71,6 +74,7 @@ class Tuning:
         dtype: "float16" or "bfloat16".
         depth: look at groups, the modules so many names deep; by default at each module.
         probe_steps: optimizer steps of the run in which modules are computed in half as well.
+        rounds: of the timing of the answer beside the level and O0.
         candidates: how many sets are tried at most; by default about 2 log2(n) for n modules.
         out: the directory, by default `ampatch-tune/` and the script's name.
         options: others of `Sweep`: seeds (3 by default), metrics, judge, margin, better, timeout,
@@ -89,6 +93,7 @@ class Tuning:
         depth: int | None = None,
         probe_steps: int = 100,
         candidates: int | None = None,
+        rounds: int = ROUNDS,
         out: str | Path | None = None,
         resume: bool = False,
         overwrite: bool = False,
@@ -96,12 +101,15 @@ class Tuning:
         say: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
+        seeds = options.get("seeds", SEEDS)
+        whole_number(f"--seeds {seeds}", seeds, least=2)
         self._script, self._arguments = script, arguments
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
         self._level = Case(opt_level, dtype)
         self._depth, self._probe_steps, self._most = depth, probe_steps, candidates
-        self._options = {"seeds": 3, **options}
+        self._rounds = rounds
+        self._options = {**options, "seeds": seeds}
         self._margin = Margin.of(options.get("margin"))
         self._progress, self._say = progress, say
         self._cases = [BASE, self._level]
@@ -178,8 +186,8 @@ class Tuning:
             (place / "done").touch()
         if not found.modules:
             raise TuneError(
-                f"{self._script}: no module of a model was seen to compute anything at O0. Expected "
-                "a script that calls ampatch.initialize(model, ...) and then the model."
+                f"{self._script}: no module of a model was seen to compute anything at O0. "
+                "Expected a script that calls ampatch.initialize(model, ...) and then the model."
             )
         return found
 
@@ -252,6 +260,7 @@ class Tuning:
             self._script,
             self._arguments,
             rows=rows,
+            rounds=self._rounds,
             out=place,
             resume=(place / "summary.json").exists(),
             **kept,
@@ -272,8 +281,10 @@ class Tuning:
 
 
 _OF_PROBE = frozenset(
-    "module override_seeds timeout engine devices address slurm gpus_per_trial cpus_per_trial "
-    "nproc_per_node".split()
+    (
+        *("module", "override_seeds", "timeout", "nproc_per_node"),
+        *("engine", "devices", "address", "slurm", "gpus_per_trial", "cpus_per_trial"),
+    )
 )
 """Options of a sweep that the probe's run shares."""
 _OF_ACCURACY = frozenset(("seeds", "judge", "margin", "better", "jobs"))

@@ -36,8 +36,8 @@ def passes(row: Row, margin: Margin) -> bool:
         return False
     if row.start:
         raise TuneError(
-            f"{row.name}: it has a {row.start}, so it cannot be compared with O0. Expected the same "
-            "data and first weights in each run: have the seed reach the script, or give "
+            f"{row.name}: it has a {row.start}, so it cannot be compared with O0. Expected the "
+            "same data and first weights in each run: have the seed reach the script, or give "
             "--override-seeds."
         )
     weighed = [one for n, one in enumerate(row.comparisons) if n == 0 or one.name == LOSS]
@@ -50,7 +50,8 @@ def _is_fine(one: Comparison, margin: Margin) -> bool:
     if one.outcome == "untested":
         raise TuneError(
             f"{one.name} cannot be tested: {one.untested}. Expected at least --seeds 2, whose runs "
-            "differ (have {seed} among the script's arguments, or give --override-seeds), and scipy."
+            "differ (have {seed} among the script's arguments, or give --override-seeds), and "
+            "scipy."
         )
     return one.outcome != "worse" or _is_small(one, margin.beside(one))
 

@@ -32,7 +32,7 @@ PATHS = [
         ([], []),
         (
             ["decoder.norm", *(f"encoder.layers.{n}.linear" for n in range(12))],
-            ["decoder.norm", "encoder.*.linear"],
+            ["decoder.norm", "encoder.layers.*.linear"],
         ),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -16,9 +17,7 @@ def test_what_is_needed_is_found_exactly_wherever_it_stands(size, faults):
     choose = random.Random(size * faults)
     for _ in range(40):
         needed = set(choose.sample(range(size), min(faults, size)))
-        found = smallest(
-            range(size), lambda chosen, needed=needed: needed <= chosen, most=size + 99
-        )
+        found = smallest(range(size), needed.issubset, most=size + 99)
         assert found.passes and found.is_smallest
         assert set(found.needed) == needed
 
@@ -26,11 +25,11 @@ def test_what_is_needed_is_found_exactly_wherever_it_stands(size, faults):
 @pytest.mark.parametrize("size", (10, 100, 1000))
 def test_likely_remedies_are_found_within_the_default_number(size):
     """Faults among the most sensitive modules: at most about 2 log2(n) candidates."""
-    for first in range(5):
-        for second in range(5):
-            found = smallest(range(size), lambda chosen: {first, second} <= chosen)
-            assert set(found.needed) == {first, second} and found.is_smallest
-            assert found.trials <= most_trials(size) <= 2 * math.ceil(math.log2(size + 1)) + 8
+    for first, second in itertools.product(range(5), repeat=2):
+        needed = {first, second}
+        found = smallest(range(size), needed.issubset)
+        assert set(found.needed) == needed and found.is_smallest
+        assert found.trials <= most_trials(size) <= 2 * math.ceil(math.log2(size + 1)) + 8
 
 
 def test_no_candidate_is_tried_twice():
@@ -52,7 +51,7 @@ def test_where_not_even_all_pass_there_is_nothing_needed():
 
 def test_where_the_trials_end_the_best_candidate_is_the_answer_and_says_so():
     needed = {40, 90, 95}
-    found = smallest(range(100), lambda chosen: needed <= chosen, most=12)
+    found = smallest(range(100), needed.issubset, most=12)
     assert found.passes and not found.is_smallest and found.trials == 12
     assert needed < set(found.needed) and len(found.needed) < 100
 

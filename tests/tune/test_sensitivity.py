@@ -132,7 +132,7 @@ def test_overflow_ranks_first_and_ordinary_modules_are_within_rounding(findings)
 
 
 def test_error_of_a_linear_layer_is_that_of_half_weights_and_inputs(findings):
-    """The formula: rounding to 11 bits, at random, gives about 2**-12 per value and more in sums."""
+    """The formula: rounding to 11 bits gives about 2**-12 per value, and more in sums."""
     assert 2**-13 < findings["first"].error < 2**-9
 
 

@@ -75,9 +75,10 @@ class Plan:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What a resumed sweep must share of the plan."""
+        """What a resumed sweep must share of the plan: rows where the options do not name them."""
         rows = [case.label for case in self.cases]
-        return {"kind": self.kind, "dtypes": list(self.dtypes), "rows": rows}
+        named = {} if self._options.rows is not None else {"rows": rows}
+        return {"kind": self.kind, "dtypes": list(self.dtypes), **named}
 
     def _make(self) -> None:
         options = self._options

@@ -1,0 +1,85 @@
+"""Overrides from JSON: `initialize(overrides=path)`, `AMPATCH_OVERRIDES`, `run --overrides`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.cli import main
+
+TEXT = '{"0": "float"}'
+
+
+def precisions(**given):
+    """The dtypes that the two layers of a model compute in at O2."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ampatch.initialize(model, opt_level="O2", verbosity=0, **given)
+    seen = []
+    for part in model:
+        part.register_forward_pre_hook(lambda part, args: seen.append(args[0].dtype))
+    model(torch.ones(1, 2))
+    return seen
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "overrides.json"
+    path.write_text(TEXT)
+    return path
+
+
+MIXED = [torch.float32, torch.float16]
+
+
+def test_a_path_or_its_text_names_the_file(file):
+    assert precisions(overrides=file) == MIXED
+    assert precisions(overrides=str(file)) == MIXED
+    assert precisions(overrides=TEXT) == MIXED
+
+
+@pytest.mark.parametrize("by_file", (True, False))
+def test_the_variable_replaces_the_scripts_overrides_and_says_so(monkeypatch, file, by_file):
+    monkeypatch.setenv("AMPATCH_OVERRIDES", str(file) if by_file else TEXT)
+    told = []
+
+    class Observer:
+        def on_replaced(self, changes):
+            told.append(changes)
+
+    stop = ampatch.observe(Observer())
+    assert precisions(overrides={"1": "float"}) == MIXED
+    stop()
+    assert told == [{"overrides": ({"1": "float"}, {"0": "float"})}]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    (
+        ("no/such.json", "cannot be read: No such file"),
+        ('{"0": ', "cannot be read: .*Expected a JSON file"),
+        ('{"0": 3}', "expected a JSON object of globs"),
+        ('{"0": "flaot"}', 'expected "float" or "half"'),
+    ),
+)
+def test_what_cannot_be_read_is_refused_and_changes_nothing(monkeypatch, text, said):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=f"overrides.*{said}"):
+        ampatch.initialize(model, opt_level="O2", verbosity=0, overrides=text)
+    monkeypatch.setenv("AMPATCH_OVERRIDES", text)
+    with pytest.raises(ValueError, match=f"AMPATCH_OVERRIDES.*{said}"):
+        ampatch.initialize(model, opt_level="O2", verbosity=0)
+    assert model(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_run_has_an_option_for_it_and_auto_refuses_it(capsys, file, tmp_path, monkeypatch):
+    monkeypatch.setenv("AMPATCH_OVERRIDES", "")
+    script = tmp_path / "plain.py"
+    script.write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["run", "--overrides", "no/such.json", str(script)])
+    assert "--overrides: no/such.json: cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["run", "--auto", "--overrides", str(file), str(script)])
+    assert "never says which module is the model" in capsys.readouterr().err

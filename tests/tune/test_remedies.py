@@ -1,0 +1,78 @@
+"""What is tried at a level, in which order, and how it is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.config.opt_levels import properties_for
+from ampatch.sweep.trial import Case
+from ampatch.tune.remedies import Remedy, case, line, possible
+from ampatch.tune.sensitivity import Findings, Sensitivity
+from ampatch.tune.shadow import Sample
+
+PATHS = ["stem", "body", "body.0", "body.0.norm", "body.1", "body.1.norm", "head"]
+
+
+def found(eps=(1e-8,), **errors):
+    modules = [
+        Sensitivity(path, "Linear", 1, (Sample(error, 0.0, 0.0, 0.0, 1.0, 1.0),))
+        for path, error in errors.items()
+    ]
+    return Findings(100, modules, PATHS, list(eps))
+
+
+def names(level, half, eps=(1e-8,), **settings):
+    properties = dataclasses.asdict(properties_for(level, half, **settings))
+    properties = {name: str(value) for name, value in properties.items()}
+    return [str(one) for one in possible(found(eps, stem=0.1, head=0.5), properties, half)]
+
+
+@pytest.mark.parametrize(
+    "level, half, settings, expected",
+    (
+        ("O3", "float16", {}, ["loss_scale='dynamic'", "eps=0.0001", "master_weights=True"]),
+        ("O3", "float16", {"loss_scale": "dynamic"}, ["eps=0.0001", "master_weights=True"]),
+        ("O3", "float16", {"eps": (1e-3,)}, ["loss_scale='dynamic'", "master_weights=True"]),
+        ("O3", "bfloat16", {}, ["master_weights=True"]),  # it has FP32's range
+        ("O2", "float16", {}, []),
+        ("O2", "float16", {"loss_scale": 128.0}, ["loss_scale='dynamic'"]),
+        ("O1", "float16", {}, []),
+    ),
+)
+def test_settings_that_a_level_lacks_come_before_modules(level, half, settings, expected):
+    assert names(level, half, **settings) == [*expected, "head", "stem"]
+
+
+def test_a_candidate_is_a_row_with_its_settings_and_globs():
+    chosen = [Remedy("body.1.norm"), Remedy("loss_scale", True), Remedy("body.0.norm")]
+    row = case(Case("O3", "float16"), chosen, PATHS)
+    assert dict(row.settings) == {"loss_scale": "dynamic", "overrides": '{"*.norm": "float"}'}
+    assert row == case(Case("O3", "float16"), chosen[::-1], PATHS)
+    assert json.loads(row.environment["AMPATCH_SETTINGS"]) == dict(row.settings)
+
+
+def test_eps_is_none_of_initializes_settings():
+    row = case(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
+    assert "eps=0.0001" in row.label and "AMPATCH_SETTINGS" not in row.environment
+    assert "eps=0.0001 where" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
+
+
+def test_the_line_to_paste_runs():
+    chosen = [Remedy("loss_scale", True), Remedy("master_weights", True), Remedy("0")]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    text = line(Case("O3", "float16"), chosen, ["0", "1"])
+    exec(text, {"ampatch": ampatch, "model": model, "optimizer": optimizer})
+    with torch.no_grad():
+        seen = {}
+        for part in model:
+            part.register_forward_pre_hook(lambda part, args: seen.update({part: args[0].dtype}))
+        model(torch.ones(1, 2))
+    assert seen == {model[0]: torch.float32, model[1]: torch.float16}
+    assert ampatch.loss_scale() == 2.0**16

@@ -1,0 +1,55 @@
+"""`ampatch tune` on a training whose faults are known, from the command to the pasted answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ampatch.cli import main
+from ampatch.tune import read_answer
+
+SCRIPT = str(Path(__file__).with_name("faulty.py"))
+QUICK = ("--seeds", "2", "--probe-steps", "20", "--rounds", "1", "--jobs", "2")
+
+
+def tune(folder, fault, *options, level="O2"):
+    arguments = ["--fault", fault, "--seed", "{seed}", "--steps", "25"]
+    command = ["tune", SCRIPT, "--opt-level", level, "--out", str(folder), *QUICK, *options]
+    return main.main([*command, "--", *arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tune") / "out"
+
+
+def test_one_softmax_is_found_and_the_line_to_paste_says_it(folder, capsys):
+    assert tune(folder, "softmax") == 0
+    out = capsys.readouterr().out
+    answer = read_answer(folder)
+    assert answer.outcome == "cured" and answer.is_smallest
+    assert answer.needed == ["weigh"] and answer.settings == {}
+    assert 'overrides={"weigh": "float"}' in out and answer.line in out
+    assert json.loads((folder / "overrides.json").read_text()) == {"weigh": "float"}
+    assert {"O0", "level", "cure"} == set(answer.step_ms)
+    page = (folder / "tune.html").read_text()
+    assert "weigh (Weigh): relative error inf" in page and "://" not in page
+
+
+def test_what_was_run_is_not_run_again(folder, capsys, monkeypatch):
+    def started(*_):
+        raise AssertionError("a trial was started")
+
+    before = read_answer(folder)
+    monkeypatch.setattr("ampatch.sweep.execution.runner.Runner.run", started)
+    assert tune(folder, "softmax", "--resume") == 0
+    assert read_answer(folder) == before
+
+
+def test_one_seed_is_refused_before_anything_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tune(tmp_path, "none", "--seeds", "1")
+    assert "--seeds 1: expected at least 2" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*"))

@@ -1,0 +1,85 @@
+"""Which candidates pass: those that the sweep's tests do not tell from O0 by what matters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.recommendation import Margin
+from ampatch.sweep.trial import BASE, Case, Trial
+from ampatch.tune.verdict import TuneError, passes, row_of
+
+LEVEL = Case("O3", "float16")
+OTHERS = tuple(Case("O3", "float16", settings=(("loss_scale", n),)) for n in range(30))
+NOISE = (0.0, 0.004, -0.003, 0.001)
+
+
+def runs(case, losses, accuracies=None):
+    """A good run per seed, with these last losses and accuracies."""
+    made = []
+    for seed, loss in enumerate(losses):
+        measured = Measured(opt_level=case.opt_level, skipped=[False] * 40)
+        measured.losses["0"] = Series(list(range(40)), [1.0] + [loss] * 39, [0.1] * 40)
+        if accuracies is not None:
+            measured.metrics["accuracy"] = Series([40], [accuracies[seed]], [1.0])
+        made.append(Run(Trial(case, seed), 0, 1.0, measured))
+    return made
+
+
+def verdict(losses, accuracies=None, margin="1%", base=(0.5, 0.52, 0.48, 0.51), others=()):
+    base_accuracies = None if accuracies is None else [0.9, 0.91, 0.89, 0.9]
+    every = runs(BASE, base[: len(losses)], base_accuracies) + runs(LEVEL, losses, accuracies)
+    for other in others:
+        every += runs(other, [loss + 0.3 for loss in losses], accuracies)
+    return passes(row_of(LEVEL, every, None, {}), Margin.of(margin))
+
+
+def near(shift):
+    return [loss + shift + noise for loss, noise in zip((0.5, 0.52, 0.48, 0.51), NOISE)]
+
+
+def test_what_is_within_noise_passes():
+    assert verdict(near(0.0))
+
+
+def test_a_worse_loss_fails_also_where_the_metric_is_as_good():
+    assert not verdict(near(0.1))
+    assert not verdict(near(0.1), accuracies=[0.9, 0.91, 0.89, 0.9])
+
+
+def test_a_worse_metric_fails_and_a_better_one_passes():
+    assert not verdict(near(0.0), accuracies=[0.7, 0.72, 0.69, 0.7])
+    assert verdict(near(0.0), accuracies=[0.95, 0.96, 0.94, 0.96])
+
+
+def test_a_difference_that_is_shown_to_be_smaller_than_the_margin_passes():
+    worse = [loss + 0.02 + noise / 10 for loss, noise in zip((0.5, 0.52, 0.48, 0.51), NOISE)]
+    assert not verdict(worse, margin="1%")
+    assert verdict(worse, margin="10%")
+
+
+def test_the_number_of_candidates_does_not_change_the_answer():
+    """Holm's correction over 30 rows would let this one pass."""
+    shifted = near(0.012)
+    assert not verdict(shifted)
+    assert not verdict(shifted, others=OTHERS)
+
+
+def test_a_failed_row_fails():
+    broken = runs(LEVEL, near(0.0))
+    broken[1] = dataclasses.replace(broken[1], exit_code=1)
+    every = runs(BASE, (0.5, 0.52, 0.48, 0.51)) + broken
+    assert not passes(row_of(LEVEL, every, None, {}), Margin())
+
+
+@pytest.mark.parametrize("losses, said", (([0.5], "one seed"),))
+def test_what_cannot_be_tested_is_an_error_that_says_what_to_do(losses, said):
+    with pytest.raises(TuneError, match=f"{said}.*--seeds"):
+        verdict(losses)
+
+
+def test_seeds_that_change_nothing_are_an_error():
+    with pytest.raises(TuneError, match="the same with each seed.*--override-seeds"):
+        verdict([0.6, 0.6, 0.6], base=(0.5, 0.5, 0.5))
