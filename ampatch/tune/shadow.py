@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampatch.session.facade import map_tensors
 from ampatch.torch_private.devices import random_numbers_again, wait_for_accelerator
+from ampatch.torch_private.modules import backward_tables, forward_tables
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Casting = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -260,11 +261,9 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _copied(module: nn.Module) -> nn.Module:
     """A copy that shares nothing; of hooks only those that are torch's own (weight norm)."""
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     made = copy.deepcopy(module)
     for part in made.modules():
-        for name in hooks:
-            table = getattr(part, name)
+        for table in (*(forward_tables(part) or ()), *backward_tables(part)):
             for key, hook in list(table.items()):
                 if not type(hook).__module__.startswith("torch."):
                     del table[key]

@@ -44,7 +44,8 @@ ALLOWED = {
     "launch": ABOVE | {"auto", "compat"},
     "diagnose": ABOVE | {"launch"},
     "sweep": ABOVE | {"auto", "launch", "diagnose.speed", "integrations.brought_in"},
-    "cli": ABOVE | {"launch", "diagnose", "sweep"},
+    "tune": ABOVE | {"launch", "sweep"},
+    "cli": ABOVE | {"launch", "diagnose", "sweep", "tune"},
     "__main__": {"cli"},
 }
 DERIVED = {

@@ -10,6 +10,8 @@ import pytest
 from ampatch.cli import main
 from ampatch.tune import read_answer
 
+pytestmark = pytest.mark.usefixtures("warm_trials")
+
 SCRIPT = str(Path(__file__).with_name("faulty.py"))
 QUICK = ("--seeds", "2", "--probe-steps", "20", "--rounds", "1", "--jobs", "2")
 
@@ -21,7 +23,7 @@ def tune(folder, fault, *options, level="O2"):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(warm_trials, tmp_path_factory):
     return tmp_path_factory.mktemp("tune") / "out"
 
 
