@@ -1,7 +1,7 @@
 """What the rooms above the public API use of the engine, besides `ampatch` itself.
 
-`auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch` and `sweep` import `ampatch`, this
-module, the leaves (`errors`, `log`, `torch_private`), the settings in `config`, and as data
+`auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch`, `sweep` and `tune` import `ampatch`,
+this module, the leaves (`errors`, `log`, `torch_private`), the settings in `config`, and as data
 `casting.tables`; nothing else.  So the engine can be rearranged behind these names.  They are no
 public API: a script that imports this module has no promise that they stay.
 """
