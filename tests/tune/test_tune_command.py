@@ -12,7 +12,7 @@ from ampatch.tune import read_answer
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
-SCRIPT = str(Path(__file__).with_name("faulty.py"))
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "faults.py")
 QUICK = ("--seeds", "2", "--probe-steps", "20", "--rounds", "1", "--jobs", "2")
 
 

@@ -1,6 +1,6 @@
 """A training whose faults in float16 are known.
 
-    python faulty.py --fault softmax|sum|vanish|eps|two|none --seed N
+    python examples/faults.py --fault softmax|sum|vanish|eps|two|none --seed N
 
 `softmax`: logits beyond float16's range.  `sum`: a sum of 100,000 values.  `vanish`: a layer with
 gradients of about 1e-12, and a learning rate to match.  `eps`: an Adam eps that float16 cannot
