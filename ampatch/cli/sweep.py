@@ -50,7 +50,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         groups[one.metadata["group"]].add_argument(
             flag(one),
             dest=one.name,
-            help=texts[one.name].replace("%", "%%"),
+            help=texts.get(one.name, "").replace("%", "%%"),  # none with python -OO
             default=argparse.SUPPRESS,  # the table's own
             **_taken(one),
         )
