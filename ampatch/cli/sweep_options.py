@@ -28,7 +28,7 @@ def add_options(
         groups[one.metadata["group"]].add_argument(
             flag(one),
             dest=one.name,
-            help=texts[one.name].replace("%", "%%"),
+            help=texts.get(one.name, "").replace("%", "%%"),  # none with python -OO
             default=argparse.SUPPRESS,  # the table's own
             **_taken(one),
         )

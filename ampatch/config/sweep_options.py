@@ -50,7 +50,7 @@ def _shown(
 
 @dataclass(kw_only=True)
 class SweepOptions:
-    r"""How a sweep runs: its fields are the options of `ampatch sweep`, this text is their help.
+    r"""How a sweep runs: its fields are the options of `ampatch sweep`, with this text as help.
 
     Names may be one text with commas between them; what is NAME=VALUE on the command line is a
     dictionary.  Raises `TypeError` or `ValueError` for wrong values.

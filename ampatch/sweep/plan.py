@@ -92,7 +92,9 @@ def _autocast(kind: Kind, halves: Sequence[str]) -> list[Case]:
 
 def _needs_a_line(kind: Kind) -> str:
     line = (
-        "call supervised_training_step and LossScale of ampatch.integrations.ignite"
+        "write model, optimizer = ampatch.initialize(model, optimizer), and in the place of "
+        "create_supervised_trainer trainer = Engine(ampatch.integrations.ignite."
+        "supervised_training_step(model, optimizer, loss_fn))"
         if kind.framework == "ignite"
         else "import ampatch, and behind model and optimizer write "
         "model, optimizer = ampatch.initialize(model, optimizer)"

@@ -28,6 +28,9 @@ class Case:
     tf32: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
+    def __hash__(self) -> int:
+        return hash(self.label)  # settings such as overrides are dictionaries
+
     @property
     def label(self) -> str:
         """Unique in a sweep: `O0+tf32`, `O1-float16`, `O2-float16-loss_scale=128`."""

@@ -1,12 +1,13 @@
 """A sweep's directory: what is kept, gone on with, replaced and refused.  Runs are made by hand."""
 
+import dataclasses
 import errno
 import json
 import shutil
 
 import pytest
 
-from ampatch.sweep import Sweep, read_results, read_runs
+from ampatch.sweep import Case, Sweep, read_results, read_runs
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
@@ -109,6 +110,38 @@ def test_another_sweep_cannot_go_on_in_its_place(change, said, script, machine):
         make(script, resume=True, **change)
     assert said in str(refused.value)
     assert read_results("out") == before
+
+
+def test_given_rows_are_run_alone_and_may_be_added_later(script, machine):
+    """As a search does, which runs one candidate after another in one directory."""
+    base, whole = Case("O0"), Case("O3", "bfloat16")
+    cured = dataclasses.replace(whole, settings=(("overrides", {"head": "float"}),))
+    first = Sweep(script, rows=[base, whole], rounds=1, out="out").run()
+    assert first.cases == [base, whole] and machine.ran == ["O0 seed 0", "O3-bfloat16 seed 0"]
+
+    machine.ran.clear()
+    rows = [base, whole, cured]
+    grown = Sweep(script, rows=rows, seeds=2, rounds=1, out="out", resume=True).run()
+
+    assert machine.ran == [
+        f"{cured.label} seed 0", f"{cured.label} seed 1", "O3-bfloat16 seed 1", "O0 seed 1",
+    ]  # fmt: skip
+    assert [row.runs for row in grown.rows] == [2, 2, 2]
+    assert [run.case for run in read_runs("out", cured.label)] == [cured, cured]
+    with pytest.raises(ValueError, match="it is another sweep: rows was"):
+        Sweep(script, rows=rows[:2], seeds=2, rounds=1, out="out", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rows": []}, "nothing to run. Expected cases, such as Case"),
+        ({"rows": [Case("O0")], "levels": "O0"}, "expected the cases alone, without levels"),
+    ],
+)
+def test_given_rows_that_say_nothing_or_too_much(options, said, script):
+    with pytest.raises(ValueError, match=said):
+        Sweep(script, out="out", **options)
 
 
 def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):

@@ -5,7 +5,8 @@ import textwrap
 
 import pytest
 
-from ampatch.sweep import Sweep, SweepError, read_runs
+from ampatch.sweep import Case, Run, Sweep, SweepError, Trial, read_runs
+from ampatch.sweep.execution.early_stops import failure
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -67,6 +68,7 @@ def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path)
         ("import not_there", "ModuleNotFoundError: No module named 'not_there'"),
         ("import argparse; p = argparse.ArgumentParser(); p.add_argument('x'); p.parse_args()",
          "error: the following arguments are required: x"),
+        ("input('which data? ')", "A trial has no standard input. Give the script its answers"),
     ],
 )  # fmt: skip
 def test_a_script_that_cannot_start_is_started_once(tmp_path, script, last_line):
@@ -110,6 +112,14 @@ def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):
     assert planned(tmp_path, RESUMING, place, resume=True).run().rows[0].steps == 9
     planned(tmp_path, RESUMING, place, overwrite=True).close()
     assert not list(plan.directory.glob("runs/*"))
+
+
+def test_a_failure_without_output_says_so(tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text("\n")
+    run = Run(Trial(Case("O1", "float16")), 0, 1.0, None, ended_by="timed out: after 15 s")
+    said = failure(run, log)
+    assert said == f"O1-float16 seed 0 timed out: after 15 s. It printed nothing ({log})."
 
 
 def test_what_ended_a_sweep_is_run_again(tmp_path):

@@ -9,8 +9,9 @@ import torch
 
 from ampatch.sweep import Sweep, cases
 from ampatch.sweep.json_files import read_json, write_json
-from ampatch.sweep.measure.probes import BATCH, Readings, Timeline
+from ampatch.sweep.measure.probes import BATCH, Readings
 from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.step_parts import StepTimes
 from ampatch.sweep.report.figures import first_and_last, status, step_ms
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.table import plain_table
@@ -227,17 +228,18 @@ def test_on_an_accelerator_steps_are_timed_by_events_and_read_in_batches(monkeyp
     monkeypatch.setattr(devices, "_has_timed_events", lambda kind: True)
     monkeypatch.setattr(devices, "_new_event", lambda device, timed: FakeEvent(timed))
     monkeypatch.setattr(devices, "_current_stream", lambda device: "the stream")
-    timeline = Timeline(torch.device("cuda", 0))
-    for step in range(2 * BATCH):
+    times = StepTimes()
+    for step in range(6 * BATCH):  # more than are divided into parts
         FakeEvent.clock += 2.0 if step % 2 else 4.0
-        timeline.mark(pauses=step // 100)
-    assert FakeEvent.waits == 1
+        assert times.step_ends(7, torch.device("cuda", 0), pauses=step // 100) == step + 1
+    assert FakeEvent.waits == 5  # once 1024 are waiting, 512 of them are read
 
-    seconds = timeline.seconds()
+    found = times.of_main_optimizer()
 
-    assert len(seconds) == 2 * BATCH
+    seconds = found["step_seconds"]
+    assert len(seconds) == 6 * BATCH and found["cpu_seconds"] == []
     paused = [step for step, value in enumerate(seconds) if value is None]
-    assert paused == list(range(0, 2 * BATCH, 100))
+    assert paused == list(range(0, 6 * BATCH, 100))
     assert seconds[1:100] == [0.002, *[0.004, 0.002] * 49]
 
 

@@ -13,7 +13,7 @@ from warm_python import python
 
 from ampatch.sweep import Sweep, SweepError, read_runs
 from ampatch.sweep.execution.plain_training import PlainTraining
-from ampatch.sweep.kinds import FRAMEWORK, NO_AMP, TORCH_AMP
+from ampatch.sweep.kinds import FRAMEWORK, NO_AMP, TORCH_AMP, Kind
 from ampatch.sweep.plan import cases
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
@@ -293,10 +293,15 @@ def test_a_framework_trains_through_its_integration(framework, tmp_path):
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
+def test_what_ignite_needs_for_o2_is_said_as_the_line_to_write():
+    kind = Kind(NO_AMP, framework="ignite")
+    for asked in ({"levels": ["O0", "O2"]}, {"levels": ["O0"], "overrides": ["O1 loss_scale=2"]}):
+        with pytest.raises(ValueError, match=r"trainer = Engine\(ampatch.integrations.ignite"):
+            cases(dtypes=["float16"], kind=kind, **asked)
+
+
 @pytest.mark.parametrize("name", [NO_AMP, TORCH_AMP])
 def test_rows_by_kind(name):
-    from ampatch.sweep.kinds import Kind
-
     kind = Kind(name, places=("a.py:1",) * (name == TORCH_AMP), dtypes=("float16", "bfloat16"))
     labels = [case.label for case in cases(None, ["bfloat16"], autocast=True, kind=kind)]
     own = ["autocast-float16+bfloat16"] if name == TORCH_AMP else []

@@ -1,6 +1,7 @@
 """What a sweep shows while it runs."""
 
 import io
+import re
 
 import pytest
 from sweep_made import made_run
@@ -49,3 +50,15 @@ def test_a_terminal_gets_level_seed_step_and_loss(monkeypatch):
     last = stream.getvalue()
     for word in ("(2/2) O1-float16 seed 1", "step 60/120, loss 0.25", "1/2 runs", "120 steps of"):
         assert word in last
+
+
+def test_long_names_keep_their_seed(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    case = Case("O2", "bfloat16", settings=(("keep_batchnorm_fp32", False),))
+    with progress_on(stream) as shown:
+        shown.started(2, 20, Trial(case, seed=12))
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stream.getvalue())
+    assert re.search(r"\(2/20\)", shown) and re.search(r"seed\s+12\b", shown)

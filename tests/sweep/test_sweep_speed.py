@@ -19,7 +19,7 @@ from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure import machine, probes
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.measure.recorder import Recorder
-from ampatch.sweep.measure.step_parts import ForwardNotice, StepParts
+from ampatch.sweep.measure.step_parts import ForwardNotice, StepTimes
 from ampatch.sweep.plan import cases, trials
 from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.recommendation import recommendation
@@ -256,27 +256,24 @@ FORWARD = (4.0, "forward", 8.0, "loss", 16.0, "backward", 1.0, "unscaled")
     ],
 )
 def test_the_parts_are_a_whole_step(hands, course, expected):
-    parts = StepParts()
+    parts = StepTimes()
     hands.play(parts, 5.0, "forward", 5.0, "loss", 5.0, 1, *course, *course)
-    found = parts.of_steps(1)
+    found = parts.parts_of(1)
     names = ("data", "forward", "backward", "optimizer", "unsplit")
-    assert found == {
-        name: [None, seconds, seconds] for name, seconds in zip(names, expected) if seconds
-    }
+    assert found == {name: [seconds, seconds] for name, seconds in zip(names, expected) if seconds}
 
 
 def test_two_optimizers_share_the_steps_of_either(hands):
-    """Those of an optimizer that did not start the clock begin with None as well."""
-    parts = StepParts()
+    parts = StepTimes()
     hands.play(parts, 1.0, 7, *FORWARD, 1.0, 9)
     hands.play(parts, *FORWARD, 1.0, 7, *FORWARD, 1.0, 9)
-    assert parts.of_steps(9) == {
-        "data": [None, 8.0],
-        "forward": [None, 16.0],
-        "backward": [None, 32.0],
-        "optimizer": [None, 4.0],
+    assert parts.parts_of(9) == {
+        "data": [8.0],
+        "forward": [16.0],
+        "backward": [32.0],
+        "optimizer": [4.0],
     }
-    assert parts.of_steps(7)["optimizer"] == [None, 4.0]
+    assert parts.parts_of(7)["optimizer"] == [4.0]
 
 
 class Event:
@@ -303,7 +300,7 @@ def test_on_an_accelerator_the_host_waits_for_no_recent_work(monkeypatch):
     monkeypatch.setattr(devices, "_has_timed_events", lambda kind: True)
     monkeypatch.setattr(devices, "_new_event", Event)
     monkeypatch.setattr(devices, "_current_stream", lambda device: None)
-    parts, cuda = StepParts(), torch.device("cuda", 0)
+    parts, cuda = StepTimes(), torch.device("cuda", 0)
     for _ in range(700):
         for milliseconds, notice in ((1, "forward"), (2, "loss"), (4, "backward")):
             Event.now += milliseconds
@@ -311,9 +308,9 @@ def test_on_an_accelerator_the_host_waits_for_no_recent_work(monkeypatch):
         Event.now += 8
         parts.step_ends(1, cuda)
     assert len(Event.waited) > 2 and min(Event.waited) >= probes.BATCH
-    found = parts.of_steps(1)
+    found = parts.parts_of(1)
     assert found == {
-        name: [None, *[seconds] * 699]
+        name: [seconds] * 699
         for name, seconds in zip(found, (0.001, 0.002, 0.004, 0.008), strict=True)
     }
 

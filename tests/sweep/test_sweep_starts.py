@@ -2,12 +2,16 @@
 
 import json
 import math
+import subprocess
+import sys
 import textwrap
 
 import pytest
 
 from ampatch.cli.main import main
-from ampatch.sweep import read_runs
+from ampatch.sweep import Sweep, read_runs
+from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.starts import other_starts
@@ -82,6 +86,50 @@ def test_nothing_is_recommended_where_a_row_starts_elsewhere():
     rows = summarize([run_of(O0, 2.0), run_of(O0, 0.1, short=True, again=True)])
     assert "0.1 against 2 of its first run with seed 0" in rows[0].verdict
     assert recommendation(rows).startswith("none")
+
+
+class Said(Progress):
+    def __init__(self):
+        self.texts = []
+
+    def said(self, text):
+        self.texts.append(text)
+
+
+def swept_by_hand(folder, monkeypatch, measured):
+    """The texts said in a sweep whose runs measure what `measured(trial)` returns."""
+
+    def run(runner, trial, watch, place):
+        return Run(trial, 0, 1.0, measured(trial))
+
+    monkeypatch.setattr(Runner, "run", run)
+    (folder / "train.py").write_text("")
+    sweep = Sweep(folder / "train.py", rows=[O0, BFLOAT16], seeds=2, rounds=1, out=folder / "out")
+    said = Said()
+    sweep.run(said)
+    return said.texts, sweep.results.notes
+
+
+def test_the_note_about_starts_is_said_once_and_its_files_are_kept(tmp_path, monkeypatch):
+    def measured(trial):
+        found = run_of(trial.case, 2.0 if trial.case == O0 else 0.5).measured
+        found.files_written = [f"{trial.label}.pt"]
+        return found
+
+    said, notes = swept_by_hand(tmp_path, monkeypatch, measured)
+    assert len([text for text in said if "do not start alike" in text]) == 1
+    [note] = [text for text in notes if "do not start alike" in text]
+    assert note.count(".pt") == 4
+
+
+def test_steps_without_a_loss_are_said(tmp_path, monkeypatch):
+    """As where gradients come by torch.autograd.grad: nothing can be judged by the loss."""
+    without = Measured(opt_level="O0", skipped=[False] * 30)
+    said, notes = swept_by_hand(tmp_path, monkeypatch, lambda trial: without)
+    [text] = [text for text in said if "torch.autograd.grad" in text]
+    assert "no loss was recorded" in text and text in notes
+    for remedy in ("scale_loss", "--metric", "ampatch.log_metrics(loss=...)"):
+        assert remedy in text
 
 
 # Real scripts
@@ -186,3 +234,32 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
     said = capsys.readouterr().out
     for text in (said, (results / "report.html").read_text(), (results / "summary.md").read_text()):
         assert "train.py enters torch.autocast itself (train.py:" in text
+
+
+WRITES = """
+import json, os, subprocess, sys
+from pathlib import Path
+import torch
+from ampatch.sweep.measure.written_files import WrittenFiles
+
+Path("before.txt").write_text("")
+written = WrittenFiles([Path(), Path(".")], [Path("results")])
+for name in ("results/mine.log", "kept/log.txt", ".cache/hidden", "__pycache__/code.pyc"):
+    Path(name).parent.mkdir()
+    Path(name).write_text("")
+open("before.txt").close()
+torch.save(torch.ones(2), "w.pt")
+open("unfinished", "wb").close()
+os.replace("unfinished", "finished")
+os.close(os.open("low", os.O_WRONLY | os.O_CREAT))
+Path("gone").write_text("")
+Path("gone").unlink()
+subprocess.run([sys.executable, "-c", "open('of_another_program', 'w').close()"], check=True)
+print(json.dumps(written.names()))
+"""
+
+
+def test_files_of_other_programs_are_not_those_of_a_trial(tmp_path):
+    command = [sys.executable, "-c", WRITES]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["finished", "kept/log.txt", "low", "w.pt"]

@@ -8,6 +8,7 @@ only on request (`overwrite`).
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import os
@@ -100,7 +101,7 @@ class Directory:
             data = read_json(RunFiles.of(self.runs, trial).run)
             run = None if data is None else Run.from_json(data)
             if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
-                yield run
+                yield dataclasses.replace(run, trial=trial)  # in JSON a tuple is a list
 
     def _acquire(self) -> None:
         file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)

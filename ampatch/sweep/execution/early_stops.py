@@ -23,6 +23,7 @@ _RESUMES = (
 _MAY_RESUME = (
     " It may go on from a file that was there before, such as a checkpoint." + _OWN_DIRECTORY
 )
+_NO_INPUT = " A trial has no standard input. Give the script its answers as arguments, behind --."
 _UNKNOWN = (
     " What kind of script it is shows in a run at O0: add O0 to --levels. If an option of the "
     "script switches AMP on, give it behind --."
@@ -44,7 +45,8 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
         return why or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
     if run.case == BASE and not any(map(steps_of, earlier)) and not _lacks_memory(said):
         when = "in" if run.measured is None else "before its first step in"
-        return f"{script}: {said}, {when} {run.trial.label}.\n{last_lines(log)}"
+        hint = _NO_INPUT if "EOFError" in said else ""
+        return f"{script}: {said}, {when} {run.trial.label}.{hint}\n{last_lines(log)}"
     return ""
 
 
@@ -99,13 +101,15 @@ def failure(run: Run, log: Path) -> str:
     if not log.exists():
         return f"{run.trial.label} {said}."
     shown = last_lines(log)
+    if not shown:
+        return f"{run.trial.label} {said}. It printed nothing ({log})."
     if said.partition(": ")[2] in shown:
         said = brief(said)
     return f"{run.trial.label} {said}. Its last lines:\n{shown}"
 
 
 def last_lines(log: Path) -> str:
-    """The end of a run's output, and where all of it is."""
+    """The end of a run's output, and where all of it is; "" if it printed nothing."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     shown = "\n".join(f"  {line}" for line in lines[-LAST_LINES:] if line.strip())
-    return f"{shown}\nAll of its output: {log}"
+    return shown and f"{shown}\nAll of its output: {log}"

@@ -16,12 +16,15 @@ from ampatch.sweep.report.summary import seeds_matter
 
 def script_notes(
     script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Sequence[Run]
-) -> list[str]:
-    """What the script does that a sweep has to tell: about seeds, autocast and weights."""
-    notes = _seed_notes(script, arguments, options, plan, runs)
-    notes.append(_autocast_note(script, plan.kind, runs))
-    notes.append(starts_note(script, other_starts(runs), runs))
-    return [note for note in notes if note]
+) -> dict[str, str]:
+    """What the script does that a sweep has to tell, by what it is about."""
+    notes = {
+        **_seed_notes(script, arguments, options, plan, runs),
+        "autocast": _autocast_note(script, plan.kind, runs),
+        "losses": _loss_note(script, runs),
+        "starts": starts_note(script, other_starts(runs), runs),
+    }
+    return {about: note for about, note in notes.items() if note}
 
 
 def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[str]:
@@ -58,16 +61,17 @@ def baseline_trouble(script: str, kind: Kind) -> str:
 
 def _seed_notes(
     script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Iterable[Run]
-) -> list[str]:
+) -> dict[str, str]:
     """What a sweep of several seeds says about seeds that the script sets itself."""
     if options.seeds == 1:
-        return []
+        return {}
     of_first_row = [run for run in runs if run.case == plan.cases[0] and not run.trial.short]
     constant = own_seeds.constant_seeds(of_first_row, arguments)
-    notes = [own_seeds.notice(script, constant, options.override_seeds)]
-    if not seeds_matter(runs):
-        notes.append(own_seeds.not_reached(constant, options.override_seeds))
-    return notes
+    notice = own_seeds.notice(script, constant, options.override_seeds)
+    if seeds_matter(runs):
+        return {"seeds": notice}
+    not_reached = own_seeds.not_reached(constant, options.override_seeds)
+    return {"seeds": notice, "their effect": not_reached}
 
 
 def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
@@ -79,6 +83,18 @@ def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
     return (
         f"{script} enters torch.autocast itself ({', '.join(places)}). At O0 these regions are "
         "off, or O0 would not be FP32; in the other rows they are on."
+    )
+
+
+def _loss_note(script: str, runs: Iterable[Run]) -> str:
+    """That a script trains without a loss that could be recorded."""
+    trained = [run.measured for run in runs if run.measured and run.measured.skipped]
+    if not trained or any(measured.losses for measured in trained):
+        return ""
+    return (
+        f"{script} steps its optimizers, but no loss was recorded: it calls neither scale_loss nor "
+        "backward(), as where gradients come by torch.autograd.grad. Rows are not compared by "
+        "their losses. Have it print a metric (--metric), or call ampatch.log_metrics(loss=...)."
     )
 
 

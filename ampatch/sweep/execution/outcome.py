@@ -47,11 +47,11 @@ class Outcome:
 
     def add(self, run: Run) -> list[str]:
         """Add a run and write the files; returns what it makes known of the script."""
-        known = self._script_notes()
+        known = self._script_notes().keys()
         self.runs.append(run)
         self.runs.sort(key=lambda run: self._plan.place_of(run.trial))  # they may end in any order
         self.write()
-        return [note for note in self._script_notes() if note not in known]
+        return [note for about, note in self._script_notes().items() if about not in known]
 
     def write(self) -> None:
         """Write the files that show the results so far."""
@@ -76,11 +76,11 @@ class Outcome:
             rows=rows,
             done=len(runs),
             recommendation=trouble or recommendation(rows, self._margin),
-            notes=[*notes.other_notes(options, plan, runs), *self._script_notes()],
+            notes=[*notes.other_notes(options, plan, runs), *self._script_notes().values()],
             provenance={**self._provenance, **provenance.devices(runs)},
         )
 
-    def _script_notes(self) -> list[str]:
+    def _script_notes(self) -> dict[str, str]:
         return notes.script_notes(
             self._script, self._arguments, self._options, self._plan, self.runs
         )

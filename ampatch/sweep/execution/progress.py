@@ -100,7 +100,7 @@ class Live(Progress):
         from rich.table import Column
 
         self._console = Console(file=stream)
-        name = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        name = Column(overflow="fold", ratio=1)  # a long one keeps its seed
         self._bars = progress.Progress(
             progress.SpinnerColumn(),
             progress.TextColumn("{task.description}", markup=False, table_column=name),

@@ -1,16 +1,12 @@
-"""Numbers, times and memory, measured without waiting for the device.
+"""Numbers and memory, measured without waiting for the device.
 
-Values on a device are kept as small tensors and read in batches, long after
-the step.  On an accelerator the end of a step is an event in the stream, because the host
-runs ahead of the device.
+Values on a device are kept as small tensors and read in batches, long after the step.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,54 +47,6 @@ class Readings:
     def latest(self) -> float | None:
         """The last number, if it can be had without waiting for a device."""
         return self._read[-1] if self._read and not self._waiting else None
-
-
-class Timeline:
-    """When the steps of one optimizer ended, and on a CPU the processor's time until then."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._counts_cpu = devices.is_owned_by_host(device)
-        self._cpu: list[float] = []
-        self._marks: list[Any] = []
-        self._seconds: list[float] = []
-        self._paused: list[bool] = []
-        self._pauses = -1
-
-    def __len__(self) -> int:
-        return len(self._paused)
-
-    def mark(self, pauses: int) -> None:
-        """A step ended; `pauses` increases when something other than training ran."""
-        self._marks.append(devices.moment(self._device))
-        if self._counts_cpu:
-            self._cpu.append(time.process_time())  # of all threads
-        self._paused.append(pauses != self._pauses)
-        self._pauses = pauses
-        if len(self._marks) > BATCH:
-            self._read()
-
-    def seconds(self) -> list[float | None]:
-        """The time since the step before, for each step that has one.
-
-        The first step, and the first after a pause, have None.
-        """
-        self._read()
-        return self.unless_paused([None, *self._seconds])
-
-    def cpu_seconds(self) -> list[float | None]:
-        """As `seconds`, but of the processor; empty where the device is no CPU."""
-        between = [later - earlier for earlier, later in itertools.pairwise(self._cpu)]
-        return self.unless_paused([None, *between]) if self._counts_cpu else []
-
-    def unless_paused(self, values: Sequence[Any]) -> list[Any]:
-        """`values`, one for each step, with None after a pause."""
-        return [None if paused else value for value, paused in zip(values, self._paused)]
-
-    def _read(self) -> None:
-        """Turn all marks but the last into intervals."""
-        self._seconds += devices.seconds_between(self._marks)
-        del self._marks[:-1]
 
 
 @dataclass

@@ -17,9 +17,9 @@ from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
 from ampatch.session import facade
 from ampatch.sweep.measure.machine import load, state_of_the_machine
-from ampatch.sweep.measure.probes import Readings, Timeline, Track, peak_memory
+from ampatch.sweep.measure.probes import Readings, Track, peak_memory
 from ampatch.sweep.measure.record import Measured
-from ampatch.sweep.measure.step_parts import ForwardNotice, StepParts
+from ampatch.sweep.measure.step_parts import ForwardNotice, StepTimes
 from ampatch.torch_private.devices import is_owned_by_host, name_of
 
 REPORT_EVERY = 0.5  # seconds
@@ -52,8 +52,7 @@ class Recorder:
         self._skipped = Readings()
         self._count = 0
         self._pauses = 0
-        self._timelines: dict[int, Timeline] = {}
-        self._parts = StepParts()
+        self._times = StepTimes()
         self._losses: dict[str, Track] = defaultdict(Track)
         self._metrics: dict[str, Track] = defaultdict(Track)
         self._scales: dict[str, Track] = defaultdict(Track)
@@ -77,33 +76,29 @@ class Recorder:
     def watch_forwards(self, models: Iterable[nn.Module]) -> None:
         """Note when a forward of one of them begins."""
         for model in models:
-            model.register_forward_pre_hook(ForwardNotice(self._parts.forward), prepend=True)
+            model.register_forward_pre_hook(ForwardNotice(self._times.forward), prepend=True)
 
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
-        self._parts.loss()
+        self._times.loss()
         self._losses[str(loss_id)].add(self._count, loss)
 
     def on_scale(self, scale: Any, loss_id: int = 0) -> None:
         self._scales[str(loss_id)].add(self._count, scale)
 
     def on_backward(self, loss_id: int = 0) -> None:
-        self._parts.backward()
+        self._times.backward()
 
     def on_unscaled(self, loss_id: int = 0) -> None:
-        self._parts.unscaled()
+        self._times.unscaled()
 
     def on_step_begin(self, optimizer: Any) -> None:
-        self._parts.step_begins()
+        self._times.step_begins()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         self.notices += 1
         self._in_use = optimizer
         device = self._device = _device_of(optimizer)
-        self._parts.step_ends(id(optimizer), device)
-        if id(optimizer) not in self._timelines:
-            self._timelines[id(optimizer)] = Timeline(device)
-        timeline = self._timelines[id(optimizer)]
-        timeline.mark(self._pauses)
+        steps = self._times.step_ends(id(optimizer), device, self._pauses)
         self._count += 1
         self._skipped.add(skipped)
         if is_owned_by_host(device):  # reading it elsewhere waits for the device
@@ -111,7 +106,7 @@ class Recorder:
         self._mark_output()
         self._show_progress()
         # None again where the script goes on, because it catches every exception.
-        self._stopped_at = self._steps if len(timeline) == self._steps else None
+        self._stopped_at = self._steps if steps == self._steps else None
         if self._stopped_at is not None:
             raise EnoughSteps
 
@@ -141,7 +136,7 @@ class Recorder:
             opt_level=name,
             properties={key: str(value) for key, value in properties.items()},
             skipped=[bool(value) for value in self._skipped.all()],
-            **self._times(),
+            **self._times.of_main_optimizer(),
             losses={key: track.series(self._started) for key, track in self._losses.items()},
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
@@ -155,21 +150,6 @@ class Recorder:
             stopped_at=self._stopped_at,
             machine={**self._machine, **load("load_at_end")},
         )
-
-    def _times(self) -> dict[str, Any]:
-        """The times of the optimizer that stepped most: its step is the script's iteration."""
-        if not self._timelines:
-            return {}
-        optimizer = max(self._timelines, key=lambda one: len(self._timelines[one]))
-        timeline = self._timelines[optimizer]
-        return {
-            "step_seconds": timeline.seconds(),
-            "cpu_seconds": timeline.cpu_seconds(),
-            "parts": {
-                name: timeline.unless_paused(seconds)
-                for name, seconds in self._parts.of_steps(optimizer).items()
-            },
-        }
 
     def _final_loss_scale(self) -> float | None:
         """The present scale; after `deactivate` the last one seen, if any."""

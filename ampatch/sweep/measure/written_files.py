@@ -1,61 +1,76 @@
-"""The files that a trial wrote where the next trial finds them: in the working directory."""
+"""The files that a trial wrote where the next trial finds them: in the working directory.
+
+Only what this process writes counts: other programs may write into the directory as well.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
-import time
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-MOST_ENTRIES = 20_000  # that are looked at: a data set may lie there
+import wrapt
+
 MOST_NAMES = 20
+_BESIDE_PYTHON = (("torch", "save"), ("safetensors.torch", "save_file"))
+"""Functions that write files from C++ or Rust, of which Python's audit events say nothing."""
 
 
 class WrittenFiles:
-    """Names the files in `folders` that were changed since it was made.
+    """Names the files below `folders` that this process has written since it was made.
 
     Not those in hidden folders, in `__pycache__` or in `left_out`, the sweep's own directories.
     """
 
     def __init__(self, folders: Iterable[Path], left_out: Iterable[Path]) -> None:
-        self._folders = list(dict.fromkeys(map(os.path.realpath, folders)))
-        self._left_out = set(map(os.path.realpath, left_out))
-        self._since = time.time()
+        self._folders = [Path(os.path.realpath(folder)) for folder in folders]
+        self._left_out = [Path(os.path.realpath(folder)) for folder in left_out]
+        self._written: set[str] = set()
+        sys.addaudithook(self._hear)
+        for module, name in _BESIDE_PYTHON:
+            wrapt.register_post_import_hook(functools.partial(self._watch, name), module)
 
     def names(self) -> list[str]:
         """Their paths, seen from the folder; at most `MOST_NAMES`."""
-        found = {
-            os.path.relpath(entry.path, folder): None
-            for folder in self._folders
-            for entry in self._entries(folder)
-            if self._is_changed(entry)
-        }
+        files = (Path(path) for path in self._written if os.path.isfile(path))
+        found = {name for path in files if (name := self._seen_from_a_folder(path))}
         return sorted(found)[:MOST_NAMES]
 
-    def _entries(self, top: str) -> Iterator[os.DirEntry[str]]:
-        """What is in a folder and in those below it, the nearest first."""
-        waiting, left = [top], MOST_ENTRIES
-        while waiting and left > 0:
-            folder = waiting.pop(0)
-            try:
-                with os.scandir(folder) as scanned:
-                    entries = list(scanned)
-            except OSError:  # it went meanwhile, or cannot be read
-                continue
-            left -= len(entries)
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False) and self._is_searched(entry):
-                    waiting.append(entry.path)
-            yield from entries
+    def _hear(self, event: str, given: tuple[Any, ...]) -> None:
+        """Every audit event of the process comes here."""
+        if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR):
+            self._note(given[0])
+        elif event == "os.rename":
+            self._note(given[1])
 
-    def _is_changed(self, entry: os.DirEntry[str]) -> bool:
-        if not entry.is_file(follow_symlinks=False):
-            return False
-        try:
-            return entry.stat(follow_symlinks=False).st_mtime >= self._since
-        except FileNotFoundError:  # it went meanwhile
-            return False
+    def _note(self, path: Any) -> None:
+        if isinstance(path, (str, bytes, os.PathLike)):  # not the number of an open file
+            self._written.add(os.path.realpath(os.fsdecode(path)))
 
-    def _is_searched(self, entry: os.DirEntry[str]) -> bool:
-        hidden = entry.name.startswith(".") or entry.name == "__pycache__"
-        return not hidden and os.path.realpath(entry.path) not in self._left_out
+    def _watch(self, name: str, module: Any) -> None:
+        write: Callable[..., Any] = getattr(module, name)
+
+        @functools.wraps(write)
+        def noted(*args: Any, **named: Any) -> Any:
+            result = write(*args, **named)
+            for given in (*args, *named.values()):
+                self._note(given)
+            return result
+
+        setattr(module, name, noted)
+
+    def _seen_from_a_folder(self, path: Path) -> str:
+        """The path relative to a folder of ours, "" for what does not count."""
+        if any(path.is_relative_to(folder) for folder in self._left_out):
+            return ""
+        for folder in self._folders:
+            if path.is_relative_to(folder):
+                parts = path.relative_to(folder).parts
+                is_hidden = any(
+                    part.startswith(".") or part == "__pycache__" for part in parts[:-1]
+                )
+                return "" if is_hidden else os.path.join(*parts)
+        return ""
