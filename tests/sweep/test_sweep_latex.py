@@ -8,9 +8,15 @@ import pytest
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.sweep import Case, write_report
-from ampatch.sweep.report.latex import as_figures, as_method, as_table, escaped
+from ampatch.sweep.report.latex import escaped
 from ampatch.sweep.report.plots import Picture
-from ampatch.sweep.report.summary_files import as_csv, as_markdown
+from ampatch.sweep.report.summary_files import (
+    as_csv,
+    as_figures,
+    as_markdown,
+    as_method,
+    as_table,
+)
 
 STRANGE = Case(
     "O2", "float16", settings=(("a_b", "50% & {x} $y$ \\z ~^#|<é>\N{CYRILLIC SMALL LETTER BE}"),)

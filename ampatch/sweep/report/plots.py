@@ -9,6 +9,7 @@ A picture that would show nothing is left out, and a sentence says what it would
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
 import re
@@ -66,6 +67,11 @@ class Picture:
     caption: str  # what is drawn, in which units, and what bands and marks are
     alt: str
     files: dict[str, bytes]  # by format
+
+    @property
+    def address(self) -> str:
+        """The SVG as an address, for a page that has it inside."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.files['svg']).decode()}"
 
 
 @dataclass
