@@ -7,10 +7,11 @@ lacks is given by its number.
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from ampatch.sweep.report.numbers import MISSING, split_interval
+from ampatch.sweep.report.numbers import MISSING
 from ampatch.sweep.report.table import Column
 
 _UNITS = {"step ms": "step (ms)", "memory MiB": "memory (MiB)"}
@@ -27,7 +28,8 @@ _PLAIN = {
 _LETTERS = "ßæÆœŒøØ"  # of pdflatex, besides ASCII and accents
 _QUOTED = re.compile(r'"([^"]*)"')
 _OF_TWO_HYPHENS = re.compile("-(?=-)")  # of "--resume"; two would become a dash
-_NUMBERS = re.compile(r"\[?[-+]?[\d.]+(e[-+]\d+)?[-+\d.e,/\[\] x±†‡]*")  # a cell of figures alone
+_NUMBERS = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?[-+\d.e,/\[\] x±†‡]*")  # a cell of figures alone
+_LONGEST = 12  # letters in a line of a cell that is no figure
 _POWER = "ncp * s / sqrt(n)"
 _FORMULA = re.compile(
     rf"({re.escape(_POWER)}"
@@ -55,24 +57,34 @@ def with_formulas(text: str) -> str:
 def head(column: Column, texts: Sequence[str]) -> str:
     """The title, each word on its own line where it is longer than what stands below."""
     title = _UNITS.get(column.title, column.title).replace(" - ", " -\N{NO-BREAK SPACE}")
-    widest = max((len(part) for text in texts for part in split_interval(text)), default=0)
-    if len(title) <= widest or " " not in title:
-        return escaped(title)
-    side = "r" if column.right else "l"
-    broken = r"\\".join(map(escaped, title.split(" ")))
-    return rf"\shortstack[{side}]{{\strut {broken}}}"
+    widest = max((len(part) for text in texts for part in _parts(text)), default=0)
+    return _stacked(column, map(escaped, [title] if len(title) <= widest else title.split(" ")))
 
 
 def cell(column: Column, text: str) -> str:
     """The text, in math mode if it is made of figures; an interval stands below its value."""
     if text == MISSING:
         return "--"
-    if not column.right:
-        return escaped(text)
-    value, interval = (
-        _math(part) if _NUMBERS.fullmatch(part) else escaped(part) for part in split_interval(text)
-    )
-    return rf"\ampatchcell{{{value}}}{{{interval}}}" if interval else value
+    if not column.right or not _NUMBERS.fullmatch(text):
+        return _stacked(column, map(escaped, _parts(text)))
+    value, *below = map(_math, _parts(text))
+    return _stacked(column, [value, *(rf"\scriptsize {part}" for part in below)])
+
+
+def _parts(text: str) -> list[str]:
+    """What stands in the lines of a cell: a page has no room for long ones."""
+    if _NUMBERS.fullmatch(text):
+        return re.sub(r" (?=[\[±])", "\n", text).split("\n")
+    return textwrap.wrap(text, _LONGEST) or [""]
+
+
+def _stacked(column: Column, lines: Iterable[str]) -> str:
+    first, *others = lines
+    if not others:
+        return first
+    side = "r" if column.right else "l"
+    whole = r"\\".join([first, *others])
+    return rf"\begin{{tabular}}[t]{{@{{}}{side}@{{}}}}{whole}\end{{tabular}}"
 
 
 def _letter(letter: str) -> str:

@@ -5,7 +5,6 @@ What stands where, and how it looks: `templates/page.html.j2`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +16,16 @@ from ampatch.sweep.report.numbers import MISSING, number, setting_text, split_in
 from ampatch.sweep.report.plots import Gallery
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.recommendation import anything_compared
-from ampatch.sweep.report.results import Comparison, Results, Row
-from ampatch.sweep.report.table import PARTS_NOTE, Column, Table, columns, notes, part_columns
+from ampatch.sweep.report.results import Comparison, Results
+from ampatch.sweep.report.table import (
+    PARTS_NOTE,
+    Column,
+    Table,
+    by_row,
+    columns,
+    notes,
+    part_columns,
+)
 
 
 def as_html(results: Results, runs: Sequence[Run], drawn: Gallery, lacking: str = "") -> str:
@@ -32,12 +39,12 @@ def as_html(results: Results, runs: Sequence[Run], drawn: Gallery, lacking: str 
         called=called(results),
         results=results,
         is_compared=anything_compared(rows),
-        figures=_by_row(rows, columns(rows)),
+        figures=Table.of(by_row(columns(rows)), rows),
         failed=[row for row in rows if row.status != OK],
         explained=" ".join(notes(rows)),
         comparisons=Table.of(_COMPARISON, compared),
         method=method("O0"),
-        parts=_by_row(rows, parts) if parts else None,
+        parts=Table.of(by_row(parts), rows) if parts else None,
         parts_explained=PARTS_NOTE,
         drawn=drawn,
         lacking=lacking,
@@ -46,12 +53,6 @@ def as_html(results: Results, runs: Sequence[Run], drawn: Gallery, lacking: str 
         runs=Table.of(_RUN, runs),
         split_interval=split_interval,
     )
-
-
-def _by_row(rows: Sequence[Row], shown: Sequence[Column]) -> Table:
-    """A table whose first column names the row, and stays in sight when the others scroll."""
-    others = itertools.dropwhile(lambda column: not column.right, shown)
-    return Table.of([Column("row", lambda row: row.name, right=False), *others], rows)
 
 
 def _interval(one: Comparison) -> str:

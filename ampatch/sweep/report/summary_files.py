@@ -26,7 +26,15 @@ from ampatch.sweep.report.judge import method
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.results import PLOTS, SUMMARY, TABLES, Results, Row
-from ampatch.sweep.report.table import PARTS_NOTE, Table, columns, mark_notes, notes, part_columns
+from ampatch.sweep.report.table import (
+    PARTS_NOTE,
+    Table,
+    by_row,
+    columns,
+    mark_notes,
+    notes,
+    part_columns,
+)
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
@@ -114,7 +122,7 @@ def as_markdown(results: Results) -> str:
 def as_table(results: Results) -> str:
     """The table and what its marks mean, as a `table*` environment: of the width of the page."""
     rows = results.rows
-    shown = [column for column in columns(rows) if column.main]
+    shown = [column for column in by_row(columns(rows)) if column.main]
     table = Table.of(shown, rows)
     device = results.provenance.get("device", "")
     on = f" on {device}" if device and device != "cpu" else ""

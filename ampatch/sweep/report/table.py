@@ -133,6 +133,11 @@ def part_columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
+def by_row(shown: Sequence[Column]) -> list[Column]:
+    """These columns with one for the names of the rows in the place of `NAMES`."""
+    return [Column("row", lambda row: row.name, right=False), *shown[len(NAMES) :]]
+
+
 def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
     """Explanations of the columns that show something, or of the `main` ones."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
