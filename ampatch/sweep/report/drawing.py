@@ -75,23 +75,15 @@ class Bar:
     name: str
     value: float
     text: str
-    colour: Any
+    low: float
+    high: float
+    colour: Any = "black"
     hatch: str = ""
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Of the whisker; without one the value twice."""
-        return (
-            self.value if self.low is None else self.low,
-            self.value if self.high is None else self.high,
-        )
 
 
 def have_wide_axis(drawn: Sequence[Bar]) -> bool:
     """Whether `bars` draws them on a logarithmic axis."""
-    return is_wide([value for bar in drawn for value in (bar.value, *bar.ends)])
+    return is_wide([end for bar in drawn for end in (bar.low, bar.high)])
 
 
 def bars(axes: Any, drawn: Sequence[Bar]) -> None:
@@ -99,31 +91,23 @@ def bars(axes: Any, drawn: Sequence[Bar]) -> None:
 
     Numbers that are far apart have a logarithmic axis, on which bars begin at 1.
     """
-    start = 0
-    if have_wide_axis(drawn):
-        start = 1
+    start = 1 if have_wide_axis(drawn) else 0
+    if start:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
+    reach = [[bar.value - bar.low for bar in drawn], [bar.high - bar.value for bar in drawn]]
+    places = range(len(drawn))
     axes.barh(
-        range(len(drawn)),
-        [bar.value - start for bar in drawn],
-        left=start,
-        height=0.6,
-        color=[bar.colour for bar in drawn],
-        edgecolor="white",
-        linewidth=0,
-        hatch=[bar.hatch for bar in drawn],
-    )
-    for place, bar in enumerate(drawn):
-        low, high = bar.ends
-        if high > low:
-            reach = [[bar.value - low], [high - bar.value]]
-            axes.errorbar(bar.value, place, xerr=reach, ecolor="#666666", elinewidth=1, capsize=2.5)
-    axes.set_yticks(range(len(drawn)), [bar.name for bar in drawn])
+        places, [bar.value - start for bar in drawn], left=start, height=0.6,
+        color=[bar.colour for bar in drawn], edgecolor="white", linewidth=0,
+        hatch=[bar.hatch for bar in drawn], xerr=reach if any(map(any, reach)) else None,
+        error_kw={"ecolor": "#666666", "elinewidth": 1, "capsize": 2.5},
+    )  # fmt: skip
+    axes.set_yticks(places, [bar.name for bar in drawn])
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
     texts = axes.secondary_yaxis("right")
-    texts.set_yticks(range(len(drawn)), [bar.text for bar in drawn])
+    texts.set_yticks(places, [bar.text for bar in drawn])
     texts.tick_params(length=0)
     texts.spines["right"].set_visible(False)
 

@@ -24,7 +24,7 @@ from ampatch.sweep.report.drawing import Bar, bars, bars_height, have_wide_axis,
 from ampatch.sweep.report.judge import LOSS
 from ampatch.sweep.report.numbers import counted, ratio
 from ampatch.sweep.report.provenance import sentence, software
-from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.report.results import Results, Row, Spread
 from ampatch.sweep.report.table import DIFFERS, MARKS, NOT_TOLD_APART, quality_mark, speed_mark
 from ampatch.sweep.trial import BASE
 
@@ -87,14 +87,15 @@ class _Plan:
     def line(self, row: Row) -> dict[str, Any]:
         return {"color": self.colours[row.opt_level], "linestyle": DASHES.get(row.dtype, "-")}
 
-    def bar(self, row: Row, value: float, text: str, marks: str = "", **ends: float) -> Bar:
+    def bar(self, row: Row, value: float, text: str, marks: str, spread: Spread | None) -> Bar:
         from matplotlib.colors import to_rgb
 
         colour = to_rgb(self.colours[row.opt_level])
         if row.dtype == "bfloat16":
             colour = tuple(0.45 + 0.55 * part for part in colour)
+        ends = (spread.low, spread.high) if spread else (value, value)
         hatch = "".join(HATCHES[mark] for mark in marks)
-        return Bar(textwrap.fill(row.name, NAME), value, text, colour, hatch, **ends)
+        return Bar(textwrap.fill(row.name, NAME), value, text, *ends, colour, hatch)
 
     def picture(
         self,
@@ -147,41 +148,59 @@ def _losses(plan: _Plan) -> Picture | None:
         base = lines[BASE.label]
         apart = {label: curves.in_percent(line, base) for label, line in apart.items()}
     near = curves.near_base(lines, apart, wide)
-    own = apart.get(BASE.label)
     below = plan.drawn({label: apart[label] for label in near})
+    own = apart.get(BASE.label)
 
-    def draw(panels: list[Any]) -> None:
-        _draw_losses(panels[0], plan, lines, curves.breaks(found))
-        if near:
-            _draw_differences(panels[1], plan, below, own)
-            panels[1].set_ylabel("difference from\nO0's" + (" (%)" if wide else ""))
-        panels[-1].set_xlabel("optimizer step")
+    def draw_below(axes: Any) -> None:
+        _draw_differences(axes, plan, below, own)
+        axes.set_ylabel("difference from\nO0's" + (" (%)" if wide else ""))
 
-    said = [_of_losses(plan, lines), _broken(found)]
-    if near:
-        said.append(_of_differences(plan, lines, near, own is not None, wide))
-    alt = f"{_loss_alt(plan, lines, 'step', 'steps')} " + "; ".join(
-        f"{row.name}: {line.low.min():+.2g} to {line.high.max():+.2g}{' %' if wide else ''} from O0"
+    said = [_of_differences(plan, lines, near, own is not None, wide)] if near else []
+    unit = " %" if wide else ""
+    alt = "; ".join(
+        f"{row.name}: {line.low.min():+.2g} to {line.high.max():+.2g}{unit} from O0"
         for row, line in below.values()
     )
-    heights = [_height(lines), 1.5] if near else [_height(lines)]
-    return plan.picture("loss-by-step", "Training loss against steps", said, alt, heights, draw)
+    return _loss_picture(plan, found, "step", said, alt, draw_below if near else None)
 
 
 def _losses_by_time(plan: _Plan) -> Picture | None:
     found = curves.losses(plan.runs)
-    lines = curves.lines(found, "seconds")
-    if len(lines) < 2:  # one line is the same against steps
+    if len(curves.lines(found)) < 2:  # one line is the same against steps
         return None
+    return _loss_picture(plan, found, "seconds")
+
+
+_ALONG = {  # name, title's end, axis, alt's unit
+    "step": ("loss-by-step", "steps", "optimizer step", "steps"),
+    "seconds": ("loss-by-time", "time", "time since the first loss (s)", "seconds"),
+}
+
+
+def _loss_picture(
+    plan: _Plan,
+    found: DataFrame,
+    along: str,
+    said: Sequence[str] = (),
+    alt: str = "",
+    below: Callable[[Any], None] | None = None,
+) -> Picture:
+    """The losses, and a second panel that `below` draws."""
+    name, against, axis, unit = _ALONG[along]
+    lines, breaks = curves.lines(found, along), curves.breaks(found, along)
 
     def draw(panels: list[Any]) -> None:
-        _draw_losses(panels[0], plan, lines, curves.breaks(found, "seconds"))
-        panels[0].set_xlabel("time since the first loss (s)")
+        _draw_losses(panels[0], plan, lines, breaks)
+        if below is not None:
+            below(panels[1])
+        panels[-1].set_xlabel(axis)
 
-    said = [_of_losses(plan, lines), _broken(found)]
-    alt = _loss_alt(plan, lines, "time", "seconds")
-    title = "Training loss against time"
-    return plan.picture("loss-by-time", title, said, alt, [_height(lines)], draw)
+    said = [_of_losses(plan, lines, bool(breaks)), *said]
+    alt = f"Loss against {against}, a line per row, the mean over its seeds. " + " ".join(
+        [f"{'; '.join(_from_to(*one, unit) for one in plan.drawn(lines).values())}.", alt]
+    )
+    heights = [_height(lines), *([1.5] if below else [])]
+    return plan.picture(name, f"Training loss against {against}", said, alt, heights, draw)
 
 
 def _draw_losses(
@@ -262,8 +281,7 @@ def _speeds(plan: _Plan) -> Picture | None:
             row.speeds.median,
             f"{ratio(row.speeds.median)}x{marks[row.label]}, {row.step_ms:.3g} ms",
             marks[row.label],
-            low=row.speeds.low,
-            high=row.speeds.high,
+            row.speeds,
         )
         for row in timed
     ]
@@ -306,7 +324,7 @@ def _memory(plan: _Plan) -> Picture | str | None:
         )
     marks = {row.label: _judged_mark(row) for row in known}
     drawn = [
-        plan.bar(row, value, f"{value:.0f} MiB{marks[row.label]}", marks[row.label])
+        plan.bar(row, value, f"{value:.0f} MiB{marks[row.label]}", marks[row.label], None)
         for row, value in zip(known, values)
     ]
 
@@ -342,27 +360,25 @@ def _of_bars(rows: Sequence[Row], marks: str) -> list[str]:
     """What the looks of bars mean, those that are there."""
     names = sorted({row.comparisons[0].name for row in rows if _judged_mark(row)})
     differing = f"{', '.join(names)} {MARKS[DIFFERS]}".replace("_", " ")
-    return [
-        f"Striped bars, {NOT_TOLD_APART}: {MARKS[NOT_TOLD_APART]}." * (NOT_TOLD_APART in marks),
-        f"Dotted bars, {DIFFERS}: {differing}." * (DIFFERS in marks),
-        "Lighter bars: bfloat16." * any(row.dtype == "bfloat16" for row in rows),
-    ]
+    said = {
+        f"Striped bars, {NOT_TOLD_APART}: {MARKS[NOT_TOLD_APART]}.": NOT_TOLD_APART in marks,
+        f"Dotted bars, {DIFFERS}: {differing}.": DIFFERS in marks,
+        "Lighter bars: bfloat16.": any(row.dtype == "bfloat16" for row in rows),
+    }
+    return [one for one, is_there in said.items() if is_there]
 
 
-def _of_losses(plan: _Plan, lines: dict[str, DataFrame]) -> str:
+def _of_losses(plan: _Plan, lines: dict[str, DataFrame], breaks: bool) -> str:
     """What lines, bands and marks are."""
     rows = [row for row, _ in plan.drawn(lines).values()]
     seeds = max(row.seeds for row in rows)
-    said = ["Lines are means over the seeds, and over blocks of steps."]
-    said += [f"Bands: the range over {seeds} seeds."] * (seeds > 1)
-    said += [f"{DIFFERS}: the {LOSS} {MARKS[DIFFERS]}."] * any(
-        quality_mark(row, LOSS) for row in rows
-    )
-    return " ".join(said)
-
-
-def _broken(found: DataFrame) -> str:
-    return "X: a seed's loss became non-finite." if curves.breaks(found) else ""
+    said = {
+        "Lines are means over the seeds, and over blocks of steps.": True,
+        f"Bands: the range over {seeds} seeds.": seeds > 1,
+        f"{DIFFERS}: the {LOSS} {MARKS[DIFFERS]}.": any(quality_mark(row, LOSS) for row in rows),
+        "X: a seed's loss became non-finite.": breaks,
+    }
+    return " ".join(one for one, is_there in said.items() if is_there)
 
 
 def _of_differences(
@@ -381,13 +397,10 @@ def _of_differences(
     return f"{said}."
 
 
-def _loss_alt(plan: _Plan, lines: dict[str, DataFrame], along: str, unit: str) -> str:
-    said = []
-    for row, line in plan.drawn(lines).values():
-        finite = line.y.dropna()
-        ends = f"{finite.iloc[0]:.4g} to {finite.iloc[-1]:.4g}"
-        said.append(f"{row.name}: {ends} in {line.x.iloc[-1]:.4g} {unit}")
-    return f"Loss against {along}, a line per row, the mean over its seeds. {'; '.join(said)}."
+def _from_to(row: Row, line: DataFrame, unit: str) -> str:
+    finite = line.y.dropna()
+    ends = f"{finite.iloc[0]:.4g} to {finite.iloc[-1]:.4g}"
+    return f"{row.name}: {ends} in {line.x.iloc[-1]:.4g} {unit}"
 
 
 def _widths(drawn: dict[str, Any]) -> list[float]:
