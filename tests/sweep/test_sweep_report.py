@@ -24,7 +24,6 @@ from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report import curves, plots
 from ampatch.sweep.report.drawing import FORMATS
 from ampatch.sweep.report.plots import COLOURS, gallery
-from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.terminal import write_results
 
 NAMES = ["loss-by-step", "loss-by-time", "speed", "memory", "loss-scale"]

@@ -34,6 +34,8 @@ def losses(runs: Iterable[Run]) -> DataFrame:
     parts = []
     for run in _firsts(runs):
         series = main_losses(run.measured)
+        if not series.values:
+            continue
         part = pandas.DataFrame({"step": series.steps, "loss": series.values}, dtype=float)
         part["seconds"] = [second - series.seconds[0] for second in series.seconds] or math.nan
         parts.append(part.assign(row=run.case.label, seed=run.trial.seed, n=part.index))
@@ -47,15 +49,13 @@ def differences(found: DataFrame) -> DataFrame:
 
     Without O0 there are none, and without a second seed none of O0's own.
     """
-    import pandas
-
+    at = ["seed", "n", "step"]
     base = found[found.row == BASE.label]
-    own = base if base.seed.nunique() > 1 else base.iloc[:0]
-    own = own.assign(loss=own.loss - own.groupby("n").loss.transform("mean"))
-    place = ["seed", "n", "step"]
-    others = found[found.row != BASE.label].merge(base[[*place, "loss"]], on=place)
-    others = others.assign(loss=others.loss_x - others.loss_y)
-    return pandas.concat([own, others[own.columns]])
+    both = found.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
+    own = both.row == BASE.label
+    both.loc[own, "reference"] = both[own].groupby("n").loss.transform("mean")
+    both = both.assign(loss=both.loss - both.reference)
+    return both if base.seed.nunique() > 1 else both[~own]
 
 
 def lines(found: DataFrame, along: str = "step") -> dict[str, DataFrame]:

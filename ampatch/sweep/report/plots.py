@@ -115,7 +115,7 @@ class _Plan:
 def available() -> bool:
     """Whether matplotlib and pandas are installed."""
     try:
-        import matplotlib.figure
+        import matplotlib.figure  # noqa: F401
         import pandas  # noqa: F401
     except ImportError:
         return False

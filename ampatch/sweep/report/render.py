@@ -13,8 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
-from ampatch.sweep.report.drawing import FORMATS
 from ampatch.sweep.report.documents import filled
+from ampatch.sweep.report.drawing import FORMATS
 from ampatch.sweep.report.page import as_html
 from ampatch.sweep.report.plots import MISSING, Gallery, available, gallery
 from ampatch.sweep.report.provenance import lines

@@ -54,8 +54,9 @@ class Tracker:
             try:
                 importlib.import_module(module)
             except ImportError as error:
+                missing = module.rpartition(".")[2]
                 raise ImportError(
-                    f"{module.rpartition('.')[2]} is not installed. Do pip install ampatch[{self.name}], or leave "
+                    f"{missing} is not installed. Do pip install ampatch[{self.name}], or leave "
                     f"--{self.name} out."
                 ) from error
 
@@ -191,5 +192,7 @@ TRACKERS = {
         "wandb", lambda: ["wandb"], _wandb, ("wandb.errors", "Error"),
         " WANDB_MODE=offline needs no account.",
     ),
-    "mlflow": Tracker("mlflow", _needs_of_mlflow, _mlflow, ("mlflow.exceptions", "MlflowException")),
+    "mlflow": Tracker(
+        "mlflow", _needs_of_mlflow, _mlflow, ("mlflow.exceptions", "MlflowException")
+    ),
 }  # fmt: skip
