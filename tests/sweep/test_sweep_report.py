@@ -327,15 +327,22 @@ def test_many_rows_keep_apart(tmp_path):
         assert image.width == 1104 and image.height > 900
 
 
-def test_without_matplotlib_the_page_says_so(made, tmp_path, monkeypatch, capsys):
+EXTRA = ("matplotlib", "numpy", "pandas", "rich", "scipy")
+
+
+@pytest.mark.parametrize("missing", [("matplotlib",), ("pandas",), EXTRA], ids=" ".join)
+def test_without_the_extra_all_but_the_pictures_is_written(missing, tmp_path, monkeypatch, capsys):
     made_sweep(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["report", str(tmp_path)]) == 0
-    assert "pip install ampatch[sweep]" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "pip install ampatch[sweep]" in shown.err and "O1 bfloat16: " in shown.out
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "No plots: matplotlib or pandas is not installed" in page.text and not page.all("img")
+    assert len(list(tmp_path.glob("summary.*"))) == 4 and (tmp_path / "method.tex").exists()
 
 
 # Where the figures come from
