@@ -45,8 +45,8 @@ from ampatch.sweep.execution.sweep import Sweep, SweepError
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import DTYPES, LEVELS, cases
 from ampatch.sweep.report.render import write_report
-from ampatch.sweep.report.results import Results, Row, read_results, read_runs
-from ampatch.sweep.report.side_by_side import SideBySide, read_sweep, side_by_side
+from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
+from ampatch.sweep.report.side_by_side import SideBySide, side_by_side
 from ampatch.sweep.trial import Case, Trial
 
 __all__ = [

@@ -24,8 +24,7 @@ from ampatch.sweep.report.results import (
     PLOTS,
     REPORT,
     Results,
-    read_results,
-    read_runs,
+    read_sweep,
 )
 from ampatch.sweep.report.summary_files import as_figures, write_tables
 
@@ -37,11 +36,8 @@ def write_report(directory: str | Path) -> str:
     Raises `FileNotFoundError` if there are no results, `ValueError` for results in another
     version's format, `OSError` if nothing can be written.
     """
-    path = Path(directory)
-    results = read_results(path)
-    if results is None:
-        raise FileNotFoundError(f"{path}: there are no results of a sweep in this directory.")
-    runs = list(read_runs(path))
+    sweep = read_sweep(directory)
+    path, results, runs = sweep.directory, sweep.results, sweep.runs
     lacking = "" if available() else MISSING
     drawn = Gallery() if lacking else gallery(results, runs)
     _write_pictures(path, results, drawn)

@@ -1,21 +1,14 @@
-"""A sweep's whole runs as experiment trackers take them: points, settings and figures.
-
-Short runs, which are there for their timing alone, are left out.
-"""
+"""A sweep's whole runs as experiment trackers take them: points, settings and figures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.report import provenance
 from ampatch.sweep.report.figures import first_and_last, status, step_ms
-from ampatch.sweep.report.results import Results, read_results, read_runs
 
 
 class Point(NamedTuple):
@@ -25,6 +18,11 @@ class Point(NamedTuple):
     step: int
     value: float
     seconds: float | None = None
+
+
+def whole(runs: Iterable[Run]) -> list[TrackedRun]:
+    """The runs without the short ones, which are there for their timing alone."""
+    return [TrackedRun(run) for run in runs if not run.trial.short]
 
 
 @dataclass(frozen=True)
@@ -82,32 +80,3 @@ class TrackedRun:
             **{f"final/{name}": series.values[-1] for name, series in measured.metrics.items()},
         }
         return {name: value for name, value in found.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class TrackedSweep:
-    """A sweep and its whole runs."""
-
-    directory: Path
-    results: Results
-    runs: list[TrackedRun]
-
-    @classmethod
-    def of(cls, directory: str | Path) -> TrackedSweep:
-        """What lies in a sweep's directory.  Raises `FileNotFoundError` if there is no sweep."""
-        path = Path(directory)
-        results = read_results(path)
-        if results is None:
-            raise FileNotFoundError(f"{path}: there are no results of a sweep in this directory.")
-        whole = (run for run in read_runs(path) if not run.trial.short)
-        return cls(path, results, list(map(TrackedRun, whole)))
-
-    @property
-    def name(self) -> str:
-        """Tells it from other sweeps of the script."""
-        return f"{provenance.title(self.results)} {self.results.started}"
-
-    @property
-    def began(self) -> float:
-        """Seconds since the epoch."""
-        return datetime.fromisoformat(self.results.started).timestamp()

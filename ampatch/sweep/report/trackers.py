@@ -20,13 +20,14 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.report import provenance
 from ampatch.sweep.report.figures import OK
-from ampatch.sweep.report.results import EVENTS
-from ampatch.sweep.report.tracked import TrackedRun, TrackedSweep
+from ampatch.sweep.report.results import EVENTS, Stored, read_sweep
+from ampatch.sweep.report.tracked import TrackedRun, whole
 
 DATABASE = "mlflow.db"  # without MLFLOW_TRACKING_URI
 PROJECT = "ampatch-sweep"  # without WANDB_PROJECT
@@ -44,7 +45,7 @@ class Tracker:
 
     name: str  # of its option, and of the extra
     needs: Callable[[], Sequence[str]]  # modules
-    put: Callable[[TrackedSweep], str]
+    put: Callable[[Stored], str]
     refusal: tuple[str, str] | None = None  # its own error: module and class
     remedy: str = ""
 
@@ -67,7 +68,7 @@ class Tracker:
         `TrackerError` if the tracker refuses them.
         """
         self.check()
-        sweep = TrackedSweep.of(directory)
+        sweep = read_sweep(directory)
         try:
             return self.put(sweep)
         except self._refusals() as error:
@@ -83,23 +84,23 @@ class Tracker:
         return (getattr(importlib.import_module(module), name),)
 
 
-def _tensorboard(sweep: TrackedSweep) -> str:
+def _tensorboard(sweep: Stored) -> str:
     from torch.utils.tensorboard import SummaryWriter
 
     origin = "\n".join(f"- {line}" for line in provenance.lines(sweep.results))
-    for tracked in sweep.runs:
+    for tracked in whole(sweep.runs):
         place = sweep.directory / EVENTS / tracked.run.trial.file_stem
         for old in place.glob("events.out.tfevents.*"):
             old.unlink()
         with SummaryWriter(str(place)) as writer:
             writer.add_text("where the figures come from", origin)
             for tag, step, value, seconds in tracked.points:
-                time = None if seconds is None else sweep.began + seconds
+                time = None if seconds is None else _began(sweep) + seconds
                 writer.add_scalar(tag, value, step, walltime=time)
     return f"TensorBoard: tensorboard --logdir {sweep.directory / EVENTS}"
 
 
-def _wandb(sweep: TrackedSweep) -> str:
+def _wandb(sweep: Stored) -> str:
     import wandb
 
     project, offline = os.environ.get("WANDB_PROJECT", PROJECT), False
@@ -107,14 +108,14 @@ def _wandb(sweep: TrackedSweep) -> str:
         console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True,
         x_disable_meta=True,  # of this process: it is not the one that trained
     )  # fmt: skip
-    for tracked in sweep.runs:
-        text = f"{sweep.name} {sweep.directory.resolve()} {tracked.run.trial.file_stem}"
+    for tracked in whole(sweep.runs):
+        text = f"{_name(sweep)} {sweep.directory.resolve()} {tracked.run.trial.file_stem}"
         identity = hashlib.sha256(text.encode()).hexdigest()[:12]  # the same whenever it is written
         for old in (sweep.directory / "wandb").glob(f"offline-run-*-{identity}"):
             shutil.rmtree(old)
         with wandb.init(
             project=project,
-            group=sweep.name,
+            group=_name(sweep),
             name=tracked.run.trial.label,
             id=identity,
             dir=sweep.directory,
@@ -128,10 +129,10 @@ def _wandb(sweep: TrackedSweep) -> str:
             offline = offline or bool(writer.offline)
     if offline:
         return f"Weights & Biases: wandb sync {sweep.directory}/wandb/offline-run-*"
-    return f"Weights & Biases: project {project}, group {sweep.name}"
+    return f"Weights & Biases: project {project}, group {_name(sweep)}"
 
 
-def _mlflow(sweep: TrackedSweep) -> str:
+def _mlflow(sweep: Stored) -> str:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
@@ -139,9 +140,9 @@ def _mlflow(sweep: TrackedSweep) -> str:
     address = os.environ.get("MLFLOW_TRACKING_URI", own)
     client = MlflowClient(tracking_uri=address)
     experiment = _experiment(client, sweep)
-    began = int(sweep.began * 1000)
+    began = int(_began(sweep) * 1000)
     origin = {f"from.{_plain(k)}": text for k, text in provenance.facts(sweep.results).items()}
-    for tracked in sweep.runs:
+    for tracked in whole(sweep.runs):
         trial = tracked.run.trial
         for old in client.search_runs([experiment], f"tags.`{_RUN}` = '{trial.file_stem}'"):
             client.delete_run(old.info.run_id)
@@ -162,12 +163,22 @@ def _mlflow(sweep: TrackedSweep) -> str:
     return f"MLflow: mlflow ui --backend-store-uri {address}"
 
 
-def _experiment(client: Any, sweep: TrackedSweep) -> str:
-    known = client.get_experiment_by_name(sweep.name)
+def _experiment(client: Any, sweep: Stored) -> str:
+    known = client.get_experiment_by_name(_name(sweep))
     if known is not None:
         return known.experiment_id
     place = (sweep.directory / "mlartifacts").resolve().as_uri()
-    return client.create_experiment(sweep.name, artifact_location=place)
+    return client.create_experiment(_name(sweep), artifact_location=place)
+
+
+def _name(sweep: Stored) -> str:
+    """Tells it from other sweeps of the script."""
+    return f"{provenance.title(sweep.results)} {sweep.results.started}"
+
+
+def _began(sweep: Stored) -> float:
+    """Seconds since the epoch."""
+    return datetime.fromisoformat(sweep.results.started).timestamp()
 
 
 def _by_step(tracked: TrackedRun) -> list[Any]:
