@@ -88,6 +88,7 @@ class _Plan:
         return {"color": self.colours[row.opt_level], "linestyle": DASHES.get(row.dtype, "-")}
 
     def bar(self, row: Row, value: float, text: str, marks: str, spread: Spread | None) -> Bar:
+        """A row's bar; `marks` are shown as stripes and dots."""
         from matplotlib.colors import to_rgb
 
         colour = to_rgb(self.colours[row.opt_level])

@@ -108,7 +108,6 @@ def _write_rich(table: Table, stream: TextIO) -> None:
             Text(column.title),
             justify="right" if column.right else "left",
             overflow="fold",
-            no_wrap=None,
             max_width=max(map(len, [*column.title.split(), *texts])),
         )
     for line in table.lines:
