@@ -29,7 +29,8 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the comparison; returns the exit code."""
-    from ampatch.sweep.report.side_by_side import read_sweep, side_by_side
+    from ampatch.sweep.report.results import read_sweep
+    from ampatch.sweep.report.side_by_side import side_by_side
     from ampatch.sweep.report.side_by_side_text import write_side_by_side
 
     parser: argparse.ArgumentParser = options.parser

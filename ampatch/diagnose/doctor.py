@@ -27,7 +27,7 @@ SPEEDS = (
     "Above 1 is faster; less than 10 %, or a range that reaches across 1, is a tie."
 )
 EXTRAS = (
-    "numpy", "rich", "matplotlib", "scikit-learn", "scipy",
+    "numpy", "rich", "matplotlib", "pandas", "scikit-learn", "scipy",
     "ray", "submitit", "tensorboard", "wandb", "mlflow-skinny",
 )  # fmt: skip
 

@@ -32,9 +32,9 @@ What is where:
 * `report/`: figures and verdicts (`judge.py`, `pace.py`, `recommendation.py`) made of the records,
   and the format of the results (`results.py`). `starts.py` says whether rows start alike,
   `paired.py` has the tests of accuracy, `side_by_side.py` compares two sweeps. How results are
-  shown: `table.py` has the columns for `terminal.py`, `page.py`, `summary_files.py` and
-  `latex.py`; `plots.py` the pictures, made of `curves.py` by `drawing.py`; `trackers.py`
-  TensorBoard, Weights & Biases and MLflow.
+  shown: `table.py` has the columns for `terminal.py`, `page.py` and `summary_files.py`;
+  `templates/` the documents, which `documents.py` fills; `plots.py` the pictures, made of
+  `curves.py` by `drawing.py`; `trackers.py` TensorBoard, Weights & Biases and MLflow.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from ampatch.sweep.execution.sweep import Sweep, SweepError
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import DTYPES, LEVELS, cases
 from ampatch.sweep.report.render import write_report
-from ampatch.sweep.report.results import Results, Row, read_results, read_runs
-from ampatch.sweep.report.side_by_side import SideBySide, read_sweep, side_by_side
+from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
+from ampatch.sweep.report.side_by_side import SideBySide, side_by_side
 from ampatch.sweep.trial import Case, Trial
 
 __all__ = [

@@ -37,6 +37,12 @@ def test_the_native_part_is_installed_as_source(built):
         assert (built / source).read_bytes() == (ROOT / "ampatch" / source).read_bytes()
 
 
+def test_the_templates_of_reports_are_installed(built):
+    folder = Path("sweep", "report", "templates")
+    sources = {path.name: path.read_bytes() for path in (ROOT / "ampatch" / folder).iterdir()}
+    assert {path.name: path.read_bytes() for path in (built / folder).iterdir()} == sources
+
+
 def test_the_source_archive_has_the_native_part(tmp_path):
     pytest.importorskip("setuptools")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]

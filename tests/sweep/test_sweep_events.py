@@ -12,9 +12,8 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Sweep
-from ampatch.sweep.report.scalars import TrackerError, figures, scalars, settings
-from ampatch.sweep.report.tensorboard_events import write_events
-from ampatch.sweep.report.trackers import TRACKERS, Tracker
+from ampatch.sweep.report.tracked import TrackedRun
+from ampatch.sweep.report.trackers import TRACKERS, Tracker, TrackerError
 from ampatch.sweep.trial import Trial
 
 
@@ -32,7 +31,7 @@ def test_without_tensorboard_a_sweep_does_not_begin(no_tensorboard, tmp_path, mo
     with pytest.raises(SystemExit, match="2"):
         main(["sweep", str(script), "--out", str(out), "--tensorboard"])
     error = capsys.readouterr().err
-    assert "--tensorboard: " in error and "pip install tensorboard" in error
+    assert "--tensorboard: " in error and "pip install ampatch[tensorboard]" in error
     assert not out.exists()
 
 
@@ -40,7 +39,7 @@ def test_without_tensorboard_a_report_is_not_begun(no_tensorboard, tmp_path, cap
     made_sweep(tmp_path, [made_run(CASES[0])])
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(tmp_path), "--tensorboard"])
-    assert "pip install tensorboard" in capsys.readouterr().err
+    assert "pip install ampatch[tensorboard]" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 
@@ -50,8 +49,8 @@ def test_events_read_back_are_the_runs_series(tmp_path):
     reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     run = made_run(CASES[1], diverges=True)
     made_sweep(tmp_path, [run])
-    write_events(tmp_path)
-    write_events(tmp_path)  # takes the place of the first
+    TRACKERS["tensorboard"].write(tmp_path)
+    TRACKERS["tensorboard"].write(tmp_path)  # takes the place of the first
     place = tmp_path / "tensorboard" / run.trial.file_stem
     assert len(list(place.iterdir())) == 1
     events = reader.EventAccumulator(str(place)).Reload()
@@ -108,25 +107,25 @@ def test_without_its_library_no_report_is_begun(name, module, tmp_path, monkeypa
 def test_what_stops_a_tracker_is_said_after_the_report(
     error, said, sweep_of_two, monkeypatch, capsys
 ):
-    def write(directory):
+    def put(sweep):
         raise error
 
-    monkeypatch.setitem(TRACKERS, "wandb", Tracker(lambda: None, write))
+    monkeypatch.setitem(TRACKERS, "wandb", Tracker("wandb", lambda: [], put))
     assert main(["report", str(sweep_of_two[0]), "--wandb"]) == 1
     assert capsys.readouterr().err.endswith(f"ampatch report: {said}\n")
     assert (sweep_of_two[0] / "report.html").exists()
 
 
 def test_trackers_get_series_settings_and_figures():
-    run = made_run(CASES[3], seed=1)
-    assert settings(run) == {
+    tracked = TrackedRun(made_run(CASES[3], seed=1))
+    assert tracked.settings == {
         "opt_level": "O2", "dtype": "float16", "engine": "ampatch",
         "settings": '{"loss_scale": "<b>$1$</b>"}', "seed": 1, "repeat": 0,
     }  # fmt: skip
-    found = figures(run)
+    found = tracked.figures
     assert found["final/accuracy"] == pytest.approx(0.91) and found["final/memory MiB"] == 300
     assert found["final/step ms"] == pytest.approx(5)
-    assert {tag for tag, _ in scalars(run)} == {
+    assert {point.tag for point in tracked.points} == {
         "loss", "loss scale", "metrics/accuracy", "step ms", "skipped"
     }  # fmt: skip
 

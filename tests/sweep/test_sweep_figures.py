@@ -14,7 +14,7 @@ from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.measure.step_parts import StepTimes
 from ampatch.sweep.report.figures import first_and_last, status, step_ms
 from ampatch.sweep.report.summary import summarize
-from ampatch.sweep.report.table import plain_table
+from ampatch.sweep.report.table import Table, columns
 from ampatch.sweep.report.terminal import write_table
 from ampatch.sweep.trial import Case, Trial
 from ampatch.torch_private import devices
@@ -134,7 +134,8 @@ def test_the_plain_table_is_aligned_and_has_the_metrics():
         loss_scale=65536.0,
     )
     crashed = run_of("O3", exit_code=1, error="RuntimeError: no")
-    text = plain_table(summarize([ok, crashed]))
+    rows = summarize([ok, crashed])
+    text = str(Table.of(columns(rows), rows))
     head, _line, first, second = text.splitlines()
     assert "test accuracy" in head
     end = head.index("test accuracy") + len("test accuracy")

@@ -62,6 +62,6 @@ def test_a_speed_far_from_1_shows_its_digits(value, text):
 @pytest.mark.parametrize(("low", "scale"), [(0.9, "linear"), (0.002, "log")])
 def test_speeds_that_are_far_apart_have_a_logarithmic_axis(low, scale):
     axes = Figure().subplots()
-    bars(axes, [Bar("O0", 1.0, "", {}, 0.9, 1.1), Bar("O1", 2.0, "", {}, low, 2.1)])
+    bars(axes, [Bar("O0", 1.0, "", 0.9, 1.1), Bar("O1", 2.0, "", low, 2.1)])
     assert axes.get_xscale() == scale
     assert [bar.get_x() for bar in axes.patches] == ([1, 1] if scale == "log" else [0, 0])

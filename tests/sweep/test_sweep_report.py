@@ -21,16 +21,9 @@ from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, read_runs, write_report
 from ampatch.sweep.measure.provenance import command_line, repository
 from ampatch.sweep.measure.record import Series
-from ampatch.sweep.report.curves import (
-    POINTS,
-    difference_curves,
-    loss_curves,
-    near_base,
-    scale_curves,
-)
-from ampatch.sweep.report.drawing import FORMATS, logarithmic
+from ampatch.sweep.report import curves, plots
+from ampatch.sweep.report.drawing import FORMATS
 from ampatch.sweep.report.plots import COLOURS, gallery
-from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.terminal import write_results
 
 NAMES = ["loss-by-step", "loss-by-time", "speed", "memory", "loss-scale"]
@@ -197,32 +190,29 @@ def test_pictures_are_not_blank(made, name):
 def test_long_curves_are_means_of_blocks_and_seeds():
     runs = [made_run(CASES[0], seed, steps=1000) for seed in (0, 1)]
     losses = [run.measured.losses["0"].values for run in runs]
-    (curve,) = loss_curves(summarize(runs), runs, by_time=False)
-    size = 1000 // POINTS
-    assert len(curve.y) == POINTS and curve.x[0] == (size - 1) / 2
+    line = curves.lines(curves.losses(runs))["O0"]
+    size = 1000 // curves.POINTS
+    assert len(line) == curves.POINTS and line.x[0] == (size - 1) / 2
     first, second = (sum(values[:size]) / size for values in losses)
-    assert curve.y[0] == pytest.approx((first + second) / 2)
-    assert (curve.low[0], curve.high[0]) == (pytest.approx(first), pytest.approx(second))
+    assert line.y[0] == pytest.approx((first + second) / 2)
+    assert (line.low[0], line.high[0]) == (pytest.approx(first), pytest.approx(second))
 
 
 def test_time_begins_at_the_first_loss():
-    runs = [made_run(CASES[0], steps=11)]
-    (curve,) = loss_curves(summarize(runs), runs, by_time=True)
-    assert curve.x[0] == 0 and curve.x[-1] == pytest.approx(0.1)
+    line = curves.lines(curves.losses([made_run(CASES[0], steps=11)]), "seconds")["O0"]
+    assert line.x.iloc[0] == 0 and line.x.iloc[-1] == pytest.approx(0.1)
 
 
 def test_divergence_is_marked_where_it_happens():
-    runs = [made_run(CASES[0]), made_run(CASES[0], seed=1, diverges=True)]
-    (curve,) = loss_curves(summarize(runs), runs, by_time=False)
-    ((x, y),) = curve.breaks
+    found = curves.losses([made_run(CASES[0]), made_run(CASES[0], seed=1, diverges=True)])
+    ((x, y),) = curves.breaks(found)["O0"]
     assert 55 < x < 60 and 0 < y < 1
-    assert not math.isnan(curve.y[-1])  # of the other seed
+    assert curves.lines(found)["O0"].y.notna().all()  # of the other seed
 
 
 def test_a_loss_scale_that_is_always_1_is_not_drawn():
-    runs = [made_run(case) for case in CASES]
-    names = [curve.name for curve in scale_curves(summarize(runs), runs)]
-    assert names == ["O1 float16", "O2-loss_scale=<b>$1$</b> float16", "autocast float16"]
+    drawn = curves.scales([made_run(case) for case in CASES])
+    assert set(drawn) == {"O1-float16", "O2-float16-loss_scale=<b>$1$</b>", "autocast-float16"}
 
 
 def test_other_runs_may_leave_out_losses(tmp_path):
@@ -276,34 +266,55 @@ def test_differences_are_between_equal_steps_and_seeds():
 
     runs = [of(CASES[0], seed, 0.0) for seed in (0, 2)]
     runs += [of(CASES[1], seed, 0.1 * seed) for seed in (0, 2)]
-    own, other = difference_curves(summarize(runs), runs)
+    apart = curves.lines(curves.differences(curves.losses(runs)))
+    own, other = apart["O0"], apart["O1-float16"]
     assert [own.y[0], own.low[0], own.high[0]] == pytest.approx([0, -0.01, 0.01])
     assert [other.y[0], other.low[0], other.high[0]] == pytest.approx([0.1, 0, 0.2])
     assert math.isnan(other.y[1])
 
 
-def test_only_lines_that_lie_on_o0_are_drawn_as_differences():
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_only_lines_that_lie_on_o0_are_drawn_as_differences(logarithmic):
     def of(case, more):
-        values = [2.0 - step + more for step in range(3)]
+        values = [3.0 - step + more for step in range(3)]
         return made_run(case, losses={"0": Series([0, 1, 2], values, [0.0, 1.0, 2.0])})
 
-    runs = [of(CASES[0], 0.0), of(CASES[1], 0.01), of(CASES[2], 0.5)]
-    rows = summarize(runs)
-    curves = loss_curves(rows, runs, by_time=False)
-    near = near_base(curves, difference_curves(rows, runs), logarithmic=False)
-    assert [curve.name for curve in near] == ["O1 float16"]
+    found = curves.losses([of(CASES[0], 0.0), of(CASES[1], 0.01), of(CASES[2], 0.5)])
+    lines, apart = curves.lines(found), curves.lines(curves.differences(found))
+    if logarithmic:
+        apart = {label: curves.in_percent(line, lines["O0"]) for label, line in apart.items()}
+        assert list(apart["O1-float16"].y) == pytest.approx([1 / 3, 1 / 2, 1])
+    assert curves.near_base(lines, apart, logarithmic) == ["O1-float16"]
 
 
-@pytest.mark.parametrize(
-    ("values", "labels"), [((0.001, 1.0), {r"$\mathdefault{10^{-3}}$"}), ((1.0, 60.0), {"1", "2"})]
-)
-def test_wide_axes_have_ticks_at_decades_and_narrow_ones_plain_numbers(values, labels):
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    axes = figure.subplots()
-    axes.plot([0, 1], values)
-    logarithmic(axes, values)
-    figure.canvas.draw()
-    assert labels <= {label.get_text() for label in axes.get_yticklabels()}
+def looks_of(results, runs, monkeypatch):
+    """The bars of each picture: colour, stripes and text by name."""
+    looks = []
+    monkeypatch.setattr(plots, "bars", lambda axes, drawn: looks.append(drawn))
+    made = plots.gallery(results, runs).pictures
+    return [{bar.name: bar for bar in drawn} for drawn in looks], {one.name: one for one in made}
+
+
+def test_stripes_and_dots_of_bars_are_verdicts_and_the_caption_says_so(tmp_path, monkeypatch):
+    runs = [made_run(case, seed) for case in CASES[:3] for seed in (0, 1)]
+    for run in runs[4:]:  # O1 in bfloat16 is worse
+        run.measured.metrics["accuracy"].values[-1] /= 2
+    for again in ({}, {"short": True, "again": True}):
+        if again:
+            runs += [made_run(CASES[0], seed, kind=again) for seed in (0, 1)]
+        results = made_sweep(tmp_path / str(len(again)), runs)
+        (speeds, memory), pictures = looks_of(results, runs, monkeypatch)
+        caption = pictures["speed"].caption
+        striped = {name for name, bar in speeds.items() if "/" in bar.hatch}
+        assert striped == (set() if again else {"O1 float16", "O1 bfloat16"})
+        assert ("Striped bars, \N{DAGGER}: speed not told apart" in caption) == bool(striped)
+        for drawn, name in ((speeds, "speed"), (memory, "memory")):
+            assert {name for name, bar in drawn.items() if "." in bar.hatch} == {"O1 bfloat16"}
+            assert drawn["O1 bfloat16"].text.count("\N{DOUBLE DAGGER}") == 1
+            said = "Dotted bars, \N{DOUBLE DAGGER}: accuracy differs from O0"
+            assert said in pictures[name].caption
+            assert "Lighter bars: bfloat16." in pictures[name].caption
+            assert drawn["O1 bfloat16"].colour > drawn["O1 float16"].colour
 
 
 def test_many_rows_keep_apart(tmp_path):
@@ -316,15 +327,22 @@ def test_many_rows_keep_apart(tmp_path):
         assert image.width == 1104 and image.height > 900
 
 
-def test_without_matplotlib_the_page_says_so(made, tmp_path, monkeypatch, capsys):
+EXTRA = ("matplotlib", "numpy", "pandas", "rich", "scipy")
+
+
+@pytest.mark.parametrize("missing", [("matplotlib",), ("pandas",), EXTRA], ids=" ".join)
+def test_without_the_extra_all_but_the_pictures_is_written(missing, tmp_path, monkeypatch, capsys):
     made_sweep(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["report", str(tmp_path)]) == 0
-    assert "pip install matplotlib" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "pip install ampatch[sweep]" in shown.err and "O1 bfloat16: " in shown.out
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "No plots: matplotlib is not installed" in page.text and not page.all("img")
+    assert "No plots: matplotlib or pandas is not installed" in page.text and not page.all("img")
+    assert len(list(tmp_path.glob("summary.*"))) == 4 and (tmp_path / "method.tex").exists()
 
 
 # Where the figures come from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -72,6 +73,20 @@ def plus_minus(value: float | None, sd: float | None, places: int | None = None)
     if round(sd, places) == 0:
         return f"{value:.3g} ± {sd:.1e}"
     return f"{value:.{places}f} ± {sd:.{places}f}"
+
+
+def mebibytes(size: int | None) -> str:
+    """Bytes in MiB."""
+    return number(None if size is None else size / 2**20, "{:.0f}")
+
+
+def setting_text(value: object) -> str:
+    """A setting or a fact of any type."""
+    if value is None or value in ([], {}):
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def split_interval(text: str) -> tuple[str, str]:

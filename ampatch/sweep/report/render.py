@@ -13,8 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
+from ampatch.sweep.report.documents import filled
 from ampatch.sweep.report.drawing import FORMATS
-from ampatch.sweep.report.latex import as_figures
 from ampatch.sweep.report.page import as_html
 from ampatch.sweep.report.plots import MISSING, Gallery, available, gallery
 from ampatch.sweep.report.provenance import lines
@@ -24,10 +24,9 @@ from ampatch.sweep.report.results import (
     PLOTS,
     REPORT,
     Results,
-    read_results,
-    read_runs,
+    read_sweep,
 )
-from ampatch.sweep.report.summary_files import write_tables
+from ampatch.sweep.report.summary_files import as_figures, write_tables
 
 
 def write_report(directory: str | Path) -> str:
@@ -37,11 +36,8 @@ def write_report(directory: str | Path) -> str:
     Raises `FileNotFoundError` if there are no results, `ValueError` for results in another
     version's format, `OSError` if nothing can be written.
     """
-    path = Path(directory)
-    results = read_results(path)
-    if results is None:
-        raise FileNotFoundError(f"{path}: there are no results of a sweep in this directory.")
-    runs = list(read_runs(path))
+    sweep = read_sweep(directory)
+    path, results, runs = sweep.directory, sweep.results, sweep.runs
     lacking = "" if available() else MISSING
     drawn = Gallery() if lacking else gallery(results, runs)
     _write_pictures(path, results, drawn)
@@ -59,12 +55,6 @@ def _write_pictures(path: Path, results: Results, drawn: Gallery) -> None:
     for picture in drawn.pictures:
         for form, data in picture.files.items():
             (path / PLOTS / f"{picture.name}.{form}").write_bytes(data)
-    write_whole(path / PLOTS / CAPTIONS, _captions(results, drawn))
+    captions = filled("captions.md", drawn=drawn, origin=lines(results))
+    write_whole(path / PLOTS / CAPTIONS, captions)
     write_whole(path / FIGURES, as_figures(results, drawn.pictures))
-
-
-def _captions(results: Results, drawn: Gallery) -> str:
-    """The captions as Markdown, and where the figures come from."""
-    blocks = [f"**{picture.name}.** {picture.caption}" for picture in drawn.pictures]
-    blocks += [*drawn.left_out, "\n".join(f"- {line}" for line in lines(results))]
-    return "\n\n".join(blocks) + "\n"

@@ -174,6 +174,31 @@ class Results:
         return cls(**{**fields, "rows": [Row.from_json(row) for row in data["rows"]]})
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A sweep as it lies in its directory."""
+
+    directory: Path
+    results: Results
+    runs: list[Run]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a figure may depend on: settings, versions, machine, devices."""
+        devices = dict.fromkeys(run.measured.device for run in self.runs if run.measured)
+        return {
+            **self.results.settings,
+            **self.results.versions,
+            **self.results.machine,
+            "device": ", ".join(filter(None, devices)) or "unknown",
+            "runs": f"{self.results.done} of {self.results.planned}",
+        }
+
+    def runs_of(self, row: Row) -> list[Run]:
+        """The runs of a row."""
+        return [run for run in self.runs if run.case.label == row.label]
+
+
 def read_results(directory: str | Path) -> Results | None:
     """The results in a sweep's directory; None if there are none.
 
@@ -195,6 +220,25 @@ def read_runs(directory: str | Path, label: str | None = None) -> Iterator[Run]:
         run = Run.from_json(read_json(path))
         if label is None or run.case.label == label:
             yield run
+
+
+def read_sweep(directory: str | Path) -> Stored:
+    """The sweep in a directory.
+
+    Raises `FileNotFoundError` if there is none, `ValueError` for files in another format.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path}: there is no such directory. Expected one that ampatch sweep wrote to."
+        )
+    results = read_results(path)
+    if results is None:
+        raise FileNotFoundError(
+            f"{path}: there are no results of a sweep in this directory. Expected one that ampatch "
+            "sweep wrote to, with a file summary.json."
+        )
+    return Stored(path, results, list(read_runs(path)))
 
 
 def _number(value: Any) -> Any:

@@ -8,42 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.judge import compare, corrected, quality_text
 from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.pace import is_noisy
-from ampatch.sweep.report.results import Comparison, Results, Row, read_results, read_runs
+from ampatch.sweep.report.results import Comparison, Row, Stored
 from ampatch.sweep.report.summary import samples_of, seeds_matter
 from ampatch.sweep.trial import BASE
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A sweep as it lies in its directory."""
-
-    directory: Path
-    results: Results
-    runs: list[Run]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a figure may depend on: settings, versions, machine, devices."""
-        devices = dict.fromkeys(run.measured.device for run in self.runs if run.measured)
-        return {
-            **self.results.settings,
-            **self.results.versions,
-            **self.results.machine,
-            "device": ", ".join(filter(None, devices)) or "unknown",
-            "runs": f"{self.results.done} of {self.results.planned}",
-        }
-
-    def runs_of(self, row: Row) -> list[Run]:
-        """The runs of a row."""
-        return [run for run in self.runs if run.case.label == row.label]
 
 
 @dataclass(frozen=True)
@@ -95,25 +68,6 @@ class SideBySide:
     differences: dict[str, tuple[Any, Any]]
     pairs: list[RowPair]
     alone: dict[str, list[str]] = field(default_factory=dict)  # names of rows, in "A" or "B" only
-
-
-def read_sweep(directory: str | Path) -> Stored:
-    """The sweep in a directory.
-
-    Raises `FileNotFoundError` if there is none, `ValueError` for files in another format.
-    """
-    path = Path(directory)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path}: there is no such directory. Expected one that ampatch sweep wrote to."
-        )
-    results = read_results(path)
-    if results is None:
-        raise FileNotFoundError(
-            f"{path}: there are no results of a sweep in this directory. Expected one that ampatch "
-            "sweep wrote to, with a file summary.json."
-        )
-    return Stored(path, results, list(read_runs(path)))
 
 
 def side_by_side(first: Stored, second: Stored, judged: str | None = None) -> SideBySide:

@@ -1,21 +1,40 @@
-"""A sweep's results as files: JSON, CSV, Markdown and LaTeX."""
+"""A sweep's results as files: JSON, CSV, Markdown and LaTeX.
+
+    \\usepackage{booktabs,graphicx}
+    \\input{summary.tex}  \\input{figures.tex}  \\input{method.tex}
+
+`method.tex` is a paragraph for an appendix: what was measured and how it was tested.  The table
+has the width of the page, also in two columns.
+
+They are written after each run, and without an extra: so by Python's own `csv` and by templates.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import write_json, write_whole
 from ampatch.sweep.measure.step_parts import PARTS
-from ampatch.sweep.report import provenance
+from ampatch.sweep.report import latex, provenance
+from ampatch.sweep.report.documents import filled
+from ampatch.sweep.report.figures import OK, brief
 from ampatch.sweep.report.judge import method
-from ampatch.sweep.report.latex import as_method, as_table
 from ampatch.sweep.report.numbers import counted
-from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
-from ampatch.sweep.report.table import PARTS_NOTE, Column, columns, mark_notes, notes, part_columns
+from ampatch.sweep.report.plots import Picture
+from ampatch.sweep.report.results import PLOTS, SUMMARY, TABLES, Results, Row
+from ampatch.sweep.report.table import (
+    PARTS_NOTE,
+    Table,
+    by_row,
+    columns,
+    mark_notes,
+    notes,
+    part_columns,
+)
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
@@ -46,83 +65,98 @@ def as_csv(results: Results) -> str:
     Metrics are `metric:NAME`.  The last columns, `from:NAME`, say in each line where the
     figures come from; comments at the top would have to be told to every reader.
     """
-    rows = results.rows
-    metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    scatter = list(dict.fromkeys(name for row in rows for name in row.sds))
-    ends = ("low", "high")
-    origin = provenance.columns(results)
-    head = [*_PLAIN, *(f"step_ms_{end}" for end in ends), *(f"speed_{end}" for end in ends)]
-    head += [f"part_ms:{part}" for part in PARTS]
-    head += [f"metric:{name}" for name in metrics] + [f"sd:{name}" for name in scatter]
-    head += [f"judged_{name}" for name in _JUDGED] + ["marks"]
+    metrics = list(dict.fromkeys(name for row in results.rows for name in row.metrics))
+    scatter = list(dict.fromkeys(name for row in results.rows for name in row.sds))
+    origin = {f"from:{name}": text for name, text in provenance.columns(results).items()}
+    lines = [{**_csv_line(row, metrics, scatter), **origin} for row in results.rows]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*head, "verdict", *(f"from:{name}" for name in origin)])
-    for row in rows:
-        cells: list[Any] = [getattr(row, name) for name in _PLAIN]
-        cells += [getattr(row.step_times, end, None) for end in ends]
-        cells += [getattr(row.speeds, end, None) for end in ends]
-        cells += [row.parts.get(part) for part in PARTS]
-        cells += [row.metrics.get(name) for name in metrics]
-        cells += [row.sds.get(name) for name in scatter]
-        judged = row.comparisons[0] if row.comparisons else None
-        cells += [getattr(judged, name, None) for name in _JUDGED]
-        cells.append("; ".join(note for note in mark_notes([row])))
-        writer.writerow([*cells, row.verdict, *origin.values()])
+    head = {**_csv_line(_NOTHING, metrics, scatter), **origin}
+    writer = csv.DictWriter(text, list(head), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return text.getvalue()
+
+
+_NOTHING = Row("", "", "")
+
+
+def _csv_line(row: Row, metrics: Sequence[str], scatter: Sequence[str]) -> dict[str, Any]:
+    """The figures of a row by their columns, which are the same for every row."""
+    judged = row.comparisons[0] if row.comparisons else None
+    return {
+        **{name: getattr(row, name) for name in _PLAIN},
+        **{f"step_ms_{end}": getattr(row.step_times, end, None) for end in ("low", "high")},
+        **{f"speed_{end}": getattr(row.speeds, end, None) for end in ("low", "high")},
+        **{f"part_ms:{part}": row.parts.get(part) for part in PARTS},
+        **{f"metric:{name}": row.metrics.get(name) for name in metrics},
+        **{f"sd:{name}": row.sds.get(name) for name in scatter},
+        **{f"judged_{name}": getattr(judged, name, None) for name in _JUDGED},
+        "marks": "; ".join(mark_notes([row])),
+        "verdict": row.verdict,
+    }
 
 
 def as_markdown(results: Results) -> str:
     """The recommendation, the table, the verdicts and the method, for a paper's appendix."""
     rows = results.rows
     parts = part_columns(rows)
-    paragraphs = [
-        f"# {_escaped(Path(results.script).name)} at several opt levels",
-        _what_was_run(results),
-        f"**Recommendation.** {_escaped(results.recommendation)}",
-        *(f"**Note.** {_escaped(note)}" for note in results.notes),
-        _table(rows, columns(rows)),
-        _escaped(" ".join([*notes(rows), method("O0")])),
-        *(["## Parts of a step", _table(rows, parts), _escaped(PARTS_NOTE)] if parts else []),
-        "## Verdicts",
-        "\n".join(f"- **{_escaped(row.name)}**: {_escaped(row.verdict)}" for row in rows),
-        "## Where the figures come from",
-        "\n".join(
-            f"- {name}: `{text.replace('`', chr(39))}`"
-            for name, text in provenance.facts(results).items()
-        ),
-    ]
-    return "\n\n".join(filter(None, paragraphs)) + "\n"
-
-
-def _what_was_run(results: Results) -> str:
-    """A paragraph that says what was trained, how often, and on what."""
-    seeds = max((row.seeds for row in results.rows), default=0)
     device = results.provenance.get("device", "")
-    machine = device if device not in ("", "cpu") else results.versions.get("cpu", "")
-    said = [
-        f"`{provenance.called(results)}` was trained with {counted(seeds, 'seed')} at each "
-        f"of {counted(len(results.rows), 'row')} of opt level and dtype",
-        f" on {_escaped(machine)}" if machine else "",
-        f", with {provenance.software(results)}. " if provenance.software(results) else ". ",
-        f"{results.done} of {counted(results.planned, 'run')} have ended; the first began "
-        f"{results.started}.",
-    ]
-    return "".join(said)
+    return filled(
+        "summary.md",
+        script=Path(results.script).name,
+        called=provenance.called(results),
+        seeds=_seeds(results),
+        trained=counted(len(rows), "row"),
+        machine=device if device not in ("", "cpu") else results.versions.get("cpu", ""),
+        software=provenance.software(results),
+        runs=counted(results.planned, "run"),
+        results=results,
+        figures=Table.of(columns(rows), rows),
+        explained=" ".join([*notes(rows), method("O0")]),
+        parts=Table.of(parts, rows) if parts else None,
+        parts_explained=PARTS_NOTE,
+        facts=provenance.facts(results),
+    )
 
 
-def _table(rows: Sequence[Row], shown: Sequence[Column]) -> str:
-    lines = [
-        _line(column.title for column in shown),
-        "|" + "|".join("---:" if column.right else "---" for column in shown) + "|",
-        *(_line(column.text(row) for column in shown) for row in rows),
-    ]
-    return "\n".join(lines)
+def as_table(results: Results) -> str:
+    """The table and what its marks mean, as a `table*` environment: of the width of the page."""
+    rows = results.rows
+    shown = [column for column in by_row(columns(rows)) if column.main]
+    table = Table.of(shown, rows)
+    device = results.provenance.get("device", "")
+    on = f" on {device}" if device and device != "cpu" else ""
+    failed = [f"{row.name}: {brief(row.status)}." for row in rows if row.status != OK]
+    return filled(
+        "summary.tex",
+        origin=provenance.lines(results),
+        caption=f"{Path(results.script).name} at several opt levels, {_seeds(results)} per row{on} "
+        f"({provenance.software(results)}).",
+        sides="".join("r" if column.right else "l" for column in shown),
+        heads=[latex.head(column, texts) for column, *texts in zip(shown, *table.lines)],
+        lines=[list(map(latex.cell, shown, line)) for line in table.lines],
+        footnote=" ".join([*failed, "In brackets are quartiles.", *mark_notes(rows)]),
+    )
 
 
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(map(_escaped, cells)) + " |"
+def as_method(results: Results) -> str:
+    """A paragraph that says what the columns are, how rows were compared, and what came of it."""
+    rows = results.rows
+    skips = (
+        f"{row.name}: {row.skipped} of {row.all_steps} steps were skipped after an overflow."
+        for row in rows
+        if row.skipped
+    )
+    verdicts = (f"{row.name}: {row.verdict}." for row in rows)
+    said = [*skips, *notes(rows, main=True), method("O0"), *verdicts, *results.notes]
+    return filled("method.tex", origin=provenance.lines(results), said=said)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+def as_figures(results: Results, pictures: Sequence[Picture]) -> str:
+    """A `figure` environment for each picture; the files are found from the sweep's folder."""
+    origin = provenance.lines(results)
+    return filled("figures.tex", origin=origin, folder=PLOTS, pictures=pictures)
+
+
+def _seeds(results: Results) -> str:
+    return counted(max((row.seeds for row in results.rows), default=0), "seed")

@@ -1,17 +1,26 @@
-"""A sweep's rows as a table: its columns, what they mean, and the table as aligned text.
+"""Tables as titles and texts, and the table of a sweep's rows: its columns and what they mean.
 
 `terminal.py`, `page.py`, `summary_files.py` and `latex.py` show the same columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
 from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.judge import LOSS, difference_text
-from ampatch.sweep.report.numbers import MISSING, decimals, number, plus_minus, quantity, ratio
+from ampatch.sweep.report.numbers import (
+    MISSING,
+    decimals,
+    mebibytes,
+    number,
+    plus_minus,
+    quantity,
+    ratio,
+)
 from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
 
@@ -51,9 +60,39 @@ class Column:
     """A column; `main` ones are in the table of a paper, where all would be too many."""
 
     title: str
-    text: Callable[[Row], str]
+    text: Callable[[Any], str]  # of what a line shows: of a `Row`, most often
     right: bool = True
     main: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns, and a line of texts for each thing that they show."""
+
+    columns: Sequence[Column]
+    lines: list[list[str]]
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], shown: Iterable[Any]) -> Table:
+        """The table of these columns, a line for each of `shown`."""
+        return cls(columns, [[column.text(one) for column in columns] for one in shown])
+
+    def __str__(self) -> str:
+        """Aligned text, one line for each of the table's."""
+        cells = [[column.title for column in self.columns], *self.lines]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        cells.insert(1, ["-" * width for width in widths])
+        return "".join("  ".join(self._padded(line, widths)).rstrip() + "\n" for line in cells)
+
+    def _padded(self, line: Sequence[str], widths: Sequence[int]) -> Iterable[str]:
+        for column, text, width in zip(self.columns, line, widths):
+            yield text.rjust(width) if column.right else text.ljust(width)
+
+
+NAMES = (
+    Column("level", lambda row: row.opt_level, right=False),
+    Column("dtype", lambda row: row.dtype, right=False),
+)
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
@@ -63,13 +102,12 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     samples = Column("samples/s", lambda row: number(row.samples_per_second, "{:.0f}"))
     cpu = Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False)
     return [
-        Column("level", lambda row: row.opt_level, right=False),
-        Column("dtype", lambda row: row.dtype, right=False),
+        *NAMES,
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
         *([cpu] if any(row.cpu_ms is not None for row in rows) else []),
         Column("speed", lambda row: _with_quartiles(row.speeds, ratio, "x" + speed_mark(row))),
         *([samples] if sampled else []),
-        Column("memory MiB", _mebibytes),
+        Column("memory MiB", lambda row: mebibytes(row.memory_bytes)),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
         _scattered("last loss", LOSS, rows, lambda row: row.last_loss),
         *(_metric(name, rows) for name in names),
@@ -87,10 +125,17 @@ def part_columns(rows: Sequence[Row]) -> list[Column]:
         return []
     shown = [name for name in PARTS if name in known or name != UNSPLIT]
     return [
-        Column("level", lambda row: row.opt_level, right=False),
-        Column("dtype", lambda row: row.dtype, right=False),
-        *(Column(name, _part(name)) for name in shown),
+        *NAMES,
+        *(
+            Column(name, lambda row, name=name: number(row.parts.get(name), "{:.2f}"))
+            for name in shown
+        ),
     ]
+
+
+def by_row(shown: Sequence[Column]) -> list[Column]:
+    """These columns with one for the names of the rows in the place of `NAMES`."""
+    return [Column("row", lambda row: row.name, right=False), *shown[len(NAMES) :]]
 
 
 def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
@@ -105,32 +150,6 @@ def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
     }
     of_columns = [note for note, is_shown in shown.items() if is_shown]
     return [*mark_notes(rows), *of_columns, *(MEMORY_NOTES[kind] for kind in kinds)]
-
-
-def plain_table(rows: Sequence[Row]) -> str:
-    """The table as aligned text, one line per row."""
-    return aligned(rows, columns(rows))
-
-
-def aligned(rows: Sequence[Row], shown: Sequence[Column]) -> str:
-    """These columns of the rows as text."""
-    heads = [(column.title, column.right) for column in shown]
-    return aligned_cells(heads, [[column.text(row) for column in shown] for row in rows])
-
-
-def aligned_cells(heads: Sequence[tuple[str, bool]], lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells under `heads`: titles, and whether a column is aligned to the right."""
-    cells = [[title for title, _ in heads], *lines]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    text = []
-    for line in cells:
-        padded = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for (_, right), cell, width in zip(heads, line, widths)
-        )
-        text.append("  ".join(padded).rstrip())
-    text.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(text) + "\n"
 
 
 def speed_mark(row: Row) -> str:
@@ -185,10 +204,6 @@ def _difference(rows: Sequence[Row]) -> list[Column]:
     return [Column(f"{name.replace('_', ' ')} - O0", text)]
 
 
-def _part(name: str) -> Callable[[Row], str]:
-    return lambda row: number(row.parts.get(name), "{:.2f}")
-
-
 def _with_quartiles(spread: Spread | None, form: Callable[[float], str], unit: str = "") -> str:
     """`1.62x [1.58, 1.66]`, or without quartiles of a single value."""
     if spread is None:
@@ -197,7 +212,3 @@ def _with_quartiles(spread: Spread | None, form: Callable[[float], str], unit: s
     if spread.n < 2:
         return text
     return f"{text} [{form(spread.low)}, {form(spread.high)}]"
-
-
-def _mebibytes(row: Row) -> str:
-    return MISSING if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}"

@@ -10,17 +10,16 @@ import importlib.util
 import itertools
 import shutil
 import textwrap
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TextIO
 
 from ampatch.sweep.report.figures import OK, brief
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import Results, Row
-from ampatch.sweep.report.table import PARTS_NOTE, Column, aligned, columns, notes, part_columns
+from ampatch.sweep.report.table import PARTS_NOTE, Column, Table, columns, notes, part_columns
 
 GAP = 2  # spaces between columns
-_LEAST = 10  # the least width of a column of words
+_NAME, _WORDS = 16, 12  # the most that a name, and a text, need where there is little room
 
 
 def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) -> None:
@@ -28,9 +27,16 @@ def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) 
 
     `told` are the labels of rows whose errors have been shown: these are not written again.
     """
-    if results.rows:
-        _write_tables(results.rows, stream)
-    for row in results.rows:
+    rows = results.rows
+    if rows:
+        write_table(rows, stream)
+        parts = part_columns(rows)
+        if parts:
+            stream.write("\n")
+            write_columns(rows, parts, stream)
+            _say(PARTS_NOTE, stream)
+        stream.write("\n")
+    for row in rows:
         if row.outcome == "failed" and row.label in told:
             failed = f"{row.runs - row.good_runs} of {counted(row.runs, 'run')}"
             _say(f"{row.name}: {brief(row.status)} in {failed}, as shown", stream)
@@ -43,113 +49,75 @@ def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) 
     _say(f"Recommendation: {results.recommendation}", stream)
 
 
-def _write_tables(rows: Sequence[Row], stream: TextIO) -> None:
-    write_table(rows, stream)
-    parts = part_columns(rows)
-    if parts:
-        stream.write("\n")
-        _write_columns(rows, parts, stream)
-        _say(PARTS_NOTE, stream)
-    stream.write("\n")
-
-
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Write the table and what its columns are, in colour on a terminal if rich is installed."""
-    _write_columns(rows, columns(rows), stream)
+    write_columns(rows, columns(rows), stream)
     if stream.isatty():
         stream.write("\n")
     for note in notes(rows):
         _say(note, stream)
 
 
-def _write_columns(rows: Sequence[Row], shown: Sequence[Column], stream: TextIO) -> None:
+def write_columns(rows: Sequence[Any], shown: Sequence[Column], stream: TextIO) -> None:
+    """Write a table with a line for each of `rows`, in parts on a terminal."""
     if not stream.isatty():
-        stream.write(aligned(rows, shown))
+        stream.write(str(Table.of(shown, rows)))
         return
-    parts = _parts(rows, shown, _width())
-    if importlib.util.find_spec("rich"):
-        _write_rich(rows, parts, stream)
-    else:
-        plain = (aligned(rows, [sized.column for sized in part]) for part in parts)
-        stream.write("\n".join(plain))
+    write = _write_rich if importlib.util.find_spec("rich") else _write_plain
+    for number, part in enumerate(_parts(rows, shown)):
+        stream.write("\n" if number else "")
+        write(Table.of(part, rows), stream)
 
 
-@dataclass(frozen=True)
-class _Sized:
-    """A column and the width it gets."""
-
-    column: Column
-    width: int
-
-
-def _parts(rows: Sequence[Row], shown: Sequence[Column], width: int) -> list[list[_Sized]]:
-    """The columns in parts that fit into `width`."""
+def _parts(rows: Sequence[Any], shown: Sequence[Column]) -> Iterable[list[Column]]:
+    """The columns in parts that fit on the terminal; without one that only says "ok"."""
     names = list(itertools.takewhile(lambda column: not column.right, shown))
-    share = (width - GAP * len(names)) // (len(names) + 1)  # of a name, at most
-    first = [_Sized(one, min(_widest(one, rows), max(share, _LEAST))) for one in names]
-    free = width - _taken(first)
-    parts: list[list[_Sized]] = [[]]
+    room = _width() - sum(min(_widest(name, rows), _NAME) + GAP for name in names)
+    parts: list[list[Column]] = [[]]
+    free = room
     for column in shown[len(names) :]:
-        wanted = _widest(column, rows)
-        least = wanted if column.right else min(wanted, max(_LEAST, _longest_word(column, rows)))
-        left = free - _taken(parts[-1])
-        if parts[-1] and least > left:
+        least = _widest(column, rows) if column.right else min(_widest(column, rows), _WORDS)
+        if parts[-1] and least + GAP > free:
             parts.append([])
-            left = free
-        parts[-1].append(_Sized(column, max(1, min(wanted, left))))
-    if len(parts) > 1 and _says_ok_only(parts[-1], rows):
+            free = room
+        parts[-1].append(column)
+        free -= least + GAP
+    if len(parts) > 1 and all(column.text(row) == OK for column in parts[-1] for row in rows):
         parts.pop()
-    return [[*first, *part] for part in parts]
+    return ([*names, *part] for part in parts)
 
 
-def _says_ok_only(part: Sequence[_Sized], rows: Sequence[Row]) -> bool:
-    return all(sized.column.text(row) == OK for sized in part for row in rows)
-
-
-def _taken(part: Sequence[_Sized]) -> int:
-    return sum(sized.width + GAP for sized in part)
-
-
-def _widest(column: Column, rows: Sequence[Row]) -> int:
+def _widest(column: Column, rows: Sequence[Any]) -> int:
     """The width in which no cell is cut, and no word of the title."""
-    words = column.title.split()
-    return max(map(len, [*words, *(column.text(row) for row in rows)]))
+    return max(map(len, [*column.title.split(), *(column.text(row) for row in rows)]))
 
 
-def _longest_word(column: Column, rows: Sequence[Row]) -> int:
-    words = (word for row in rows for word in column.text(row).split())
-    return max(map(len, words), default=1)
+def _write_plain(table: Table, stream: TextIO) -> None:
+    stream.write(str(table))
 
 
-def _write_rich(rows: Sequence[Row], parts: Sequence[Sequence[_Sized]], stream: TextIO) -> None:
-    from rich.console import Console
-
-    # Both sizes: with one alone rich takes 80 columns for a terminal that it does not know.
-    console = Console(file=stream, highlight=False, width=_width(), height=25)
-    for number, part in enumerate(parts):
-        if number:
-            console.print()
-        console.print(_rich_table(rows, part))
-
-
-def _rich_table(rows: Sequence[Row], part: Sequence[_Sized]) -> Any:
+def _write_rich(table: Table, stream: TextIO) -> None:
     from rich import box
-    from rich.table import Table
+    from rich.console import Console
+    from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), show_edge=False)
-    for sized in part:
-        side = "right" if sized.column.right else "left"
-        title = Text("\n".join(textwrap.wrap(sized.column.title, sized.width)), justify=side)
-        table.add_column(title, width=sized.width, justify=side, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(sized.column, row, Text) for sized in part))
-    return table
-
-
-def _cell(column: Column, row: Row, text: Any) -> Any:
-    style = ("green" if row.status == OK else "red") if column.title == "status" else ""
-    return text(column.text(row), style=style)
+    drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), show_edge=False)
+    for column, *texts in zip(table.columns, *table.lines):
+        drawn.add_column(
+            Text(column.title),
+            justify="right" if column.right else "left",
+            overflow="fold",
+            max_width=max(map(len, [*column.title.split(), *texts])),
+        )
+    for line in table.lines:
+        styles = (
+            ("green" if text == OK else "red") if column.title == "status" else ""
+            for column, text in zip(table.columns, line)
+        )
+        drawn.add_row(*map(Text, line, styles))
+    # Both sizes: with one alone rich takes 80 columns for a terminal that it does not know.
+    Console(file=stream, highlight=False, width=_width(), height=25).print(drawn)
 
 
 def _say(text: str, stream: TextIO) -> None:
