@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.tune.shadow import Sample
 
 
@@ -44,13 +42,6 @@ class Sensitivity:
         exact = statistics.median(sample.float_seconds for sample in self.samples)
         return exact - statistics.median(sample.half_seconds for sample in self.samples)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Sensitivity:
-        samples = [
-            Sample(**{name: float(value) for name, value in one.items()}) for one in data["samples"]
-        ]
-        return cls(**{**data, "samples": tuple(samples)})
-
 
 @dataclass
 class Findings:
@@ -62,16 +53,13 @@ class Findings:
     eps: list[float] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        write_json(path, dataclasses.asdict(self))
+        write_json(path, self)
 
     @classmethod
     def read(cls, path: Path) -> Findings | None:
         """The findings in a file of `write`; None if there is no such file."""
         data = read_json(path)
-        if data is None:
-            return None
-        modules = [Sensitivity.from_json(one) for one in data["modules"]]
-        return cls(**{**data, "modules": modules, "eps": [float(eps) for eps in data["eps"]]})
+        return None if data is None else restored(cls, data)
 
 
 def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:

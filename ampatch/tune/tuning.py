@@ -14,7 +14,7 @@ from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
-from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.recommendation import Margin
 from ampatch.sweep.report.results import Row
@@ -57,11 +57,6 @@ class Answer:
     paths: list[str] = field(default_factory=list)  # of all modules
     step_ms: dict[str, float] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Answer:
-        modules = [Sensitivity.from_json(one) for one in data["modules"]]
-        return cls(**{**data, "modules": modules})
 
 
 class Tuning:
@@ -298,4 +293,4 @@ def _reason(row: Row) -> str:
 def read_answer(directory: str | Path) -> Answer | None:
     """The answer in a directory of `ampatch tune`; None if there is none."""
     data = read_json(Path(directory) / ANSWER)
-    return None if data is None else Answer.from_json(data)
+    return None if data is None else restored(Answer, data)

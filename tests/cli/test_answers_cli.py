@@ -152,6 +152,14 @@ def test_a_script_that_fails_midway_still_gets_its_answer(script, in_this_proces
     assert "failed after 3 optimizer steps: AssertionError: broken." in done.err
 
 
+@pytest.mark.parametrize("text, points", ((OVERFLOWING, True), (TRAINING, False)))
+def test_explain_points_to_tune_where_most_steps_overflow(tmp_path, text, points):
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    done = python("-m", "ampatch", "explain", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("ampatch tune train.py --opt-level LEVEL" in done.stderr) == points
+
+
 def test_a_script_that_never_steps(tmp_path, in_this_process, capsys):
     (tmp_path / "hello.py").write_text("print('hello')")
     assert main.main(["gradients", str(tmp_path / "hello.py")]) == 1

@@ -8,7 +8,9 @@ from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report import own_seeds, paired
+from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.starts import checked, other_starts
 from ampatch.sweep.report.starts import note as starts_note
 from ampatch.sweep.report.summary import seeds_matter
@@ -38,6 +40,28 @@ def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[
             "its end are missing then. Give it {steps} among its arguments to let it end."
         )
     return notes
+
+
+def tune_note(script: str, options: SweepOptions, plan: Plan, rows: Sequence[Row]) -> str:
+    """What finds the part of the model that is the cause, where a level trains worse than O0."""
+    if options.rows is not None or plan.kind.is_plain:
+        return ""
+    worse = (
+        row
+        for row in rows
+        if row.engine == "ampatch"
+        and not row.settings
+        and row.dtype in DTYPES
+        and (row.outcome == "worse" or row.status.startswith("diverged"))
+    )
+    row = next(worse, None)
+    if row is None:
+        return ""
+    module = "-m " if options.module else ""
+    return (
+        f"{row.name} trains worse than O0. Which modules need FP32, if any, says: ampatch tune "
+        f"{module}{script} --opt-level {row.opt_level} --dtype {row.dtype}"
+    )
 
 
 def facts(kind: Kind, runs: Sequence[Run]) -> dict[str, str]:

@@ -63,6 +63,11 @@ class Outcome:
         rows = summarize(runs, options.judge, options.better)
         done = {run.trial for run in runs}
         trouble = notes.baseline_trouble(self._script, plan.kind)
+        said = [
+            notes.tune_note(self._script, options, plan, rows),
+            *notes.other_notes(options, plan, runs),
+            *self._script_notes().values(),
+        ]
         return Results(
             script=self._script,
             arguments=self._arguments,
@@ -76,7 +81,7 @@ class Outcome:
             rows=rows,
             done=len(runs),
             recommendation=trouble or recommendation(rows, self._margin),
-            notes=[*notes.other_notes(options, plan, runs), *self._script_notes().values()],
+            notes=[note for note in said if note],
             provenance={**self._provenance, **provenance.devices(runs)},
         )
 

@@ -39,8 +39,8 @@ class Sweep:
         options: those of `SweepOptions`, by name.
 
     The first run at O0 shows what kind of script it is (`kinds.py`); the rows follow from that.
-    With `rows`, a list of `Case`, they are these alone.  A resumed sweep may have more rows, seeds
-    and rounds than before.
+    With `rows`, a list of `Case`, they are these alone, and a resumed sweep may be given others.
+    It may have more seeds and rounds than before.
 
     On a CUDA device there is a row `O0+tf32` beside O0.  `O0` has PyTorch's defaults: matrix
     products in FP32, cuDNN's convolutions as `torch.backends.cudnn.allow_tf32` says.
