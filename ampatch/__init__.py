@@ -96,11 +96,13 @@ _DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
 """Loaded at their first use: a script that trains does not need them."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _DIAGNOSTICS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)
-    return found
+if not TYPE_CHECKING:  # a checker would take any name to be there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _DIAGNOSTICS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)
+        return found
 
 
 def __dir__() -> list[str]:

@@ -22,10 +22,11 @@ from ..config.overrides import PRECISIONS
 from ..config.validation import word
 from ..session.cached_weights import CachedWeights
 from ..session.registry import cast_state, registry
+from ..types import Function, Owner, Precision
 from .argument_checks import as_models
 
 
-def half_function(function: Any) -> Any:
+def half_function(function: Function) -> Function:
     """Decorator: casts the function's floating arguments to the half type.
 
     It takes functions, methods, static and class methods (above or below `@staticmethod`)
@@ -36,12 +37,12 @@ def half_function(function: Any) -> Any:
     return _decorated(function, Rule.HALF, "ampatch.half_function")
 
 
-def float_function(function: Any) -> Any:
+def float_function(function: Function) -> Function:
     """As `half_function`, but casts half arguments to FP32."""
     return _decorated(function, Rule.FLOAT, "ampatch.float_function")
 
 
-def promote_function(function: Any) -> Any:
+def promote_function(function: Function) -> Function:
     """As `half_function`, but casts to the widest floating dtype among the arguments."""
     return _decorated(function, Rule.PROMOTE, "ampatch.promote_function")
 
@@ -56,7 +57,7 @@ def _decorated(function: Any, rule: Rule, what: str) -> Any:
     return function
 
 
-def register_half_function(module: Any, name: str | None = None) -> None:
+def register_half_function(module: Owner, name: str | None = None) -> None:
     """As `half_function`, for a function that lives elsewhere.
 
     `register_half_function(package.module, "function")`, or one dotted string
@@ -72,17 +73,17 @@ def register_half_function(module: Any, name: str | None = None) -> None:
     registry.register(module, name, Rule.HALF)
 
 
-def register_float_function(module: Any, name: str | None = None) -> None:
+def register_float_function(module: Owner, name: str | None = None) -> None:
     """As `register_half_function`, but casts half arguments to FP32."""
     registry.register(module, name, Rule.FLOAT)
 
 
-def register_promote_function(module: Any, name: str | None = None) -> None:
+def register_promote_function(module: Owner, name: str | None = None) -> None:
     """As `register_half_function`, but casts to the widest dtype among the arguments."""
     registry.register(module, name, Rule.PROMOTE)
 
 
-def unregister_function(module: Any, name: str | None = None) -> None:
+def unregister_function(module: Owner, name: str | None = None) -> None:
     """Undo one of the three `register_*_function`, which `deactivate` does not undo.
 
     The function casts nothing from now on, in this session and in later ones.  It is named
@@ -105,7 +106,7 @@ def disable_casts() -> PolicyContext:
     return registry.state.under(lambda: None, by_user=True)
 
 
-def precision(dtype: str) -> PolicyContext:
+def precision(dtype: Precision) -> PolicyContext:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
     It belongs to the thread and holds in managed models, as `disable_casts` does.  Without an

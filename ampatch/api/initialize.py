@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -19,35 +18,78 @@ from ..log import ONCE, logger, set_verbosity
 from ..models.managed_model import ManagedModel
 from ..session.registry import registry
 from ..session.session import Session, taken_over
+from ..types import (
+    AnyOptimizer,
+    DtypeName,
+    HalfName,
+    Model,
+    Models,
+    Optimizers,
+    OptLevel,
+    Overrides,
+)
 from . import argument_checks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from ..casting.weight_cache import CacheInfo
+    from ..types import Settings
+
+
+@overload
+def initialize(
+    models: Models,
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    *,
+    num_losses: int = 1,
+    dtype: torch.dtype | HalfName = torch.float16,
+    **settings: Unpack[Settings],
+) -> Models: ...
+
+
+@overload
+def initialize(
+    models: Models,
+    optimizers: Optimizers,
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    *,
+    num_losses: int = 1,
+    dtype: torch.dtype | HalfName = torch.float16,
+    **settings: Unpack[Settings],
+) -> tuple[Models, Optimizers]: ...
 
 
 def initialize(
-    models: Any,
-    optimizers: Any = None,
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: AnyOptimizer | Sequence[AnyOptimizer] | None = None,
     enabled: bool = True,
-    opt_level: Any = "O1",
-    cast_model_type: torch.dtype | str | bool | None = None,
+    opt_level: OptLevel = "O1",
+    cast_model_type: torch.dtype | DtypeName | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
+    keep_batchnorm_fp32: bool | Literal["True", "False"] | None = None,
     master_weights: bool | None = None,
     loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | str | None = None,
+    cast_model_outputs: torch.dtype | DtypeName | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = ScaleSettings.max_loss_scale,
     *,
-    dtype: torch.dtype | str = torch.float16,
-    overrides: dict | str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | HalfName = torch.float16,
+    overrides: Overrides | None = None,
     init_scale: float = ScaleSettings.init_scale,
     growth_interval: int = ScaleSettings.growth_interval,
     growth_factor: float = ScaleSettings.growth_factor,
     backoff_factor: float = ScaleSettings.backoff_factor,
     max_consecutive_skips: int = 50,
     allow_banned: bool = True,
-    process_group: Any = None,
-    patch_scope: str = "model",
+    process_group: ProcessGroup | None = None,
+    patch_scope: Literal["model", "process"] = "model",
     **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision.
@@ -175,7 +217,7 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def add_models(models: Any, to: Any = None) -> Any:
+def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Models:
     """Manage models that come after `initialize`, under the same settings; returns what was passed.
 
         generator, first = ampatch.initialize(generator, first, opt_level="O2")
@@ -215,7 +257,7 @@ def add_models(models: Any, to: Any = None) -> Any:
     return models
 
 
-def add_optimizers(optimizers: Any) -> Any:
+def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """Manage optimizers that were made after `initialize(models)`; returns what was passed in.
 
         model = ampatch.initialize(model, opt_level="O2")
@@ -268,7 +310,7 @@ def _session_of(optimizers: list[Any]) -> Session:
     return next(iter(found), latest)
 
 
-def set_opt_level(model: nn.Module, opt_level: Any) -> None:
+def set_opt_level(model: nn.Module, opt_level: OptLevel) -> None:
     """Put a managed model under another opt level at once.
 
     Weights keep their values, optimizers keep their state.  Call it between steps.
@@ -295,17 +337,18 @@ def _found(model: nn.Module, call: str, hint: str = ".") -> tuple[Session, Manag
     return session, managed
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: Model) -> Model:
     """A plain copy of a managed model: no hooks or patches.
 
     Raises `AmpatchError` for a model that no open session manages.
     """
     call = f"ampatch.unwrap({type(model).__name__})"
     _, managed = _found(model, call, "; copy.deepcopy does for a plain model.")
-    return managed.plain_copy()
+    plain: Any = managed.plain_copy()  # of the same class
+    return plain
 
 
-def cache_info() -> Any:
+def cache_info() -> CacheInfo:
     """`hits`, `misses` and `entries` of the weight cache of the session opened last.
 
     Raises `AmpatchError` when no session is open.
@@ -337,7 +380,7 @@ def deactivate() -> None:
             registry.observers.notify("on_deactivate")
 
 
-def observe(observer: Any) -> Callable[[], None]:
+def observe(observer: object) -> Callable[[], None]:
     """Call an object's methods when something happens; returns a function that ends this.
 
     The methods, each optional:

@@ -14,6 +14,7 @@ copies of weights for the length of a forward, and name parameters in messages.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..errors import AmpatchError
 from ..log import logger, set_verbosity
 from ..session.registry import registry
 from ..session.session import Session
+from ..types import Optimizer
 from . import argument_checks
 
 
@@ -125,7 +127,9 @@ class Handle:
         """Drop half copies of a weight, after a write to it that ampatch cannot see."""
         self._clear_cache()
 
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+    def scale_loss(
+        self, loss: Tensor, optimizer: Optimizer | WrappedOptimizer
+    ) -> AbstractContextManager[Tensor]:
         """Context manager: yields the scaled loss; after it gradients are unscaled.
 
         An optimizer that is not managed yet is managed from now on: its `step()` does
@@ -140,7 +144,7 @@ class Handle:
             return contextlib.nullcontext(loss)
         return self._scaled(loss, optimizer, loss_id=0)
 
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> WrappedOptimizer:
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> WrappedOptimizer:
         """An optimizer with its own `scale_loss`, with a loss scale for each of `num_loss` losses.
 
         Raises `TypeError` or `ValueError` for a wrong argument.
@@ -181,7 +185,7 @@ class WrappedOptimizer:
     Every other attribute is the optimizer's own.
     """
 
-    def __init__(self, optimizer: Any, handle: Handle, loss_ids: range) -> None:
+    def __init__(self, optimizer: Optimizer, handle: Handle, loss_ids: range) -> None:
         self._optimizer = optimizer
         self._handle = handle
         self._loss_ids = loss_ids
@@ -195,7 +199,7 @@ class WrappedOptimizer:
         self._turn += 1
         return self._handle._scaled(loss, self._optimizer, loss_id)
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step; it does nothing after an overflow in one of the losses."""
         self._turn = 0
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)

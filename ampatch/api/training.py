@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
@@ -23,14 +23,20 @@ from ..scaling.step_counts import StepCounts
 from ..session.registry import registry
 from ..session.session import Session
 from ..session.table import alive
+from ..types import AnyOptimizer, Held, Optimizer
 from . import argument_checks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..types import ScaleSettings
 
 
 def scale_loss(
     loss: Tensor,
-    optimizers: Any,
+    optimizers: AnyOptimizer | Sequence[AnyOptimizer],
     loss_id: int = 0,
-    model: Any = None,
+    model: object = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[Tensor]:
@@ -125,7 +131,7 @@ def _refuse_unknown(optimizer: Any, call: str) -> NoReturn:
     )
 
 
-def master_params(optimizer: Any) -> Iterator[Tensor]:
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors that `optimizer.step` updates: the optimizer's parameters.
 
     They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
@@ -135,7 +141,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def state_dict(of: Any = None) -> dict[str, dict[str, Any]]:
+def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str, Any]]:
     """The loss scalers of all open sessions: those of the session opened last in apex's format.
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`.  An entry also holds
@@ -151,7 +157,7 @@ def state_dict(of: Any = None) -> dict[str, dict[str, Any]]:
     return {name: scaler.state_dict() for name, scaler in scalers.items()}
 
 
-def load_state_dict(state: dict[str, Any], of: Any = None) -> None:
+def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None = None) -> None:
     """Restore the loss scalers of all open sessions; with `of`, as for `state_dict`, of one.
 
     `state` comes from `state_dict`, from a checkpoint of apex, or from
@@ -235,7 +241,7 @@ def _scaler(call: str, loss_id: int) -> Scaler:
     return session.scalers[loss_id]
 
 
-def set_loss_scale(value: float, loss_id: int = 0) -> None:
+def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
     """Set the loss scale of the session opened last; a dynamic one stays within its limits.
 
     `value` is a positive finite number, which may be a string.  Raises `TypeError` or
@@ -247,7 +253,7 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
     scaler.set(positive_number(what, value, expected, or_text=True))
 
 
-def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
+def loss_scale_settings(loss_id: int = 0) -> dict[str, float]:
     """The settings of a dynamic loss scale of the session opened last; {} for a static scale.
 
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
@@ -257,7 +263,7 @@ def loss_scale_settings(loss_id: int = 0) -> dict[str, Any]:
     return {} if settings is None else dataclasses.asdict(settings)
 
 
-def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
+def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings]) -> None:
     """Change settings of a dynamic loss scale: the keys of `loss_scale_settings`, as keywords.
 
     They hold from now on.  A new `init_scale` becomes the present scale.  New limits apply
@@ -279,7 +285,7 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Any) -> None:
     scaler.change(what, settings)
 
 
-def step_was_skipped(optimizer: Any) -> bool:
+def step_was_skipped(optimizer: AnyOptimizer) -> bool:
     """Whether the last `optimizer.step()` was skipped because of an overflow.
 
     Waits for the device if the optimizer is a fused one, which decides there.
@@ -289,7 +295,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     return managed is not None and bool(managed.skipped)
 
 
-def step_counts(optimizer: Any) -> StepCounts:
+def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     """The numbers of steps `taken`, `skipped` and `skipped_in_a_row` (the latest), as ints.
 
     They are counted since `initialize`; a step with a closure is one step.  Steps that a
@@ -301,7 +307,7 @@ def step_counts(optimizer: Any) -> StepCounts:
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()
 
 
-def hold_scheduler(scheduler: Any) -> Any:
+def hold_scheduler(scheduler: Held) -> Held:
     """Let a learning-rate scheduler wait while steps are skipped; returns the scheduler.
 
         scheduler = ampatch.hold_scheduler(StepLR(optimizer, 30))

@@ -14,6 +14,7 @@ import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+from ..types import Called
 from .stack import BLOCK, USER, Block
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ class PolicyContext:
     def __exit__(self, *exception: object) -> None:
         self._block.leave()
 
-    def __call__(self, function: Callable) -> Callable:
-        return functools.wraps(function)(self._decorated(function))
+    def __call__(self, function: Called) -> Called:
+        decorated: Any = functools.wraps(function)(self._decorated(function))
+        return decorated
 
     def _again(self) -> PolicyContext:
         return PolicyContext(self._state, self._choose, self._by_user)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ampatch.diagnose.nonfinite import Debugger
+    from ampatch.types import StopAt
 
 SHOWN = 10  # overflows that are listed
 
 
-def run_debugged(execute: Callable[[], int], stop_at: str) -> int:
+def run_debugged(execute: Callable[[], int], stop_at: StopAt) -> int:
     """`execute()` with every model watched; what was found goes to the standard error.
 
     `execute` runs the script and returns its exit code.  A finding ends the script; the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import did_you_mean
@@ -38,7 +39,7 @@ class ScaleSettings:
             raise ValueError(f"loss scale {value!r}: expected a positive finite number.")
         return min(max(float(value), self.min_loss_scale), self.max_loss_scale)
 
-    def changed(self, what: str, given: dict[str, Any]) -> ScaleSettings:
+    def changed(self, what: str, given: Mapping[str, Any]) -> ScaleSettings:
         """These settings with those in `given` changed.
 
         Raises `TypeError` or `ValueError`, beginning with `what`, for an unknown name, a wrong

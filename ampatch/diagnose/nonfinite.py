@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 import ampatch
 
+from ..types import StopAt
 from .absorbing import LossScale
 from .finding import Report, location
 from .models import Models, check_model
@@ -40,7 +41,7 @@ logger = logging.getLogger("ampatch")
 STOP_AT = ("unabsorbed", "any")
 
 
-def debug(model: nn.Module | None = None, *, stop_at: str = "unabsorbed") -> Debugger:
+def debug(model: nn.Module | None = None, *, stop_at: StopAt = "unabsorbed") -> Debugger:
     """Watch a model for its first inf or NaN, logged as one error on the logger "ampatch".
 
     With `stop_at="unabsorbed"` an overflow in the backward pass is passed over, and listed,

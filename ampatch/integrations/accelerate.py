@@ -40,6 +40,7 @@ from ..errors import did_you_mean
 from ..log import logger
 from ..session.facade import open_sessions, session_of
 from ..torch_private.modules import compiled_from
+from ..types import HalfName, OptLevel
 from .process_end import end_gloo_at_exit
 
 _SCALE_FILE = "ampatch.pt"
@@ -72,7 +73,11 @@ class AmpatchAccelerator(Accelerator):
     """
 
     def __init__(
-        self, opt_level: Any = "O1", *, dtype: torch.dtype | str = torch.float16, **arguments: Any
+        self,
+        opt_level: OptLevel = "O1",
+        *,
+        dtype: torch.dtype | HalfName = torch.float16,
+        **arguments: Any,
     ) -> None:
         settings = {name: arguments.pop(name) for name in _SETTINGS & arguments.keys()}
         _check(opt_level, dtype, settings, arguments)

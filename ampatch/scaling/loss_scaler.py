@@ -12,6 +12,7 @@ import collections
 import functools
 import itertools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ class DynamicScaler:
         """Another scale from now on, within the floor and the cap."""
         self._fill(value, None)
 
-    def change(self, what: str, given: dict[str, Any]) -> None:
+    def change(self, what: str, given: Mapping[str, Any]) -> None:
         """Other settings from now on; a new `init_scale` starts the scale anew.
 
         Raises `TypeError` or `ValueError`, beginning with `what`, and changes nothing.

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
+import os
 import re
+import warnings
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,6 +108,88 @@ def test_a_pattern_trains(number, which, tmp_path, one_process_group):
         half = torch.ones(1, 2, 2).half()
         assert torch.bmm(half, half).dtype is torch.float32
         assert torch.einsum("bij,bjk->bik", half, half.float()).dtype is torch.float16
+
+
+# What old scripts hit
+
+
+def table_of_changes() -> dict[str, list[str]]:
+    """Messages and mends by what the script says: the code spans of the table's columns."""
+    [table] = re.findall(r"^\| programs \|.*\n\|---.*\n((?:\|.*\n)+)", GUIDE.read_text(), re.M)
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    spans = [[re.findall(r"``(.+?)``|`(.+?)`", cell) for cell in row] for row in rows]
+    firsts = [[max(cell[0], key=len) for cell in row if cell] for row in spans]
+    return {script: rest for script, *rest in firsts}
+
+
+CHANGES = table_of_changes()
+NOT_HERE = ("librosa", "tensorboardX", "parser")
+"""What this test does not run: packages that are not there, and launchers."""
+LATER = {"torch.load": (2, 6)}
+"""Messages that older versions of torch have not."""
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+TRIED = [
+    script
+    for script in CHANGES
+    if not any(name in script for name in NOT_HERE)
+    and all(version <= TORCH for name, version in LATER.items() if name in script)
+]
+
+
+class Checkpointed:
+    """What is in a checkpoint beside tensors."""
+
+
+def names_of_an_old_script(folder: Path) -> dict[str, Any]:
+    path = folder / "checkpoint.pt"
+    torch.save({"args": Checkpointed()}, path)
+    x, mask = torch.ones(3), torch.tensor([True, False, True])
+    loss = torch.tensor(1.0)
+    names = {"np": np, "torch": torch, "path": path, "x": x, "y": x, "mask": mask, "loss": loss}
+    return names | {"Variable": torch.autograd.Variable}
+
+
+def said(code: str, names: dict[str, Any]) -> str:
+    """The error and the warnings of a line, those too that torch gives once in a process."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            exec(code, dict(names))
+            error = ""
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        finally:
+            torch.set_warn_always(before)
+    return "\n".join([error, *(f"{one.category.__name__}: {one.message}" for one in caught)])
+
+
+@pytest.mark.parametrize("script", TRIED)
+def test_an_old_script_sees_the_message_of_the_guide_and_not_after_the_mend(script, tmp_path):
+    names = names_of_an_old_script(tmp_path)
+    message, mend = CHANGES[script]
+    assert message in said(script, names)
+    if mend.endswith(":"):
+        mend += " pass"
+    if "cuda" not in mend:
+        assert said(mend, names).strip() == ""
+
+
+def test_a_script_reads_its_local_rank_from_either_launcher(monkeypatch, capsys):
+    [(_, under_torchrun), (message, under_launch)] = [
+        rest for script, rest in CHANGES.items() if script.startswith("parser")
+    ]
+    old = argparse.ArgumentParser()
+    old.add_argument("--local_rank", type=int, default=0)
+    with pytest.raises(SystemExit):
+        old.parse_args(["--local-rank=0"])
+    assert message in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    parser = argparse.ArgumentParser()
+    exec(under_launch.replace("default=0", under_torchrun), {"parser": parser, "os": os})
+    assert parser.parse_args([]).local_rank == 1
+    assert parser.parse_args(["--local-rank=2"]).local_rank == 2
 
 
 def test_the_other_snippets():

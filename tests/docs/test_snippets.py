@@ -51,6 +51,7 @@ NOT_RUN = {
     "python clients/run.py": "it needs the package index; tests/docs/test_clients.py",
     "python3 -m venv": ".ci/run makes an environment",
     "python3.11 -m venv": ".ci/run makes an environment",
+    "pyright": ".ci/run runs it",
     "ruff": ".ci/run runs it",
 }
 """Beginnings of commands that no test runs as they are, and why."""

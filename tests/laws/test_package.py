@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from native_runs import needs_compiler
 from warm_python import environment
 
 import ampatch
+from ampatch import types
+from ampatch.compat.apex import amp
+from ampatch.config.scale_settings import ScaleSettings
 from ampatch.native import loading, toolchain
 
 ROOT = Path(ampatch.__file__).parents[1]
@@ -29,6 +33,29 @@ def built(tmp_path_factory) -> Path:
 
 def test_type_checkers_are_told_that_the_package_has_types(built):
     assert (built / "py.typed").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "function, settings, spelled_out",
+    [
+        (
+            ampatch.initialize,
+            types.Settings,
+            {"models", "optimizers", "enabled", "opt_level", "num_losses", "dtype", "unknown"},
+        ),
+        (
+            amp.initialize,
+            types.ApexSettings,
+            {"models", "optimizers", "enabled", "opt_level", "num_losses"},
+        ),
+        (ScaleSettings, types.ScaleSettings, set()),
+    ],
+    ids=["initialize", "apex", "loss scale"],
+)
+def test_type_checkers_know_each_setting(function, settings, spelled_out):
+    """`tests/types/calls.py` tries the types."""
+    names = set(inspect.signature(function).parameters)
+    assert settings.__optional_keys__ == names - spelled_out
 
 
 def test_the_native_part_is_installed_as_source(built):

@@ -8,9 +8,11 @@ tensors, `Tensor.cpu()` returns FP32, and so on.
 from __future__ import annotations
 
 import types
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch import nn
 
 import ampatch
 from ampatch import (
@@ -28,8 +30,15 @@ from ampatch import register_half_function as _register_half_function
 from ampatch import register_promote_function as _register_promote_function
 
 from ...session import facade as engine
+from ...types import AnyOptimizer, DtypeName, Models, Optimizers, OptLevel, Owner
 from . import lists
 from .state import Stash, _amp_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ...api.legacy_init import Handle
+    from ...types import ApexSettings
 
 __all__ = [
     "disable_casts",
@@ -48,21 +57,45 @@ __all__ = [
 ]
 
 
+@overload
 def initialize(
-    models: Any,
-    optimizers: Any = None,
+    models: Models,
+    optimizers: None = None,
     enabled: bool = True,
-    opt_level: str = "O1",
-    cast_model_type: torch.dtype | bool | None = None,
+    opt_level: OptLevel = "O1",
+    *,
+    num_losses: int = 1,
+    **settings: Unpack[ApexSettings],
+) -> Models: ...
+
+
+@overload
+def initialize(
+    models: Models,
+    optimizers: Optimizers,
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    *,
+    num_losses: int = 1,
+    **settings: Unpack[ApexSettings],
+) -> tuple[Models, Optimizers]: ...
+
+
+def initialize(
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: AnyOptimizer | Sequence[AnyOptimizer] | None = None,
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    cast_model_type: torch.dtype | DtypeName | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
+    keep_batchnorm_fp32: bool | Literal["True", "False"] | None = None,
     master_weights: bool | None = None,
     loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
+    cast_model_outputs: torch.dtype | DtypeName | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
-    min_loss_scale: float | str | None = None,
-    max_loss_scale: float | str = 2.0**24,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
 ) -> Any:
     """`ampatch.initialize` with apex's signature and tables.
 
@@ -104,23 +137,23 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-) -> Any:
+) -> Handle:
     """`ampatch.init`; edits of `amp.lists` count here too."""
     engine.edit_tables(lists.edits())
     return ampatch.init(enabled, loss_scale, enable_caching, verbose, allow_banned)
 
 
-def register_half_function(module: Any, name: str) -> None:
+def register_half_function(module: Owner, name: str) -> None:
     """Have `module.name` cast its floating arguments to the half type."""
     _register_half_function(module, name)
 
 
-def register_float_function(module: Any, name: str) -> None:
+def register_float_function(module: Owner, name: str) -> None:
     """Have `module.name` cast its half arguments to FP32."""
     _register_float_function(module, name)
 
 
-def register_promote_function(module: Any, name: str) -> None:
+def register_promote_function(module: Owner, name: str) -> None:
     """Have `module.name` cast its floating arguments to the widest dtype among them."""
     _register_promote_function(module, name)
 

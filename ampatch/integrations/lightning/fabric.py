@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +14,12 @@ import ampatch
 from ..replaced import Replaced
 from .packages import PACKAGES
 from .session import PluginSession, Settings
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
+    from ...types import HalfName, OptLevel, PluginSettings
 
 
 class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)):  # type: ignore[misc]
@@ -34,7 +40,12 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
 
     precision = "32-true"  # Lightning's name of what model and optimizers look like from outside
 
-    def __init__(self, opt_level: Any = "O1", dtype: Any = "float16", **settings: Any) -> None:
+    def __init__(
+        self,
+        opt_level: OptLevel = "O1",
+        dtype: torch.dtype | HalfName = "float16",
+        **settings: Unpack[PluginSettings],
+    ) -> None:
         super().__init__()
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
         self._settings = Settings(type(self).__name__, given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -14,6 +14,12 @@ import ampatch
 from ...session import facade
 from .packages import PACKAGES
 from .session import PluginSession, Settings
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
+    from ...types import HalfName, OptLevel, PluginSettings
 
 
 class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: ignore[misc]
@@ -30,7 +36,12 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
 
     precision = "32-true"  # Lightning's name of what model and optimizers look like from outside
 
-    def __init__(self, opt_level: Any = "O1", dtype: Any = "float16", **settings: Any) -> None:
+    def __init__(
+        self,
+        opt_level: OptLevel = "O1",
+        dtype: torch.dtype | HalfName = "float16",
+        **settings: Unpack[PluginSettings],
+    ) -> None:
         super().__init__()
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
         self._settings = Settings(type(self).__name__, given)
