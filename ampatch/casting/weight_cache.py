@@ -10,11 +10,10 @@ moment.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -66,6 +65,26 @@ class _Thread(threading.local):
         self.forward: _Forward | None = None
 
 
+class Apart:
+    """What `WeightCache.apart` gives: a `with` block, without the price of a generator."""
+
+    __slots__ = ("_found", "_own", "_thread")
+
+    def __init__(self, thread: _Thread) -> None:
+        self._thread = thread
+        self._own: _Forward | None = None
+        self._found: _Forward | None = None
+
+    def __enter__(self) -> None:
+        self._found = found = self._thread.forward
+        self._own = None if is_recording() else _Forward(object(), None, found)
+        self._thread.forward = self._own
+
+    def __exit__(self, *exception: object) -> None:
+        if self._thread.forward is self._own:
+            self._thread.forward = self._found
+
+
 class WeightCache:
     """Casts of leaf weights; open only while a managed model's forward runs, in its thread."""
 
@@ -111,22 +130,13 @@ class WeightCache:
         if is_whole and forward.plan is not None:
             _learn(forward.plan, forward)
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> Apart:
         """Copies of its own for what runs inside, each weight cast at its use, by itself.
 
         For what an activation checkpoint runs twice: both times it makes the same calls, and
         a weight used twice sums its gradients in the same dtype as without the checkpoint.
         """
-        thread = self._thread
-        found = thread.forward
-        own = None if is_recording() else _Forward(object(), None, found)
-        thread.forward = own
-        try:
-            yield
-        finally:
-            if thread.forward is own:
-                thread.forward = found
+        return Apart(self._thread)
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
