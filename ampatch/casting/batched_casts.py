@@ -180,12 +180,16 @@ def cast_into(
     known: Copies, weights: list[Tensor], dtype: torch.dtype, in_graph: bool, plan: Plan | None
 ) -> None:
     """`cast_together`; each copy is entered in `known`, with the version that it was made from."""
-    if _cast_into is not None and len(weights) > 1:
+    if len(weights) == 1:
+        [weight] = weights
+        version = weight._version  # before the cast: another thread may write meanwhile
+        known[id(weight)] = weight.to(dtype), version
+    elif _cast_into is not None:
         _cast_into(known, weights, dtype, in_graph, _NO_PLAN if plan is None else plan.number)
-        return
-    versions = list(map(_version_of, weights))
-    halves = cast_together(weights, dtype, in_graph, plan)
-    known.update(zip(map(id, weights), zip(halves, versions)))
+    else:
+        versions = list(map(_version_of, weights))
+        halves = cast_together(weights, dtype, in_graph, plan)
+        known.update(zip(map(id, weights), zip(halves, versions)))
 
 
 class Plan:
