@@ -6,7 +6,7 @@ ampatch goes on casting, and torch's autocast is off.  Outside of managed forwar
 casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
 again: see `CastState.enter_forward`.  Code of torch's that restores the autocast state of a
 forward enters regions too: what it runs in them takes its policy along (`taken_along`), which is
-the inner word.
+the inner word.  Those of checkpoints, one or two in each recompute, are not even entries.
 
 *`torch.set_autocast_enabled`* is a region without a `with` block.  Switched on: torch's autocast
 casts.  Switched off while torch's autocast was off: the call means ampatch's casts.  They are
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST
+from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, CHECKPOINTS
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
 from .cast_state import CastState
@@ -51,8 +51,8 @@ _ENABLED = 2
 """The position of `enabled` among the arguments of torch.autocast."""
 
 _ELSEWHERE = "_ampatch_elsewhere"
-"""Attribute of a region that says nothing: it was to cast on a device which this machine lacks, or
-`silence` was told so."""
+"""Attribute of a region that says nothing: it was to cast on a device which this machine lacks, a
+checkpoint restores a state by it, or `silence` was told so."""
 
 _EARLIER = "regions that were entered before the patches"
 
@@ -114,7 +114,8 @@ class AutocastWords:
 
     def _exit(self, original: Callable) -> Callable:
         def exit(region: Any, *exception: Any) -> Any:
-            self._leave(region)
+            if self._state.thread.stack:
+                self._leave(region)
             return original(region, *exception)
 
         return exit
@@ -152,9 +153,11 @@ class AutocastWords:
         def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
             if is_dynamo_compiling():
                 original(*args, **kwargs)
-            elif _is_torch_s(sys._getframe(1)):  # torch.autocast uses it, and is a region itself
+            elif _is_torch_s(
+                _module(sys._getframe(1))
+            ):  # torch.autocast uses it, and is a region itself
                 original(*args, **kwargs)
-                if nesting() == 0:
+                if self._state.thread.stack and nesting() == 0:
                     self._leave(_EARLIER)
             else:
                 asked = kwargs.get("enabled", args and args[-1])
@@ -185,26 +188,33 @@ class AutocastWords:
         def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
             if original(*args, **kwargs):
                 return True
-            return self._told(_device_of(args, kwargs, usual)) is not None
+            asking = None if is_dynamo_compiling() else sys._getframe(1)
+            if asking is not None and _asks_for_torch(asking):
+                return False
+            return self._told(asking, _device_of(args, kwargs, usual)) is not None
 
         return is_autocast_enabled
 
     def _dtype(self, original: Callable, usual: str) -> Callable:
         def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
+            asking = None if is_dynamo_compiling() else sys._getframe(1)
+            if asking is not None and _asks_for_torch(asking):
+                return original(*args, **kwargs)
             device = _device_of(args, kwargs, usual)
-            policy = None if is_enabled(device) else self._told(device)
+            policy = None if is_enabled(device) else self._told(asking, device)
             return original(*args, **kwargs) if policy is None else policy.half_type
 
         return get_autocast_dtype
 
-    def _told(self, device: str) -> Policy | None:
-        """The policy for calls on `device`, if who asks, two frames up, is told of its casts."""
+    def _told(self, asking: FrameType | None, device: str) -> Policy | None:
+        """The policy for calls on `device`, if who asks is told of its casts.
+
+        Where only some calls are cast the others are not to be; `custom_fwd` is one of the former.
+        """
         policy = self._state.policy_on(device)
-        if policy is None:
-            return None
-        if is_dynamo_compiling():
-            return policy if policy.gate is None else None
-        return policy if _is_told(policy, sys._getframe(2)) else None
+        if policy is None or policy.gate is None:
+            return policy
+        return policy if asking is not None and _module(asking) == AUTOCAST else None
 
 
 def _note(original: Callable) -> Callable:
@@ -212,7 +222,8 @@ def _note(original: Callable) -> Callable:
     def __init__(region: Any, *args: Any, **kwargs: Any) -> None:
         original(region, *args, **kwargs)
         asked = kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)
-        if asked and region.device not in device_types():
+        restores = not is_dynamo_compiling() and _module(sys._getframe(1)) == CHECKPOINTS
+        if restores or (asked and region.device not in device_types()):
             setattr(region, _ELSEWHERE, True)
 
     return __init__
@@ -223,23 +234,22 @@ def silence(region: Any) -> None:
     setattr(region, _ELSEWHERE, True)
 
 
-def _module(frame: FrameType) -> str:
-    name = frame.f_globals.get("__name__")
-    return name if isinstance(name, str) else ""
+def _module(frame: FrameType) -> Any:
+    """The name of the module that the frame's code is of."""
+    return frame.f_globals.get("__name__")
 
 
-def _is_torch_s(frame: FrameType) -> bool:
-    return _module(frame).partition(".")[0] == "torch"
+@functools.lru_cache(maxsize=1024)  # a C call
+def _is_torch_s(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] == "torch"
 
 
-def _is_told(policy: Policy, frame: FrameType) -> bool:
-    """Whether who asks in the frame is told of the casts.
-
-    Where only some calls are cast the others are not to be; `custom_fwd` is one of the former.
-    """
-    if _module(frame) == AUTOCAST:
-        return not isinstance(frame.f_locals.get("self"), torch.autocast)  # it restores the answer
-    return policy.gate is None and (_module(frame) in ASK_TO_CAST or not _is_torch_s(frame))
+def _asks_for_torch(frame: FrameType) -> bool:
+    """Whether the frame is of torch's own code that keeps the state, in order to restore it."""
+    module = frame.f_globals.get("__name__")  # as `_module`, without the price of a call
+    if not _is_torch_s(module) or module in ASK_TO_CAST:
+        return False
+    return module != AUTOCAST or isinstance(frame.f_locals.get("self"), torch.autocast)
 
 
 def _device_of(args: tuple, kwargs: dict, usual: str) -> str:

@@ -65,6 +65,9 @@ MOST_CHANGES = 64
 """Of a plan.  A model that makes its weights anew again and again has them cast one by one."""
 
 
+Copies = dict[int, tuple[Tensor, int]]
+"""Half copies, each with the version of its weight, by the weight's id."""
+
 _NO_PLAN = -1
 _numbers = itertools.count()
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
@@ -173,6 +176,22 @@ def cast_together(
     return _outside_graph(weights, dtype)
 
 
+def cast_into(
+    known: Copies, weights: list[Tensor], dtype: torch.dtype, in_graph: bool, plan: Plan | None
+) -> None:
+    """`cast_together`; each copy is entered in `known`, with the version that it was made from."""
+    if len(weights) == 1:
+        [weight] = weights
+        version = weight._version  # before the cast: another thread may write meanwhile
+        known[id(weight)] = weight.to(dtype), version
+    elif _cast_into is not None:
+        _cast_into(known, weights, dtype, in_graph, _NO_PLAN if plan is None else plan.number)
+    else:
+        versions = list(map(_version_of, weights))
+        halves = cast_together(weights, dtype, in_graph, plan)
+        known.update(zip(map(id, weights), zip(halves, versions)))
+
+
 class Plan:
     """Which weights of one model are cast together.
 
@@ -250,8 +269,11 @@ def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
     )
 
 
+_cast_into: Callable[..., None] | None = None
+
 if native.part is not None:
     _in_graph, _outside_graph = native.part.cast_together, native.part.copies
+    _cast_into = native.part.cast_into
     are_alike = native.part.are_alike
     native.part.on_missing(note_unreached)
 
@@ -270,6 +292,7 @@ def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
 
 
 _wants_grad = operator.attrgetter("requires_grad")
+_version_of = operator.attrgetter("_version")
 
 
 def may_be_planned(weight: Tensor) -> bool:

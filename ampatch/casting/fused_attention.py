@@ -30,7 +30,7 @@ from ..torch_private.modules import GLOBAL_FORWARD_TABLES, parts_of
 from ..torch_private.probes import is_recording
 from .cast_observers import observed, observers
 from .cast_state import CastState
-from .handlers import call_handlers, is_asked, unseen_where_modes_are
+from .handlers import call_handlers, is_asked, unseen
 from .policy import Policy
 from .rules import SCALARS, TENSORS, cast, castable
 
@@ -69,10 +69,12 @@ def fast_path(original: Callable, state: CastState) -> Callable:
         policy = state.policy_here()
         if policy is None or not original():
             return original()
-        with unseen_where_modes_are(state):
-            asking = sys._getframe(1).f_locals
-            if _is_training(asking.get("self")):
-                return False
+        asking = sys._getframe(1).f_locals
+        if _is_training(asking.get("self")):
+            return False
+        if not state.modes:
+            return _suits(asking, policy, state) or _is_left_alone(asking, policy)
+        with unseen():
             return _suits(asking, policy, state) or _is_left_alone(asking, policy)
 
     return get_fastpath_enabled

@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values
 from ..torch_private.probes import computes_with_fakes
-from .batched_casts import cast_in_one_block, cast_together
-
-Copies = dict[int, tuple[Tensor, int]]
-"""Half copies, each with the version of its weight, by the weight's id."""
+from .batched_casts import Copies, cast_in_one_block, cast_together
 
 _BITS = {2: torch.int16, 4: torch.int32}
 _CURE = (

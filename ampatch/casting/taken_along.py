@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch.nn.parallel
@@ -31,6 +31,7 @@ from ..torch_private.checkpoints import no_reentry
 from ..torch_private.probes import keeps_graph
 from .cast_state import CastState
 from .patches import Replacement
+from .policy import Policy
 from .stack import BACKWARD, BLOCK, USER, Block
 from .torch_autocast import devices_on
 
@@ -121,39 +122,41 @@ def _forwards_copies(context: Any) -> Iterator[None]:
             setattr(context, _LENT, lent)
 
 
-def _along(function: Callable, state: CastState) -> Callable:
-    """`function` under the policy of now; torch's autocast is as it finds it."""
+def _along(
+    function: Callable,
+    state: CastState,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Callable:
+    """`function` under the policy of now, in `around()`; torch's autocast is as it finds it."""
     policy, kind = state.of_forward(), USER if state.under_user_control() else BLOCK
 
     def along(*args: Any, **kwargs: Any) -> Any:
         block = Block(state, kind)
         block.enter(policy)
         try:
-            return function(*args, **kwargs)
+            with around():
+                return function(*args, **kwargs)
         finally:
             block.leave()
 
     return along
 
 
-def _repeatable(function: Callable, state: CastState) -> Callable:
-    """`function` under the policy of now, with half copies of weights of its own."""
-    if is_compiling():
-        return function
-    along = function
-    policy = state.of_forward()
-    if policy is not None:
-        along = policy.cache.apart()(along)
+def _repeatable(function: Callable, state: CastState, policy: Policy | None) -> Callable:
+    """`function` under the `policy` of now, with half copies of weights of its own."""
     for lending in state.thread.lent:
-        along = lending.again()(along)
-    return _along(along, state)
+        function = lending.again()(function)
+    return _along(function, state, nullcontext if policy is None else policy.cache.apart)
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
     def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
+        if is_compiling():
+            yield from original(function, *args, **kwargs)
+            return
         policy = state.of_forward()
-        around = original(_repeatable(function, state), *args, **kwargs)
-        if policy is None or is_compiling():
+        around = original(_repeatable(function, state, policy), *args, **kwargs)
+        if policy is None:
             yield from around
             return
         with policy.cache.apart():
@@ -166,14 +169,18 @@ def _reentrant(original: Any, state: CastState) -> Any:
     run = original.__func__
 
     def forward(ctx: Any, function: Callable, *args: Any) -> Any:
-        return run(ctx, _repeatable(function, state), *args)
+        if not is_compiling():
+            function = _repeatable(function, state, state.of_forward())
+        return run(ctx, function, *args)
 
     return staticmethod(forward)
 
 
 def _whole(original: Callable, state: CastState) -> Callable:
     def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        return original(_repeatable(function, state), *args, **kwargs)
+        if not is_compiling():
+            function = _repeatable(function, state, state.of_forward())
+        return original(function, *args, **kwargs)
 
     return checkpoint
 

@@ -10,20 +10,19 @@ moment.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import native
 from ..torch_private.probes import computes_with_fakes, is_recording
-from .batched_casts import Plan, alike, cast_together, may_be_planned
+from .batched_casts import Copies, Plan, alike, cast_into, cast_together, may_be_planned
 from .cast_observers import note_copies, observers
-from .kept_copies import Copies, KeptCopies
+from .kept_copies import KeptCopies
 
 
 @dataclasses.dataclass
@@ -55,7 +54,7 @@ class _Forward:
         self.lasting = lasting  # has what is plain beyond this forward
         if lasting is not None:
             self.plain, self.kept = lasting.store()
-        self.used: set[int] = set()
+        self.used: set[int] = set()  # weights whose copies in the graph were used
         self.alone: dict[int, Tensor] = {}  # weights cast by themselves, in the order of use
         self.touched: set[int] = set()  # weights whose `.data` the user's code may be writing into
         self.is_hooked = False  # its graph has hooks, which may look at gradients there
@@ -64,6 +63,26 @@ class _Forward:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.forward: _Forward | None = None
+
+
+class Apart:
+    """What `WeightCache.apart` gives: a `with` block, without the price of a generator."""
+
+    __slots__ = ("_found", "_own", "_thread")
+
+    def __init__(self, thread: _Thread) -> None:
+        self._thread = thread
+        self._own: _Forward | None = None
+        self._found: _Forward | None = None
+
+    def __enter__(self) -> None:
+        self._found = found = self._thread.forward
+        self._own = None if is_recording() else _Forward(object(), None, found)
+        self._thread.forward = self._own
+
+    def __exit__(self, *exception: object) -> None:
+        if self._thread.forward is self._own:
+            self._thread.forward = self._found
 
 
 class WeightCache:
@@ -109,24 +128,17 @@ class WeightCache:
         if forward.lasting is not None:
             forward.lasting.settle()
         if is_whole and forward.plan is not None:
-            _learn(forward.plan, forward)
+            forward.plan.was_hooked = forward.is_hooked
+            if forward.alone or forward.graphed:
+                _learn(forward.plan, forward)
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> Apart:
         """Copies of its own for what runs inside, each weight cast at its use, by itself.
 
         For what an activation checkpoint runs twice: both times it makes the same calls, and
         a weight used twice sums its gradients in the same dtype as without the checkpoint.
         """
-        thread = self._thread
-        found = thread.forward
-        own = None if is_recording() else _Forward(object(), None, found)
-        thread.forward = own
-        try:
-            yield
-        finally:
-            if thread.forward is own:
-                thread.forward = found
+        return Apart(self._thread)
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
@@ -179,7 +191,8 @@ class WeightCache:
                 and half.dtype is dtype
                 and not (forward.in_inference and not torch.is_inference_mode_enabled())
             ):
-                forward.used.add(id(weight))
+                if in_graph:
+                    forward.used.add(id(weight))
                 self.hits += 1
                 return half
         return self._make(forward, copies, weight, dtype)
@@ -201,12 +214,12 @@ class WeightCache:
         else:
             self.hits += len(halves)
             return halves
-        made = self._make_outside_graphs(weights, dtype)
-        if forward.touched.isdisjoint(map(id, weights)) and not any(map(_is_inference, weights)):
-            versions = map(_version_of, weights)
-            forward.plain.update(zip(map(id, weights), zip(made, versions)))
-            forward.kept.append(weights)
-        return made
+        if any(map(_is_inference, weights)) or not forward.touched.isdisjoint(map(id, weights)):
+            return self._make_outside_graphs(weights, dtype)
+        cast_into(forward.plain, weights, dtype, False, None)
+        forward.kept.append(weights)
+        self.misses += len(weights)
+        return [forward.plain[id(weight)][0] for weight in weights]
 
     def _make_outside_graphs(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         self.misses += len(weights)
@@ -229,14 +242,14 @@ class WeightCache:
             self.misses += 1
             return _cast_alone(weight, dtype)
         together = _together(forward, copies, weight, dtype)
-        versions = list(map(_version_of, together))
-        halves = cast_together(together, dtype, copies is forward.graphed, forward.plan)
-        copies.update(zip(map(id, together), zip(halves, versions)))
+        in_graph = copies is forward.graphed
+        cast_into(copies, together, dtype, in_graph, forward.plan)
         forward.kept.append(together)
-        forward.used.add(id(weight))
+        if in_graph:
+            forward.used.add(id(weight))
         self.misses += len(together)
         if observers:
-            note_copies(halves)
+            note_copies([copies[id(one)][0] for one in together])
         return copies[id(weight)][0]
 
 
@@ -250,7 +263,6 @@ def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
 if native.part is not None:  # it casts weights that go alone, where nobody looks at casts
     native.part.watch(observers)
 
-_version_of = operator.attrgetter("_version")
 _is_inference = operator.methodcaller("is_inference")
 
 
@@ -276,6 +288,5 @@ def _together(
 def _learn(plan: Plan, forward: _Forward) -> None:
     unused = forward.graphed.keys() - forward.used
     new = [weight for weight in forward.alone.values() if may_be_planned(weight)]
-    plan.was_hooked = forward.is_hooked
     if new or unused:
         plan.learn(new, unused)

@@ -60,6 +60,12 @@ class Caster {
     return Py_NewRef(value);
   }
 
+  // To be called once all arguments are cast.
+  void count() {
+    add(names.hits, hits_);
+    add(names.misses, misses_);
+  }
+
  private:
   // A Tensor or a Parameter, and no subclass of these.
   static bool is_plain_tensor(PyObject* value) {
@@ -137,7 +143,7 @@ class Caster {
     PyObject* entry = PyDict_GetItemWithError(copies, id);
     if (entry == nullptr) {
       if (PyErr_Occurred()) throw python_error();
-      return is_cast_alone(weight, id) ? cast_alone(weight, tensor, copies, id) : nullptr;
+      return is_cast_alone(weight, id) ? cast_alone(weight, tensor, copies, id, in_graph) : nullptr;
     }
     PyObject* half = PyTuple_GET_ITEM(entry, 0);
     const auto version = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 1));
@@ -147,9 +153,9 @@ class Caster {
     }
     if (!c10::InferenceMode::is_enabled() && is_true(names.in_inference)) return nullptr;
     THPObjectPtr result(Py_NewRef(half));
-    note(names.used, id);
-    count(names.hits);
-    return Py_NewRef(result.get());
+    if (in_graph) note(names.used, id);
+    ++hits_;
+    return result.release();
   }
 
   // Whether it is known here that no other weight is cast with this one, as
@@ -171,7 +177,8 @@ class Caster {
   }
 
   // As `WeightCache._make` for one weight.
-  PyObject* cast_alone(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
+  PyObject* cast_alone(
+      PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id, bool in_graph) {
     THPObjectPtr version(checked(PyLong_FromLongLong(tensor._version())));
     Tensor made;
     {
@@ -184,9 +191,9 @@ class Caster {
     if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept, weight) != 0) {
       throw python_error();
     }
-    note(names.used, id);
-    count(names.misses);
-    return Py_NewRef(half.get());
+    if (in_graph) note(names.used, id);
+    ++misses_;
+    return half.release();
   }
 
   static PyObject* checked(PyObject* made) {
@@ -208,10 +215,11 @@ class Caster {
     if (PySet_Add(ids, id) != 0) throw python_error();
   }
 
-  void count(PyObject* name) {
+  void add(PyObject* name, int64_t more) {
+    if (more == 0) return;
     THPObjectPtr number(got(cache_, name));
-    THPObjectPtr more(checked(PyLong_FromLongLong(PyLong_AsLongLong(number) + 1)));
-    if (PyObject_SetAttr(cache_, name, more) != 0) throw python_error();
+    THPObjectPtr sum(checked(PyLong_FromLongLong(PyLong_AsLongLong(number) + more)));
+    if (PyObject_SetAttr(cache_, name, sum) != 0) throw python_error();
   }
 
   const ScalarType to_;
@@ -219,6 +227,7 @@ class Caster {
   PyObject* const cache_;
   PyObject* const devices_;
   THPObjectPtr forward_;
+  int64_t hits_ = 0, misses_ = 0;
 };
 
 // call_cast(function, args, kwargs, dtype, cache, devices): calls `function` with its tensors cast.
@@ -247,7 +256,10 @@ PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (value == nullptr) return nullptr;
     PyTuple_SET_ITEM(cast_args.get(), i, value);
   }
-  if (PyDict_GET_SIZE(args[2]) == 0) return PyObject_Call(args[0], cast_args, nullptr);
+  if (PyDict_GET_SIZE(args[2]) == 0) {
+    caster.count();
+    return PyObject_Call(args[0], cast_args, nullptr);
+  }
   THPObjectPtr cast_kwargs(PyDict_New());
   if (!cast_kwargs) return nullptr;
   place = 0;
@@ -256,6 +268,7 @@ PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!value) return nullptr;
     if (PyDict_SetItem(cast_kwargs, name, value) != 0) return nullptr;
   }
+  caster.count();
   return PyObject_Call(args[0], cast_args, cast_kwargs);
   END_HANDLE_TH_ERRORS
 }

@@ -107,6 +107,31 @@ variable_list in_graph(
   }
 }
 
+// Half copies of the tensors of a list, in the graph with a node that knows the list's ids, if there
+// is a plan to be told of them.
+std::vector<Tensor> cast_in_graph(PyObject* list, ScalarType dtype, int64_t plan) {
+  const std::vector<Tensor> weights = tensors_of(list);
+  std::vector<int64_t> ids;
+  if (plan >= 0) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+      ids.push_back(reinterpret_cast<int64_t>(PyList_GET_ITEM(list, i)));
+    }
+  }
+  pybind11::gil_scoped_release no_gil;
+  return in_graph<EdgeTarget>(weights, dtype, plan, ids);
+}
+
+// The same outside the graph.
+std::vector<Tensor> cast_outside_graph(PyObject* list, ScalarType dtype) {
+  const std::vector<Tensor> tensors = tensors_of(list);
+  pybind11::gil_scoped_release no_gil;
+  return copies_of(tensors, dtype);
+}
+
+ScalarType scalar_type_of(PyObject* dtype) {
+  return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+}
+
 // cast_together(weights, dtype, plan): half copies of a list of FP32 weights, in the graph.
 // `plan` is the number that `note_missing` is called with, or -1.
 PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -114,21 +139,37 @@ PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
   TORCH_CHECK_TYPE(
       count == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyLong_Check(args[2]),
       "cast_together(weights: list, dtype: torch.dtype, plan: int)");
-  const std::vector<Tensor> weights = tensors_of(args[0]);
-  const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
-  const int64_t plan = PyLong_AsLongLong(args[2]);
-  std::vector<int64_t> ids;
-  if (plan >= 0) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
-      ids.push_back(reinterpret_cast<int64_t>(PyList_GET_ITEM(args[0], i)));
-    }
+  return list_of(cast_in_graph(args[0], scalar_type_of(args[1]), PyLong_AsLongLong(args[2])));
+  END_HANDLE_TH_ERRORS
+}
+
+// cast_into(copies, weights, dtype, in_graph, plan): as the two; each half copy is entered under
+// its weight's id, with the version that it was made from.
+PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 5 && PyDict_CheckExact(args[0]) && PyList_CheckExact(args[1]) &&
+          THPDtype_Check(args[2]) && PyBool_Check(args[3]) && PyLong_Check(args[4]),
+      "cast_into(copies: dict, weights: list, dtype: torch.dtype, in_graph: bool, plan: int)");
+  PyObject* weights = args[1];
+  const ScalarType dtype = scalar_type_of(args[2]);
+  const Py_ssize_t size = PyList_GET_SIZE(weights);
+  std::vector<int64_t> versions;
+  for (Py_ssize_t i = 0; i < size; ++i) {  // before the cast: another thread may write meanwhile
+    versions.push_back(THPVariable_Unpack(PyList_GET_ITEM(weights, i))._version());
   }
-  std::vector<Tensor> halves;
-  {
-    pybind11::gil_scoped_release no_gil;
-    halves = in_graph<EdgeTarget>(weights, dtype, plan, ids);
+  auto halves = args[3] == Py_True
+      ? cast_in_graph(weights, dtype, PyLong_AsLongLong(args[4]))
+      : cast_outside_graph(weights, dtype);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    THPObjectPtr id(PyLong_FromVoidPtr(PyList_GET_ITEM(weights, i)));
+    THPObjectPtr half(THPVariable_Wrap(std::move(halves[i])));
+    THPObjectPtr version(PyLong_FromLongLong(versions[i]));
+    if (!id || !half || !version) return nullptr;
+    THPObjectPtr entry(PyTuple_Pack(2, half.get(), version.get()));
+    if (!entry || PyDict_SetItem(args[0], id, entry) != 0) return nullptr;
   }
-  return list_of(std::move(halves));
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -138,14 +179,7 @@ PyObject* copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
   TORCH_CHECK_TYPE(
       count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
       "copies(tensors: list, dtype: torch.dtype)");
-  const std::vector<Tensor> tensors = tensors_of(args[0]);
-  const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
-  std::vector<Tensor> made;
-  {
-    pybind11::gil_scoped_release no_gil;
-    made = copies_of(tensors, dtype);
-  }
-  return list_of(std::move(made));
+  return list_of(cast_outside_graph(args[0], scalar_type_of(args[1])));
   END_HANDLE_TH_ERRORS
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch import native
@@ -185,6 +186,9 @@ def test_a_call_with_plain_tensors_is_two_python_calls():
 FORWARDS = {"O0": 7, "O1": 24, "O2": 37, "O3": 13}
 """Python functions of ours that a forward of one layer calls, the layer's forward among them."""
 
+CHECKPOINT = 82 if IN_PYTHON else 62
+"""The same, of a layer in an activation checkpoint, in both passes."""
+
 
 @pytest.mark.parametrize("level", FORWARDS)
 def test_a_managed_forward_adds_so_many_python_calls(level):
@@ -192,6 +196,35 @@ def test_a_managed_forward_adds_so_many_python_calls(level):
     for _ in range(2):  # the first learns which weights are cast together
         model(X)
     assert len(python_calls(model, X, ours=True)) <= FORWARDS[level]
+
+
+class Checkpointed(nn.Module):
+    """Two layers in a checkpoint each, or without."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_a_checkpoint_adds_so_many_python_calls():
+    """Forward and recompute, with what torch's checkpoint asks and restores of autocast."""
+    found = []
+    for count in (1, 2):
+        model = ampatch.initialize(Checkpointed(count), dtype=H, verbosity=0)
+        x = X.clone().requires_grad_()
+
+        def step(model=model, x=x):
+            with torch.enable_grad():
+                model(x).float().sum().backward()
+
+        step()
+        found.append(len(python_calls(step, ours=True)))
+    assert found[1] - found[0] <= CHECKPOINT, found
 
 
 def test_weights_are_lent_to_a_model_not_to_its_layers():
