@@ -24,6 +24,7 @@ from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import Overrides
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
+from ..log import logger
 from ..models.module_overrides import matching
 from ..models.sharded_weights import sharded_parameters
 from ..session.registry import registry
@@ -266,10 +267,19 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
     return None
 
 
-def overridden_exist(rules: Overrides, models: list[nn.Module]) -> None:
-    """Raise `ValueError` for `overrides` that name no submodule, or no function of torch's."""
+def overridden_exist(rules: Overrides, models: list[nn.Module], from_outside: bool = False) -> None:
+    """Raise `ValueError` for `overrides` that name no submodule, or no function of torch's.
+
+    `from_outside`: they hold for all calls of the script, and each call has some of the modules; a
+    warning says which of them this one has not.
+    """
     for key, precision in rules.modules:
         if not any(matching(model, [(key, precision)]) for model in models):
+            if from_outside:
+                logger.warning(
+                    "overrides from outside: no submodule of this initialize matches %r.", key
+                )
+                continue
             shown = key if isinstance(key, str) else key.__name__
             names = [name for model in models for name, _ in model.named_modules() if name]
             raise ValueError(
@@ -401,5 +411,6 @@ def loss_number(loss_id: Any, count: int, call: str) -> None:
     if not 0 <= whole_number(f"{call}(loss_id={loss_id!r})", loss_id) < count:
         raise ValueError(
             f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), "
-            f"numbered from 0. Call initialize(..., num_losses={max(loss_id, 0) + 1})."
+            "numbered from 0."
+            + (f" Call initialize(..., num_losses={loss_id + 1})." if loss_id >= 0 else "")
         )

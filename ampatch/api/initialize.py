@@ -184,7 +184,9 @@ def initialize(
         argument_checks.optimizers_can_train(
             listed_optimizers, listed_models, properties, process_group
         )
-        argument_checks.overridden_exist(rules, listed_models)
+        argument_checks.overridden_exist(
+            rules, listed_models, from_outside="overrides" in asked.replacing()
+        )
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
-from ..config.validation import positive_number
+from ..config.validation import positive_number, truth_value
 from ..errors import AmpatchError, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
@@ -84,6 +84,10 @@ def scale_loss(
         session, managed = found[0], [found[1]]
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
+    if isinstance(delay_unscale, str):  # "False" is true
+        delay_unscale = truth_value(
+            f"ampatch.scale_loss(delay_unscale={delay_unscale!r})", delay_unscale
+        )
     if not session.properties.enabled:
         return PlainBackward(loss)
     return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)

@@ -142,20 +142,61 @@ def _along(
     return along
 
 
-def _repeatable(function: Callable, state: CastState, policy: Policy | None) -> Callable:
-    """`function` under the `policy` of now, with half copies of weights of its own."""
+def _with_own_copies(function: Callable, state: CastState) -> Callable:
+    """`function` with half copies of the weights that are lent now."""
     for lending in state.thread.lent:
         function = lending.again()(function)
-    return _along(function, state, nullcontext if policy is None else policy.cache.apart)
+    return function
+
+
+def _repeatable(function: Callable, state: CastState) -> Callable:
+    """`function` under the policy of now, with half copies of weights of its own."""
+    policy = state.of_forward()
+    apart = nullcontext if policy is None else policy.cache.apart
+    return _along(_with_own_copies(function, state), state, apart)
+
+
+class _Recompute:
+    """The context of a recompute: the policy of now, then the user's own, which is the inner word.
+
+    So it is in the forward, where the user's is entered under that policy.
+    """
+
+    def __init__(self, state: CastState, policy: Policy | None, users: Any) -> None:
+        self._block = Block(state, USER if state.under_user_control() else BLOCK)
+        self._policy, self._users = policy, users
+        self._apart: Any = None if policy is None else policy.cache.apart()
+
+    def __enter__(self) -> None:
+        self._block.enter(self._policy)
+        if self._apart is not None:
+            self._apart.__enter__()
+        self._users.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self._users.__exit__(*error)
+        finally:
+            if self._apart is not None:
+                self._apart.__exit__(*error)
+            self._block.leave()
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
-    def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
+    def generator(
+        function: Callable, preserve: bool, contexts: Callable, *args: Any, **kwargs: Any
+    ) -> Generator[None]:
         if is_compiling():
-            yield from original(function, *args, **kwargs)
+            yield from original(function, preserve, contexts, *args, **kwargs)
             return
         policy = state.of_forward()
-        around = original(_repeatable(function, state, policy), *args, **kwargs)
+
+        def in_recompute() -> tuple[Any, Any]:
+            forward, recompute = contexts()
+            return forward, _Recompute(state, policy, recompute)
+
+        again = _with_own_copies(function, state)
+        around = original(again, preserve, in_recompute, *args, **kwargs)
         if policy is None:
             yield from around
             return
@@ -170,7 +211,7 @@ def _reentrant(original: Any, state: CastState) -> Any:
 
     def forward(ctx: Any, function: Callable, *args: Any) -> Any:
         if not is_compiling():
-            function = _repeatable(function, state, state.of_forward())
+            function = _repeatable(function, state)
         return run(ctx, function, *args)
 
     return staticmethod(forward)
@@ -179,7 +220,7 @@ def _reentrant(original: Any, state: CastState) -> Any:
 def _whole(original: Callable, state: CastState) -> Callable:
     def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            function = _repeatable(function, state, state.of_forward())
+            function = _repeatable(function, state)
         return original(function, *args, **kwargs)
 
     return checkpoint

@@ -24,6 +24,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "sweep",
+        allow_abbrev=False,
         help="run a script at several opt levels and compare them",
         usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch sweep -m MODULE [options] [-- MODULE ARGUMENTS]",

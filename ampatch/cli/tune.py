@@ -32,6 +32,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "tune",
+        allow_abbrev=False,
         help="find the modules that need FP32 at an opt level",
         usage="ampatch tune SCRIPT --opt-level LEVEL [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch tune -m MODULE --opt-level LEVEL [options] [-- MODULE ARGUMENTS]",
@@ -76,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
     """Tune, print and write the answer; returns the exit code."""
     from ampatch.sweep import SweepError, write_report
     from ampatch.tune import TuneError
-    from ampatch.tune.report import PAGE, write_page, write_terminal
-    from ampatch.tune.tuning import NO_CURE
+    from ampatch.tune.report import write_page, write_terminal
+    from ampatch.tune.tuning import CURED, PAGE, PASSES
 
     tuning = _tuning(options)
     try:
@@ -95,8 +96,10 @@ def run(options: argparse.Namespace) -> int:
     write_report(tuning.directory)
     write_page(tuning.directory, answer)
     write_terminal(answer, sys.stdout)
-    print(f"Written to {tuning.directory}: {PAGE}, tune.json, overrides.json, report.html.")
-    return 1 if answer.outcome == NO_CURE else 0
+    cured = answer.outcome == CURED
+    named = f"{PAGE}, tune.json,{' overrides.json,' if cured else ''} report.html"
+    print(f"Written to {tuning.directory}: {named}.")
+    return 0 if cured or answer.outcome == PASSES else 1
 
 
 def _tuning(options: argparse.Namespace) -> Tuning:

@@ -17,9 +17,8 @@ from ampatch.sweep.report.numbers import MISSING
 from ampatch.tune.globs import covered
 from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
-from ampatch.tune.tuning import CURED, NO_CURE, PASSES, Answer
+from ampatch.tune.tuning import CURED, NO_CURE, PAGE, PASSES, UNDECIDED, Answer
 
-PAGE = "tune.html"
 MOST_ROWS = 20  # of the table on the terminal
 WIDTH = 120  # letters in a line where the output is no terminal
 LIGHT, DARK = -4.0, 0.0  # decimal exponents of the errors that are white and full colour
@@ -31,11 +30,18 @@ def summary(answer: Answer) -> list[str]:
     level = f"{answer.opt_level} in {answer.dtype}"
     if answer.outcome == PASSES:
         return [f"{level} passes as it is: no module needs FP32.{_unseen(answer)}"]
-    if answer.outcome == NO_CURE:
+    if answer.outcome == UNDECIDED:
         return [
-            f"{level} does not come back to O0, not even with all modules in FP32 and with "
-            f"{_all_settings()}. The cause is none of these: look for code outside the model "
-            "(a loss in half, weights changed by hand), with ampatch run --debug."
+            f"Not known yet: {answer.candidates} candidates were tried, none passed, and that was "
+            "all. --resume --candidates N goes on."
+        ]
+    if answer.outcome == NO_CURE:
+        named = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
+        return [
+            f"{level} does not come back to O0, not even with every module in FP32{named}. What is "
+            "left in half: functions of the model's own forward and what it hands from one module "
+            "to the next, and code outside the model (a loss in half, weights changed by hand). "
+            "ampatch run --debug shows where the first inf or NaN comes from."
         ]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []
@@ -59,10 +65,6 @@ def _unseen(answer: Answer) -> str:
     return f" A difference in {answer.judged} of {answer.unseen:.2g} would have been seen."
 
 
-def _all_settings() -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in SETTINGS.items())
-
-
 def _speeds(answer: Answer) -> str:
     """What the cure costs."""
     said = []
@@ -84,8 +86,13 @@ def cells(answer: Answer) -> Iterator[tuple[str, ...]]:
             _share(one.overflow),
             _share(one.vanish),
             MISSING if one.gain is None else f"{one.gain * 1e3:+.3f} ms",
-            one.trouble or ("needed" if one.path in answer.needed else ""),
+            "needed" if one.path in answer.needed else "",
         )
+
+
+def troubles(answer: Answer) -> list[str]:
+    """The modules of which nothing is known, and why."""
+    return [f"Not measured: {one.path}: {one.trouble}" for one in answer.modules if one.trouble]
 
 
 def _largest(one: Sensitivity, name: str) -> str:
@@ -113,6 +120,8 @@ def write_terminal(answer: Answer, file: Any) -> None:
             table.add_row(*row)
         console.print(table, markup=False)
         console.print(_note(answer), markup=False)
+    for line in troubles(answer):
+        console.print(line, markup=False)
     for line in filter(None, summary(answer)):
         console.print(line, markup=False)
 
@@ -191,6 +200,7 @@ def write_page(directory: Path, answer: Answer) -> None:
         summary=[line for line in summary(answer) if line],
         heads=_HEADS,
         rows=list(cells(answer)),
+        troubles=troubles(answer),
         boxes=boxes,
         leaves=max((box.x + box.width for box in boxes), default=0),
         levels=max((box.y + 1 for box in boxes), default=0),

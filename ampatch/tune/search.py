@@ -24,13 +24,13 @@ Remedy = TypeVar("Remedy", bound=Hashable)
 class Found(Generic[Remedy]):
     """The outcome: `needed` passes, unless `passes` is False: then not even all remedies do.
 
-    `is_smallest`: training fails without any one of them, as far as the trials can tell.  False
-    where the trials were used up before that was shown.
+    `is_decided`: training fails without any one of them, or with all of them, as far as the trials
+    can tell.  False where the trials were used up before that was shown.
     """
 
     needed: tuple[Remedy, ...]
     passes: bool
-    is_smallest: bool
+    is_decided: bool
     trials: int
 
 
@@ -74,7 +74,7 @@ def smallest(
         while not first(0):
             count = _least(len(left), first)
             if count is None:
-                return Found((), False, False, len(known) - 1)
+                return Found((), False, True, len(known) - 1)
             needed, left = [*needed, left[count - 1]], left[: count - 1]
         return Found(_in_order(needed, remedies), True, True, len(known) - 1)
     except OutOfTrials:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,17 +28,20 @@ from ampatch.tune.sensitivity import Findings, Sensitivity, ranked
 from ampatch.tune.verdict import TuneError, passes, row_of
 
 ANSWER = "tune.json"
+PAGE = "tune.html"
+PROBE, SPEED = "probe", "speed"  # directories
 OVERRIDES = "overrides.json"
 SEEDS = 3
-PASSES, CURED, NO_CURE = "passes", "cured", "no cure"
+PASSES, CURED, NO_CURE, UNDECIDED = "passes", "cured", "no cure", "undecided"
 
 
 @dataclass
 class Answer:
     """What was found; the content of `tune.json`.
 
-    `outcome` is "passes" (the level needs nothing), "cured" (`needed` brings it back), or "no cure"
-    (not even all modules in FP32 and the three settings do).  `speeds` are medians relative to O0,
+    `outcome` is "passes" (the level needs nothing), "cured" (`needed` brings it back), "no cure"
+    (not even all modules in FP32 and the `settings_tried` do), or "undecided": the candidates were
+    used up before one passed.  `speeds` are medians relative to O0,
     and `step_ms` medians in milliseconds, by row.
     """
 
@@ -49,6 +53,7 @@ class Answer:
     settings: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, str] = field(default_factory=dict)
     line: str = ""
+    settings_tried: dict[str, Any] = field(default_factory=dict)  # those that the level lacks
     is_smallest: bool = True
     candidates: int = 0
     unseen: float | None = None  # the smallest difference in what is judged that would be seen
@@ -111,7 +116,10 @@ class Tuning:
         self._runs: list[Run] = []
         self._paths: Sequence[str] = ()
         self._tried = 0
+        self._settings: dict[str, Any] = {}
         self._sweep = self._main(resume=resume, overwrite=overwrite)
+        if overwrite:
+            self._clear()
 
     def run(self) -> Answer:
         """Run the trials that have not run yet; returns the answer, which is in the files, too.
@@ -126,12 +134,14 @@ class Tuning:
         listed = remedies.possible(findings, self._properties(), self._level.dtype or "")
         most = most_trials(len(listed)) if self._most is None else self._most
         self._say(f"{len(listed)} remedies to choose from, by at most {most} candidates.")
+        self._settings = remedies.settings(listed)
         found = smallest(listed, self._candidate_passes, most)
         if not found.passes:
-            return self._ended(NO_CURE, found, row, findings)
+            outcome = NO_CURE if found.is_decided else UNDECIDED
+            return self._ended(outcome, found, row, findings)
         cure = remedies.case(self._level, found.needed, self._paths)
         answer = self._ended(CURED, found, self._row(cure), findings)
-        return self._timed(answer, cure)
+        return self._timed(answer, cure, row)
 
     def _main(self, resume: bool, overwrite: bool = False) -> Sweep:
         """The sweep of all candidates so far, in one directory that grows."""
@@ -171,14 +181,22 @@ class Tuning:
         self._say(f"{label}: {'passes' if fine else f'fails: {_reason(row)}'}")
         return fine
 
+    def _clear(self) -> None:
+        """Delete what an earlier tuning in this directory has found."""
+        for name in (ANSWER, OVERRIDES, PAGE):
+            (self.directory / name).unlink(missing_ok=True)
+        for name in (PROBE, SPEED):
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+
     def _findings(self) -> Findings:
-        """What the probe found, in a run at O0 of its own."""
-        place = self.directory / "probe"
+        """What the probe found, in a run at O0 of its own; one with other options runs anew."""
+        place = self.directory / PROBE
         file = (place / "sensitivity.json").resolve()
-        found = Findings.read(file) if (place / "done").exists() else None
+        asked, done = self._probe_options(file).to_text(), place / "done"
+        found = Findings.read(file) if done.exists() and done.read_text() == asked else None
         if found is None:
-            found = self._probe(place, file)
-            (place / "done").touch()
+            found = self._probe(place, file, asked)
+            done.write_text(asked)
         if not found.modules:
             raise TuneError(
                 f"{self._script}: no module of a model was seen to compute anything at O0. "
@@ -186,9 +204,9 @@ class Tuning:
             )
         return found
 
-    def _probe(self, place: Path, file: Path) -> Findings:
+    def _probe_options(self, file: Path) -> ProbeOptions:
         scale = self._properties()["loss_scale"]
-        options = ProbeOptions(
+        return ProbeOptions(
             file=str(file),
             steps=self._probe_steps,
             opt_level=self._level.opt_level,
@@ -196,6 +214,8 @@ class Tuning:
             scale=None if scale == "dynamic" else float(scale),
             depth=self._depth,
         )
+
+    def _probe(self, place: Path, file: Path, asked: str) -> Findings:
         self._say(
             f"Sensitivity: each module is computed in {self._level.dtype} as well, in some of "
             f"{self._probe_steps} steps at O0."
@@ -208,7 +228,7 @@ class Tuning:
             rounds=1,
             steps=self._probe_steps + 2,
             kind=self._sweep.kind,
-            probe=("ampatch.tune.probe", options.to_text()),
+            probe=("ampatch.tune.probe", asked),
             out=place,
             overwrite=True,
             **kept,
@@ -236,7 +256,8 @@ class Tuning:
             settings=remedies.settings(found.needed),
             overrides=remedies.overrides(found.needed, findings.paths),
             line=remedies.line(self._level, found.needed, findings.paths) if cured else "",
-            is_smallest=found.is_smallest,
+            settings_tried=self._settings,
+            is_smallest=found.is_decided,
             candidates=found.trials,
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
@@ -246,10 +267,14 @@ class Tuning:
         self._write(answer)
         return answer
 
-    def _timed(self, answer: Answer, cure: Case) -> Answer:
-        """The answer with the speed of the cure beside the level and O0, in rounds of their own."""
-        place = self.directory / "speed"
-        rows = [BASE, self._level, cure]
+    def _timed(self, answer: Answer, cure: Case, level: Row) -> Answer:
+        """The answer with the speed of the cure beside the level and O0, in rounds of their own.
+
+        Steps of a level that has failed are no training, and are not timed.
+        """
+        place = self.directory / SPEED
+        rows = [BASE, cure] if level.outcome == "failed" else [BASE, self._level, cure]
+        self._say("Timing: " + ", ".join(case.label for case in rows))
         kept = {name: value for name, value in self._options.items() if name not in _OF_ACCURACY}
         sweep = Sweep(
             self._script,
@@ -259,7 +284,7 @@ class Tuning:
             out=place,
             resume=(place / "summary.json").exists(),
             **kept,
-        ).run(self._progress())
+        ).run()
         names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}
         for row in sweep.rows:
             if row.step_ms is not None:
@@ -273,6 +298,8 @@ class Tuning:
         write_json(self.directory / ANSWER, answer)
         if answer.outcome == CURED:
             write_json(self.directory / OVERRIDES, answer.overrides)
+        else:
+            (self.directory / OVERRIDES).unlink(missing_ok=True)
 
 
 _OF_PROBE = frozenset(

@@ -199,6 +199,11 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(tmp_path):
             "Call initialize(..., num_losses=3)",
         ),
         (lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id="0"), TypeError, "loss_id='0'"),
+        (
+            lambda o: ampatch.scale_loss(torch.tensor(3.0), o, delay_unscale="no"),
+            TypeError,
+            "scale_loss(delay_unscale='no'): expected True or False",
+        ),
         (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
         (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
         (lambda o: ampatch.set_loss_scale("dynamic"), ValueError, "expected a positive number"),
@@ -279,3 +284,12 @@ def test_a_model_is_no_optimizer_and_an_optimizer_no_model(name):
     given = model if name in OF_AN_OPTIMIZER else optimizer
     with pytest.raises(ampatch.AmpatchError, match="was not given to ampatch.initialize"):
         call(given)
+
+
+def test_more_loss_scalers_are_advised_only_where_they_help():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, verbosity=0)
+    with pytest.raises(ValueError, match="loss_id=-1.*numbered from 0") as refused:
+        ampatch.scale_loss(torch.tensor(3.0), optimizer, loss_id=-1)
+    assert "num_losses" not in str(refused.value)

@@ -54,6 +54,20 @@ def test_the_variable_replaces_the_scripts_overrides_and_says_so(monkeypatch, fi
     assert told == [{"overrides": ({"1": "float"}, {"0": "float"})}]
 
 
+def test_those_from_outside_hold_for_every_call_and_a_call_without_such_a_module_is_told(
+    monkeypatch, file, caplog
+):
+    """A script may initialize a generator and a discriminator by themselves."""
+    monkeypatch.setenv("AMPATCH_OVERRIDES", str(file))
+    assert precisions() == MIXED
+    other = nn.ModuleDict({"head": nn.Linear(2, 2)})
+    ampatch.initialize(other, opt_level="O2")
+    assert "no submodule of this initialize matches '0'" in caplog.text
+    monkeypatch.delenv("AMPATCH_OVERRIDES")
+    with pytest.raises(ValueError, match="no submodule matches"):
+        ampatch.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0, overrides=file)
+
+
 @pytest.mark.parametrize(
     "text, said",
     (

@@ -8,7 +8,7 @@ import pytest
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.sweep import Case, write_report
-from ampatch.sweep.report.latex import escaped
+from ampatch.sweep.report.latex import escaped, with_formulas
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.summary_files import (
     as_csv,
@@ -40,6 +40,18 @@ def results_of(directory, *runs):
 )
 def test_text_is_shown_as_it_is(text, shown):
     assert escaped(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    (
+        ("by -3.7e-05 [-0.0015, +2e-06]", r"by $-3.7\cdot10^{-5}$ $[-0.0015, +2\cdot10^{-6}]$"),
+        ("1.5 [1.4, 1.6]", "$1.5$ $[1.4, 1.6]$"),
+        ("p=1e-12", r"$p=1\cdot10^{-12}$"),
+    ),
+)
+def test_figures_are_mathematics(text, shown):
+    assert with_formulas(text) == shown
 
 
 def test_the_table_is_whole(tmp_path):

@@ -18,7 +18,7 @@ def test_what_is_needed_is_found_exactly_wherever_it_stands(size, faults):
     for _ in range(40):
         needed = set(choose.sample(range(size), min(faults, size)))
         found = smallest(range(size), needed.issubset, most=size + 99)
-        assert found.passes and found.is_smallest
+        assert found.passes and found.is_decided
         assert set(found.needed) == needed
 
 
@@ -28,7 +28,7 @@ def test_likely_remedies_are_found_within_the_default_number(size):
     for first, second in itertools.product(range(5), repeat=2):
         needed = {first, second}
         found = smallest(range(size), needed.issubset)
-        assert set(found.needed) == needed and found.is_smallest
+        assert set(found.needed) == needed and found.is_decided
         assert found.trials <= most_trials(size) <= 2 * math.ceil(math.log2(size + 1)) + 8
 
 
@@ -45,17 +45,17 @@ def test_no_candidate_is_tried_twice():
 
 def test_where_not_even_all_pass_there_is_nothing_needed():
     found = smallest(range(16), lambda chosen: False, most=99)
-    assert not found.passes and found.needed == ()
+    assert not found.passes and found.is_decided and found.needed == ()
     assert found.trials == 5  # 1, 2, 4, 8 and 16 in place
 
 
 def test_where_the_trials_end_the_best_candidate_is_the_answer_and_says_so():
     needed = {40, 90, 95}
     found = smallest(range(100), needed.issubset, most=12)
-    assert found.passes and not found.is_smallest and found.trials == 12
+    assert found.passes and not found.is_decided and found.trials == 12
     assert needed < set(found.needed) and len(found.needed) < 100
 
 
 def test_where_the_trials_end_before_one_has_passed_nothing_is_known():
     found = smallest(range(100), lambda chosen: 99 in chosen, most=3)
-    assert not found.passes and not found.is_smallest
+    assert not found.passes and not found.is_decided

@@ -35,7 +35,7 @@ def test_one_softmax_is_found_and_the_line_to_paste_says_it(folder, capsys):
     assert answer.needed == ["weigh"] and answer.settings == {}
     assert 'overrides={"weigh": "float"}' in out and answer.line in out
     assert json.loads((folder / "overrides.json").read_text()) == {"weigh": "float"}
-    assert {"O0", "level", "cure"} == set(answer.step_ms)
+    assert {"O0", "cure"} == set(answer.step_ms)  # the level has failed
     page = (folder / "tune.html").read_text()
     assert "weigh (Weigh): relative error inf" in page and "://" not in page
 

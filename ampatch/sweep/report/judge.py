@@ -162,7 +162,8 @@ def _quality(row: Row) -> str:
     if loss is None or loss.p is None:
         return said
     is_within = "within seed noise" if loss.outcome == "within" else loss.outcome
-    return f"{said}; {LOSS} {is_within}: difference {difference_text(loss)}"
+    p = "" if never_varies(loss) else f", p={loss.corrected_p:.2g}"
+    return f"{said}; {LOSS} {is_within}: difference {difference_text(loss)}{p}"
 
 
 def quality_text(one: Comparison, base: str) -> str:

@@ -29,13 +29,14 @@ _LETTERS = "ßæÆœŒøØ"  # of pdflatex, besides ASCII and accents
 _QUOTED = re.compile(r'"([^"]*)"')
 _OF_TWO_HYPHENS = re.compile("-(?=-)")  # of "--resume"; two would become a dash
 _NUMBERS = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?[-+\d.e,/\[\] x±†‡]*")  # a cell of figures alone
+_EXPONENT = re.compile(r"(?<=\d)e\+?(-?)0*(\d+)")
 _LONGEST = 12  # letters in a line of a cell that is no figure
 _POWER = "ncp * s / sqrt(n)"
 _FORMULA = re.compile(
     rf"({re.escape(_POWER)}"
     r"|\b\d[\d.]*x(?!\w)"  # 1.62x
     r"|\bp=[\d.]+(?:e-\d+)?"
-    r"|(?<![\w.\[-])[-+]\d[\d.]* \[[-+\d., e]+\])"  # a difference and its interval
+    r"|(?<![\w.\[-])[-+]?\d[\d.]*(?:e[-+]\d+)? \[[-+\d., e]+\])"  # a difference, its interval
 )
 _IN_MATH = str.maketrans(
     {"x": r"\times", "±": r"\pm", "†": r"^{\dagger}", "‡": r"^{\ddagger}"}
@@ -101,4 +102,5 @@ def _letter(letter: str) -> str:
 def _math(text: str) -> str:
     if text == _POWER:
         return r"$\mathrm{ncp}\cdot s/\sqrt{n}$"
-    return f"${text.translate(_IN_MATH)}$".replace(" [", "$ $[")  # a line may end between them
+    text = _EXPONENT.sub(r"\\cdot10^{\1\2}", text.translate(_IN_MATH))
+    return f"${text}$".replace(" [", "$ $[")  # a line may end between them

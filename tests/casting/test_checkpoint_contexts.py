@@ -1,0 +1,62 @@
+"""`checkpoint(..., context_fn=...)`: a context of the user's is the inner word in both passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampatch
+
+CONTEXTS = {
+    "another half type": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "regions off": lambda: torch.autocast("cpu", enabled=False),
+    "disable_casts": ampatch.disable_casts,
+    "precision": lambda: ampatch.precision("float"),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, context, in_checkpoint):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.context, self.in_checkpoint = context, in_checkpoint
+
+    def forward(self, x):
+        if self.in_checkpoint:
+            contexts = lambda: (self.context(), self.context())  # noqa: E731
+            return checkpoint(self.run, x, use_reentrant=False, context_fn=contexts)
+        with self.context():
+            return self.run(x)
+
+    def run(self, x):
+        return self.layers(x.float())
+
+
+def gradients(context, in_checkpoint, opt_level):
+    model = Net(context, in_checkpoint)
+    if opt_level is not None:
+        ampatch.initialize(model, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
+    x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=opt_level is None):
+        output = model(x)
+    output.float().sum().backward()
+    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    ampatch.deactivate()
+    return found
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_recompute_computes_what_the_forward_did(name):
+    plain, repeated = (gradients(CONTEXTS[name], again, "O1") for again in (False, True))
+    for exact, found in zip(plain, repeated, strict=True):
+        assert torch.equal(exact, found)
+
+
+@pytest.mark.parametrize("name", ("another half type", "regions off"))
+def test_regions_of_torch_autocast_do_what_they_do_there(name):
+    beside, ours = (gradients(CONTEXTS[name], True, level) for level in (None, "O1"))
+    for exact, found in zip(beside, ours, strict=True):
+        assert torch.equal(exact, found)
