@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ampatch
 from ampatch.tune.probe import SAMPLES, Probe, ProbeOptions
 from ampatch.tune.sensitivity import Findings, Sensitivity, ranked
-from ampatch.tune.shadow import Sample
+from ampatch.tune.shadow import Call, HalfType, Sample
 
 
 class Hot(nn.Module):
@@ -204,3 +204,14 @@ def test_modules_of_which_nothing_is_known_rank_last():
     exact = Sample(0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
     unknown, known = Sensitivity("a", "A", 0), Sensitivity("b", "B", 0, (exact,))
     assert ranked([unknown, known]) == [known, unknown]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_weight_that_a_hook_computes_is_copied_and_computed_anew():
+    module = nn.utils.weight_norm(nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    module(x)
+    assert not module.weight.is_leaf  # which deepcopy refuses
+    call = Call(module, (x,), {}, as_group=True)
+    call.watch(module(x))
+    assert 0 < call.compare(HalfType(torch.float16)).output < 2e-3

@@ -1,0 +1,126 @@
+"""The course of a tuning, and its answers, with trials whose outcome is given."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ampatch.sweep.kinds import UNKNOWN
+from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.trial import BASE, Trial
+from ampatch.tune import Tuning, read_answer
+from ampatch.tune.probe import ProbeOptions
+from ampatch.tune.report import summary
+from ampatch.tune.sensitivity import Findings, Sensitivity
+from ampatch.tune.shadow import Sample
+
+MODULES = ("stem", "body", "body.norm", "head")
+
+
+def run(case, seed, is_good):
+    loss = 0.5 + 0.01 * seed if is_good else math.nan
+    losses = {"0": Series(list(range(40)), [loss] * 40, [0.1] * 40)}
+    return Run(
+        Trial(case, seed), 0, 1.0, Measured(case.opt_level, skipped=[False] * 40, losses=losses)
+    )
+
+
+class Trials:
+    """In the place of `Sweep`: a case trains well if one of the `cures` is in place, as does O0."""
+
+    def __init__(self, cures):
+        self.cures, self.probed, self.kind = set(cures), [], UNKNOWN
+
+    def __call__(self, script, arguments, *, rows, out, probe=None, **options):
+        Path(out).mkdir(parents=True, exist_ok=True)
+        if probe is not None:
+            asked = ProbeOptions(**json.loads(probe[1]))
+            self.probed.append(asked)
+            sample = Sample(0.1, 0.1, 0.0, 0.0, 1.0, 1.0)
+            modules = [Sensitivity(path, "Linear", 1, (sample,)) for path in MODULES]
+            Findings(asked.steps, modules, list(MODULES), [1e-8]).write(Path(asked.file))
+        self.runs = [run(case, seed, self.is_good(case)) for case in rows for seed in (0, 1, 2)]
+        self.rows = []
+        return self
+
+    def run(self, progress=None):
+        return self
+
+    def is_good(self, case):
+        settings = dict(case.settings)
+        globs = json.loads(settings.get("overrides", "{}"))
+        in_place = {*settings, case.opt_level}
+        in_place |= {path for path in MODULES for glob in globs if fnmatch.fnmatchcase(path, glob)}
+        return case == BASE or bool(in_place & self.cures)
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+
+    def made(cures, level="O3", **options):
+        trials = Trials(cures)
+        monkeypatch.setattr("ampatch.tune.tuning.Sweep", trials)
+        tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
+        return tuning.run(), trials
+
+    return made
+
+
+def test_one_module_is_the_answer(tuned, tmp_path):
+    answer, _ = tuned(["head"])
+    assert (answer.outcome, answer.needed, answer.settings) == ("cured", ["head"], {})
+    assert answer == read_answer(tmp_path / "out")
+
+
+def test_a_setting_is_the_answer_where_no_module_is(tuned):
+    answer, _ = tuned(["master_weights"])
+    assert answer.settings == {"master_weights": True} and answer.overrides == {}
+    assert "The cause is no module, it is half weights" in summary(answer)[0]
+
+
+def test_a_level_that_passes_is_answered_at_once_and_leaves_no_older_answer(tuned, tmp_path):
+    tuned(["head"])
+    assert (tmp_path / "out/overrides.json").exists()
+    answer, trials = tuned(["O3"])
+    assert answer.outcome == "passes" and answer.candidates == 0 and not trials.probed
+    assert not (tmp_path / "out/overrides.json").exists()
+
+
+def test_used_up_candidates_are_no_verdict(tuned):
+    answer, _ = tuned(["stem"], candidates=2)
+    assert answer.outcome == "undecided" and answer.candidates == 2
+    [said] = summary(answer)
+    assert "Not known yet: 2 candidates were tried" in said and "--resume --candidates" in said
+
+
+@pytest.mark.parametrize(
+    "level, tried", (("O3", ["loss_scale", "eps", "master_weights"]), ("O2", []))
+)
+def test_where_nothing_helps_only_what_was_tried_is_named(tuned, level, tried):
+    answer, _ = tuned([], level=level)
+    assert answer.outcome == "no cure" and list(answer.settings_tried) == tried
+    [said] = summary(answer)
+    assert "not even with every module in FP32" in said
+    assert [name for name in ("loss_scale", "eps", "master_weights") if name in said] == tried
+
+
+def test_a_probe_of_other_options_is_made_anew(tuned):
+    for options, count in (({}, 1), ({}, 0), ({"depth": 1}, 1), ({"probe_steps": 7}, 1)):
+        _, trials = tuned(["head"], **options)
+        assert len(trials.probed) == count, options
+    assert trials.probed[0].steps == 7
+
+
+def test_overwriting_deletes_what_was_found_before(tuned, tmp_path):
+    tuned(["head"])
+    (tmp_path / "out/speed").mkdir(exist_ok=True)
+    (tmp_path / "out/speed/summary.json").write_text("")
+    _, trials = tuned(["stem"], overwrite=True)
+    assert len(trials.probed) == 1
+    assert not (tmp_path / "out/speed/summary.json").exists()
