@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, UNKNOWN, Kind
 from ampatch.sweep.trial import Case
 from ampatch.tune.globs import shortest
 from ampatch.tune.sensitivity import Findings, ranked
@@ -82,8 +83,11 @@ def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
     return Case(level.opt_level, level.dtype, settings=tuple(named.items()))
 
 
-def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str]) -> str:
-    """The call of `initialize` to paste, with a second line for what is not among its arguments."""
+def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN) -> str:
+    """What to paste: the call of `initialize`, or keywords of a framework's integration.
+
+    A second line has what is not among its arguments.
+    """
     named: dict[str, Any] = {"opt_level": level.opt_level, "dtype": level.dtype}
     named |= {name: value for name, value in settings(chosen).items() if name != "eps"}
     modules = overrides(chosen, paths)
@@ -91,6 +95,9 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str]) -> str:
     if modules:
         written.append(f"overrides={json.dumps(modules)}")
     call = f"model, optimizer = ampatch.initialize(model, optimizer, {', '.join(written)})"
+    if kind.name == FRAMEWORK:
+        shown = FRAMEWORKS[kind.framework].shown
+        call = f"{', '.join(written)}\nto ampatch's integration of {shown}"
     if "eps" in settings(chosen):
         call += f"\nand eps={EPS:g} where the optimizer is made"
     return call

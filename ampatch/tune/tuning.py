@@ -255,7 +255,7 @@ class Tuning:
             needed=[str(one) for one in found.needed],
             settings=remedies.settings(found.needed),
             overrides=remedies.overrides(found.needed, findings.paths),
-            line=remedies.line(self._level, found.needed, findings.paths) if cured else "",
+            line=self._line(found.needed, findings.paths) if cured else "",
             settings_tried=self._settings,
             is_smallest=found.is_decided,
             candidates=found.trials,
@@ -266,6 +266,9 @@ class Tuning:
         )
         self._write(answer)
         return answer
+
+    def _line(self, needed: Sequence[Remedy], paths: Sequence[str]) -> str:
+        return remedies.line(self._level, needed, paths, self._sweep.kind)
 
     def _timed(self, answer: Answer, cure: Case, level: Row) -> Answer:
         """The answer with the speed of the cure beside the level and O0, in rounds of their own.

@@ -11,6 +11,7 @@ from torch import nn
 
 import ampatch
 from ampatch.config.opt_levels import properties_for
+from ampatch.sweep.kinds import Kind
 from ampatch.sweep.trial import Case
 from ampatch.tune.remedies import Remedy, case, line, possible
 from ampatch.tune.sensitivity import Findings, Sensitivity
@@ -61,6 +62,14 @@ def test_eps_is_none_of_initializes_settings():
     row = case(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
     assert "eps=0.0001" in row.label and "AMPATCH_SETTINGS" not in row.environment
     assert "eps=0.0001 where" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
+
+
+def test_in_a_framework_they_are_keywords_of_the_integration():
+    said = line(Case("O2", "float16"), [Remedy("head")], PATHS, Kind("framework", "lightning"))
+    assert said == (
+        'opt_level="O2", dtype="float16", overrides={"head": "float"}\n'
+        "to ampatch's integration of Lightning"
+    )
 
 
 def test_the_line_to_paste_runs():
