@@ -171,15 +171,24 @@ class _Recompute:
         self._block.enter(self._policy)
         if self._apart is not None:
             self._apart.__enter__()
-        self._users.__enter__()
+        try:
+            self._users.__enter__()
+        except BaseException:
+            self._leave()
+            raise
 
     def __exit__(self, *error: Any) -> Any:
         try:
             return self._users.__exit__(*error)
-        finally:
+        finally:  # `_leave`, without the price of a call
             if self._apart is not None:
-                self._apart.__exit__(*error)
+                self._apart.__exit__()
             self._block.leave()
+
+    def _leave(self) -> None:
+        if self._apart is not None:
+            self._apart.__exit__()
+        self._block.leave()
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:

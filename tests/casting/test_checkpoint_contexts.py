@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -60,3 +62,17 @@ def test_regions_of_torch_autocast_do_what_they_do_there(name):
     beside, ours = (gradients(CONTEXTS[name], True, level) for level in (None, "O1"))
     for exact, found in zip(beside, ours, strict=True):
         assert torch.equal(exact, found)
+
+
+def test_a_context_that_cannot_be_entered_leaves_no_policy_behind():
+    class Broken(contextlib.nullcontext):
+        def __enter__(self):
+            raise ValueError("not now")
+
+    contexts = iter((contextlib.nullcontext(), Broken()))
+    model = Net(lambda: next(contexts), in_checkpoint=True)
+    ampatch.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    loss = model(torch.ones(4, 8, requires_grad=True)).float().sum()
+    with pytest.raises(ValueError, match="not now"):
+        loss.backward()
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
