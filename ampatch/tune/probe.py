@@ -6,10 +6,12 @@ within the steps, so that as few copies as that takes are in memory at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -88,7 +90,8 @@ class Probe:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._compare()
+        with self._counted():
+            self._compare()
         self._note_eps(optimizer)
         self._found.steps += 1
         if not self._watched:
@@ -96,6 +99,15 @@ class Probe:
         self._write()
         if self._found.steps <= self._options.steps:
             self._watch(itertools.islice(self._turns, self._at_once))
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Work that the training alone would not have."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._found.seconds += time.perf_counter() - started
 
     def _choose(self) -> None:
         """The modules to look at are known now, and how many of them a step can take."""
@@ -125,7 +137,8 @@ class Probe:
             done = True
             as_group = self._options.depth is not None or not any(True for _ in module.children())
             try:
-                running.append(Call(module, args, kwargs, as_group))
+                with self._counted():
+                    running.append(Call(module, args, kwargs, as_group))
             except Exception as error:  # whatever a class says to being copied
                 watched.trouble = f"it cannot be copied: {error}"
 
@@ -144,6 +157,8 @@ class Probe:
     def _compare(self) -> None:
         calls, self._calls = self._calls, []
         self._largest = max([self._largest, *(call.largest_gradient for _, call in calls)])
+        self._found.copied = max(self._found.copied, sum(call.size for _, call in calls))
+        self._found.at_once = max(self._found.at_once, len(calls))
         for watched, call in calls:
             try:
                 with self._off.lifted():

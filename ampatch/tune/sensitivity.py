@@ -44,9 +44,16 @@ class Sensitivity:
 
 @dataclass
 class Findings:
-    """All modules that were looked at, `paths` of all that there are, and the optimizers' eps."""
+    """All modules that were looked at, `paths` of all that there are, and the optimizers' eps.
+
+    What the probe cost: `seconds` beside the training, and the bytes of the copies that were in
+    memory at once, `at_once` modules' at most.
+    """
 
     steps: int = 0
+    at_once: int = 0
+    copied: int = 0
+    seconds: float = 0.0
     modules: list[Sensitivity] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     eps: list[float] = field(default_factory=list)

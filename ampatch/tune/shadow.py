@@ -94,6 +94,13 @@ class Call:
         there = [g for g in self._gradients if g is not None and g.numel()]
         return max((float(g.abs().max()) for g in there), default=0.0)
 
+    @property
+    def size(self) -> int:
+        """Bytes of what is kept until the comparison: weights, inputs and gradients."""
+        kept = [*self._copy.parameters(), *self._copy.buffers(), *tensors_in(self._inputs)]
+        kept += [gradient for gradient in self._gradients if gradient is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
     def compare(self, half: HalfType) -> Sample | None:
         """What half changes; None where the module has no functions of its own."""
         exact, calls = self._run(torch.float32, None, 1.0)

@@ -21,7 +21,7 @@ from ampatch.sweep.report.recommendation import Margin
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
-from ampatch.tune.probe import ProbeOptions
+from ampatch.tune.probe import SAMPLES, ProbeOptions
 from ampatch.tune.remedies import Remedy
 from ampatch.tune.search import Found, most_trials, smallest
 from ampatch.tune.sensitivity import Findings, Sensitivity, ranked
@@ -217,8 +217,9 @@ class Tuning:
 
     def _probe(self, place: Path, file: Path, asked: str) -> Findings:
         self._say(
-            f"Sensitivity: each module is computed in {self._level.dtype} as well, in some of "
-            f"{self._probe_steps} steps at O0."
+            f"Sensitivity: copies of each module compute {SAMPLES} of its calls in FP32 and in "
+            f"{self._level.dtype}, in {self._probe_steps} steps at O0. In memory are those of the "
+            "few modules whose turn it is."
         )
         kept = {name: value for name, value in self._options.items() if name in _OF_PROBE}
         sweep = Sweep(
@@ -234,7 +235,12 @@ class Tuning:
             **kept,
         )
         sweep.run(self._progress())
-        return Findings.read(file) or Findings()
+        found = Findings.read(file) or Findings()
+        self._say(
+            f"{len(found.modules)} modules in {found.steps} steps: {found.seconds:.2g} s beside the "
+            f"training; copies in memory at once: {found.at_once}, of {found.copied / 2**20:.2g} MiB."
+        )
+        return found
 
     def _properties(self) -> dict[str, str]:
         """The settings that the level had in its runs, as text."""

@@ -25,7 +25,7 @@ def found(eps=(1e-8,), **errors):
         Sensitivity(path, "Linear", 1, (Sample(error, 0.0, 0.0, 0.0, 1.0, 1.0),))
         for path, error in errors.items()
     ]
-    return Findings(100, modules, PATHS, list(eps))
+    return Findings(100, modules=modules, paths=PATHS, eps=list(eps))
 
 
 def names(level, half, eps=(1e-8,), **settings):

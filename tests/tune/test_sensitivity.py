@@ -147,6 +147,16 @@ def test_every_module_that_computes_has_its_samples(findings):
         assert SAMPLES <= len(one.samples) <= SAMPLES + 2 and not one.trouble, one
 
 
+def test_what_the_probe_costs_is_counted(tmp_path):
+    """One module's copies at once where the steps are many; the largest are those of attention."""
+    _, found = trained(tmp_path, steps=80)
+    weights, inputs, gradient = 4 * 16 * 16 + 4 * 16, 3 * 32 * 16, 32 * 16
+    assert (found.at_once, found.copied) == (1, 4 * (weights + inputs + gradient))
+    assert found.seconds > 0
+    _, hurried = trained(tmp_path, steps=20)
+    assert hurried.at_once > 2 and hurried.copied > found.copied
+
+
 def test_overflow_ranks_first_and_ordinary_modules_are_within_rounding(findings):
     ordered = ranked(findings.values())
     assert (

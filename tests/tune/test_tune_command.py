@@ -29,8 +29,13 @@ def folder(warm_trials, tmp_path_factory):
 
 def test_one_softmax_is_found_and_the_line_to_paste_says_it(folder, capsys):
     assert tune(folder, "softmax") == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     answer = read_answer(folder)
+    before, _, after = err.partition("8 modules in 21 steps: ")
+    assert (
+        "compute 4 of its calls" in before
+        and " s beside the training; copies in memory at once: 2, " in after
+    )
     assert answer.outcome == "cured" and answer.is_smallest
     assert answer.needed == ["weigh"] and answer.settings == {}
     assert 'overrides={"weigh": "float"}' in out and answer.line in out

@@ -42,7 +42,8 @@ class Trials:
             self.probed.append(asked)
             sample = Sample(0.1, 0.1, 0.0, 0.0, 1.0, 1.0)
             modules = [Sensitivity(path, "Linear", 1, (sample,)) for path in MODULES]
-            Findings(asked.steps, modules, list(MODULES), [1e-8]).write(Path(asked.file))
+            found = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
+            found.write(Path(asked.file))
         self.runs = [run(case, seed, self.is_good(case)) for case in rows for seed in (0, 1, 2)]
         self.rows = []
         return self
