@@ -237,8 +237,9 @@ class Tuning:
         sweep.run(self._progress())
         found = Findings.read(file) or Findings()
         self._say(
-            f"{len(found.modules)} modules in {found.steps} steps: {found.seconds:.2g} s beside the "
-            f"training; copies in memory at once: {found.at_once}, of {found.copied / 2**20:.2g} MiB."
+            f"{len(found.modules)} modules in {found.steps} steps: {found.seconds:.2g} s beside "
+            "the training; copies in memory at once: "
+            f"{found.at_once}, of {found.copied / 2**20:.2g} MiB."
         )
         return found
 
