@@ -86,9 +86,7 @@ def large_steps() -> Figure:
 
 def speed_ups(found: Results, table: str) -> dict[str, dict[str, Value]]:
     """A table's rows by name, and of each the speed-ups by column."""
-    as_times = found.text.startswith("# Time per step")  # so it was until 2026-11-22
-    of = Value.inverse if as_times else lambda value: value
-    return {row[""]: _values(row, of) for row in found.tables()[table]}
+    return {row[""]: _values(row) for row in found.tables()[table]}
 
 
 def _speed(name: str, title: str, found: Results, table: str) -> Figure:
@@ -255,10 +253,8 @@ def report(options: Namespace) -> Iterator[str]:
             yield f"wrote {path.relative_to(DOCS.parent)}"
 
 
-def _values(
-    row: dict[str, str], of: Callable[[Value], Value] = lambda value: value
-) -> dict[str, Value]:
-    return {column: of(Value.of(cell)) for column, cell in row.items() if column}
+def _values(row: dict[str, str]) -> dict[str, Value]:
+    return {column: Value.of(cell) for column, cell in row.items() if column}
 
 
 def _only(names: list[str], values: dict[str, Value]) -> dict[str, Value]:

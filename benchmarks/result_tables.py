@@ -27,12 +27,6 @@ class Value:
         found = INTERVAL.fullmatch(cell)
         return cls(*map(float, found.groups())) if found else cls(float(cell))
 
-    def inverse(self) -> Value:
-        """The speed-up of a time relative to a reference's."""
-        if self.low is None or self.high is None:
-            return Value(1 / self.middle)
-        return Value(1 / self.middle, 1 / self.high, 1 / self.low)
-
     def __str__(self) -> str:
         ends = "" if self.low is None else f" ({self.low:g} to {self.high:g})"
         return f"{self.middle:g}{ends}"

@@ -63,11 +63,8 @@ def test_values_are_those_of_the_file():
     speeds = figures.small_steps().drawing.panels[0].rows["GAN"]
     text = (ROOT / figures.small_steps().source).read_text(encoding="utf-8")
     cell = re.search(r"^\| GAN (?:\|[^|]*){4}\| ([^|]*) \|", text, re.MULTILINE)[1]
-    middle, *ends = map(float, NUMBER.findall(cell))
-    if text.startswith("# Time per step"):
-        middle, ends = 1 / middle, [1 / end for end in reversed(ends)]
     found = speeds["O1"]
-    assert (found.middle, found.low, found.high) == pytest.approx((middle, *ends))
+    assert [found.middle, found.low, found.high] == [float(one) for one in NUMBER.findall(cell)]
     digits, cancer, *_ = figures.accuracy().drawing.panels
     page = (DOCS / "accuracy.md").read_text(encoding="utf-8")
     assert f"| {digits.rows['O2']['float16'].middle:+.2f} (" in page
@@ -77,12 +74,8 @@ def test_values_are_those_of_the_file():
 
 
 def test_the_means_that_the_page_repeats_are_those_of_the_files():
-    """docs/performance.md has speed-ups; old files have times relative to autocast's."""
-    file = result_tables.Results.newest("native")
-    power = -1 if file.text.startswith("# Time per step") else 1
-    last = [{name: f"{float(cell) ** power:.3f}" for name, cell in rows[-1].items() if name}
-            for rows in file.tables().values()]  # fmt: skip
-    last += [rows[-1] for rows in result_tables.Results.newest("compute-bound").tables().values()]
+    files = map(result_tables.Results.newest, ("native", "compute-bound"))
+    last = [rows[-1] for file in files for rows in file.tables().values()]
     page = result_tables.Results(DOCS / "performance.md").tables()["How long a step takes"]
     repeated = [row for row in page if "autocast again" in row]
     assert len(repeated) == 9
@@ -109,14 +102,12 @@ def test_initialize_says_what_the_newest_results_say():
 def test_the_readme_has_the_native_speeds_and_those_in_python():
     rows = result_tables.Results(ROOT / "README.md").tables()["Opt levels"]
     shown = {next(iter(row.values())).partition(",")[0]: row for row in rows}
-    kinds = {"small": (SMALL, "native", "o1"), "large": (LARGE, *("compute-bound",) * 2)}
-    for kind, (table, of_fp32, of_o1) in kinds.items():
-        row, lent = shown[f"speed of {kind} models"], means_of("lent-weights", table)
-        means = means_of(of_o1, table)
-        assert row["O1"] == f"{means['O1 native']:.2f} ({means['O1']:.2f})"
-        assert row["O2"] == f"{lent['O2 native']:.2f} ({lent['O2']:.2f})"
-        assert row["O3"] == f"({lent['O3']:.2f})"
-        assert row["O0"] == f"{means_of(of_fp32, table)['FP32']:.2f}"
+    for kind, file, table in (("small", "native", SMALL), ("large", "compute-bound", LARGE)):
+        row, means = shown[f"speed of {kind} models"], means_of(file, table)
+        for level in ("O1", "O2"):
+            assert row[level] == f"{means[f'{level} native']:.2f} ({means[level]:.2f})"
+        assert row["O3"] == f"({means['O3']:.2f})"
+        assert row["O0"] == f"{means['FP32']:.2f}"
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):
