@@ -47,13 +47,16 @@ class ProbeOptions:
         return json.dumps(vars(self))
 
 
-def start(text: str, off: Any) -> None:
-    """Begin in this process; `off` switches the script's own torch.autocast off."""
+def start(text: str, off: Any, writes: bool) -> None:
+    """Begin in this process; `off` switches the script's own torch.autocast off.
+
+    Of several ranks all compute, because a module may wait for the others, and one `writes`.
+    """
     options = ProbeOptions(**json.loads(text))
     stay_eager = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     if stay_eager is not None:
         stay_eager("force_eager")  # compiled modules call no hooks of the modules in them
-    ampatch.observe(Probe(options, off))
+    ampatch.observe(Probe(options, off, writes))
 
 
 @dataclass
@@ -75,8 +78,8 @@ class _Watched:
 class Probe:
     """An observer of the training that looks at some modules in each step."""
 
-    def __init__(self, options: ProbeOptions, off: Any) -> None:
-        self._options, self._off = options, off
+    def __init__(self, options: ProbeOptions, off: Any, writes: bool = True) -> None:
+        self._options, self._off, self._writes = options, off, writes
         self._found = Findings()
         self._watched: list[_Watched] = []
         self._turns: Iterator[_Watched] = iter(())
@@ -96,7 +99,8 @@ class Probe:
         self._found.steps += 1
         if not self._watched:
             self._choose()
-        self._write()
+        if self._writes:
+            self._write()
         if self._found.steps <= self._options.steps:
             self._watch(itertools.islice(self._turns, self._at_once))
 

@@ -88,7 +88,16 @@ class Off:
     lifted = contextlib.nullcontext
 
 
-def trained(folder, steps=30, opt_level="O3", dtype="float16", scale=None, depth=None, probe=True):
+def trained(
+    folder,
+    steps=30,
+    opt_level="O3",
+    dtype="float16",
+    scale=None,
+    depth=None,
+    probe=True,
+    writes=True,
+):
     """A training at O0, and what the probe found in it."""
     file = folder / "sensitivity.json"
     torch.manual_seed(0)
@@ -98,7 +107,7 @@ def trained(folder, steps=30, opt_level="O3", dtype="float16", scale=None, depth
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     if probe:
         options = ProbeOptions(str(file), steps, opt_level, dtype, scale, depth)
-        stop = ampatch.observe(Probe(options, Off()))
+        stop = ampatch.observe(Probe(options, Off(), writes))
     model, optimizer = ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
     losses = []
     for _ in range(steps + 2):
@@ -145,6 +154,14 @@ def test_every_module_that_computes_has_its_samples(findings):
     assert set(findings) == computing  # not Sequential, nor what attention reads without a call
     for one in findings.values():
         assert SAMPLES <= len(one.samples) <= SAMPLES + 2 and not one.trouble, one
+
+
+def test_of_several_ranks_all_compute_and_one_writes(tmp_path, monkeypatch):
+    """A module may wait for the other ranks; a file that two write at once is an error in one."""
+    compared, compare = [], Call.compare
+    monkeypatch.setattr(Call, "compare", lambda *of: compared.append(of) or compare(*of))
+    _, found = trained(tmp_path, writes=False)
+    assert found is None and len(compared) > 30 and not list(tmp_path.iterdir())
 
 
 def test_what_the_probe_costs_is_counted(tmp_path):
