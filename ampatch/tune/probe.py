@@ -25,7 +25,7 @@ import ampatch
 from ampatch.session.facade import open_sessions
 from ampatch.tune.modules import candidates
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import Call, HalfType, Sample
+from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
 
 SAMPLES = 4  # of each module
 HEADROOM = 16  # by which gradients of weights may exceed those of outputs
@@ -67,12 +67,14 @@ class _Watched:
     modules: list[nn.Module]
     samples: list[Sample] = field(default_factory=list)
     trouble: str = ""
+    is_refused: bool = False
 
     def sensitivity(self) -> Sensitivity:
         parameters = sum(weight.numel() for one in self.modules for weight in one.parameters())
         kind = type(self.modules[0]).__name__
         trouble = self.trouble if not self.samples else ""
-        return Sensitivity(self.path, kind, parameters, tuple(self.samples), trouble)
+        refused = self.is_refused and not self.samples
+        return Sensitivity(self.path, kind, parameters, tuple(self.samples), trouble, refused)
 
 
 class Probe:
@@ -167,8 +169,11 @@ class Probe:
             try:
                 with self._off.lifted():
                     sample = call.compare(self._half())
-            except Exception as error:  # half may lack a function, and modules raise what they like
-                watched.trouble = f"it does not run in half: {error}"
+            except RefusedInHalf as error:
+                watched.is_refused, watched.trouble = True, f"it does not run in half: {error}"
+                continue
+            except Exception as error:  # modules raise what they like
+                watched.trouble = f"it does not run a second time: {error}"
                 continue
             if sample is not None:
                 watched.samples.append(sample)

@@ -175,8 +175,9 @@ def _box(
     path: str, one: Sensitivity | None, needed: Sequence[str], x: float, depth: int, width: float
 ) -> Box:
     title, strength = path, None
-    if one is not None and one.samples:
-        title = f"{path} ({one.kind}): relative error {one.error:.2g}"
+    if one is not None and (one.samples or one.is_refused):
+        said = "does not run in half" if one.is_refused else f"relative error {one.error:.2g}"
+        title = f"{path} ({one.kind}): {said}"
         strength = _strength(one.error)
     return Box(x, depth, width, path.rpartition(".")[2], title, strength, covered(needed, path))
 

@@ -227,6 +227,34 @@ def test_a_module_that_cannot_be_copied_says_so(tmp_path, monkeypatch):
     assert not hot.samples and "no copies of me" in hot.trouble
 
 
+def test_a_module_that_half_has_no_functions_for_ranks_first(tmp_path, monkeypatch):
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise RuntimeError("not implemented for 'Half'")
+        return x * 2
+
+    monkeypatch.setattr(Mixing, "forward", forward)
+    _, found = trained(tmp_path)
+    first, second = ranked(found.modules)[:2]
+    assert (first.path, second.path) == ("mixing", "holder.hot")
+    assert first.is_refused and "does not run in half: not impl" in first.trouble
+
+
+def test_a_module_that_does_not_run_twice_says_so_and_is_not_taken_for_the_cause():
+    class Once(nn.Linear):
+        def forward(self, x):
+            if hasattr(self, "was_run"):
+                raise RuntimeError("once")
+            self.was_run = True
+            return super().forward(x)
+
+    module, x = Once(4, 4), torch.randn(3, 4)
+    module(x)
+    call = Call(module, (x,), {}, as_group=True)
+    with pytest.raises(RuntimeError, match="^once"):
+        call.compare(HalfType(torch.float16))
+
+
 def test_modules_of_which_nothing_is_known_rank_last():
     exact = Sample(0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
     unknown, known = Sensitivity("a", "A", 0), Sensitivity("b", "B", 0, (exact,))
