@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.config.opt_levels import properties_for
-from ampatch.config.sweep_options import ROUNDS
+from ampatch.config.sweep_options import ROUNDS, SweepOptions
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep import Sweep
@@ -129,6 +129,7 @@ class Tuning:
         row = self._row(self._level)
         if passes(row, self._margin):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings())
+        self._say(f"{self._level.label} fails: {_reason(row)}")
         findings = self._findings()
         self._paths = findings.paths
         listed = remedies.possible(findings, self._properties(), self._level.dtype or "")
@@ -285,7 +286,6 @@ class Tuning:
         place = self.directory / SPEED
         rows = [BASE, cure] if level.outcome == "failed" else [BASE, self._level, cure]
         self._say("Timing: " + ", ".join(case.label for case in rows))
-        kept = {name: value for name, value in self._options.items() if name not in _OF_ACCURACY}
         sweep = Sweep(
             self._script,
             self._arguments,
@@ -293,7 +293,7 @@ class Tuning:
             rounds=self._rounds,
             out=place,
             resume=(place / "summary.json").exists(),
-            **kept,
+            **self._alone(),
         ).run()
         names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}
         for row in sweep.rows:
@@ -303,6 +303,14 @@ class Tuning:
                 answer.speeds[names[row.label]] = row.speed
         self._write(answer)
         return answer
+
+    def _alone(self) -> dict[str, Any]:
+        """The options of the timing: its runs are whole ones that go on one at a time."""
+        kept = {name: value for name, value in self._options.items() if name not in _OF_ACCURACY}
+        asked = SweepOptions(**kept)
+        if asked.devices:
+            return {**kept, "devices": asked.devices[: asked.nproc_per_node or 1]}
+        return {**kept, "jobs": 1}
 
     def _write(self, answer: Answer) -> None:
         write_json(self.directory / ANSWER, answer)

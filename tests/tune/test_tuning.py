@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.kinds import UNKNOWN
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.trial import BASE, Trial
@@ -37,6 +38,7 @@ class Trials:
 
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):
         Path(out).mkdir(parents=True, exist_ok=True)
+        self.last = SweepOptions(rows=rows, **options)
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
             self.probed.append(asked)
@@ -77,6 +79,21 @@ def test_one_module_is_the_answer(tuned, tmp_path):
     answer, _ = tuned(["head"])
     assert (answer.outcome, answer.needed, answer.settings) == ("cured", ["head"], {})
     assert answer == read_answer(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "where", ({}, {"jobs": 4}, {"devices": "cpu:0,cpu:1"}, {"engine": "slurm"})
+)
+def test_what_is_timed_runs_alone(tuned, where, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    _, trials = tuned(["head"], **where)
+    assert trials.last.seeds == 1 and not trials.last.side_by_side
+
+
+def test_the_reason_why_the_level_fails_is_said(tuned):
+    said = []
+    tuned(["head"], say=said.append)
+    assert said[0] == "O3-float16 fails: diverged at step 1: loss nan"
 
 
 def test_a_setting_is_the_answer_where_no_module_is(tuned):
