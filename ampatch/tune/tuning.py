@@ -17,7 +17,7 @@ from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.recommendation import Margin
+from ampatch.sweep.report.recommendation import Margin, not_shown
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
@@ -58,6 +58,7 @@ class Answer:
     candidates: int = 0
     unseen: float | None = None  # the smallest difference in what is judged that would be seen
     judged: str = ""
+    not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
     paths: list[str] = field(default_factory=list)  # of all modules
     step_ms: dict[str, float] = field(default_factory=dict)
@@ -269,6 +270,7 @@ class Tuning:
             candidates=found.trials,
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
+            not_shown=not_shown(row, [row], self._margin) if outcome in (PASSES, CURED) else "",
             modules=ranked(findings.modules),
             paths=list(findings.paths),
         )

@@ -22,9 +22,10 @@ from ampatch.tune.shadow import Sample
 MODULES = ("stem", "body", "body.norm", "head")
 
 
-def run(case, seed, is_good):
-    loss = 0.5 + 0.01 * seed if is_good else math.nan
-    losses = {"0": Series(list(range(40)), [loss] * 40, [0.1] * 40)}
+def run(case, seed, is_good, noise=0.0):
+    first = 0.5 + 0.01 * seed if is_good else math.nan
+    loss = first + (0.0 if case == BASE else noise * (-1) ** seed)
+    losses = {"0": Series(list(range(40)), [first] + [loss] * 39, [0.1] * 40)}
     return Run(
         Trial(case, seed), 0, 1.0, Measured(case.opt_level, skipped=[False] * 40, losses=losses)
     )
@@ -33,8 +34,8 @@ def run(case, seed, is_good):
 class Trials:
     """In the place of `Sweep`: a case trains well if one of the `cures` is in place, as does O0."""
 
-    def __init__(self, cures):
-        self.cures, self.probed, self.kind = set(cures), [], UNKNOWN
+    def __init__(self, cures, noise):
+        self.cures, self.noise, self.probed, self.kind = set(cures), noise, [], UNKNOWN
 
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,8 @@ class Trials:
             modules = [Sensitivity(path, "Linear", 1, (sample,)) for path in MODULES]
             found = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
             found.write(Path(asked.file))
-        self.runs = [run(case, seed, self.is_good(case)) for case in rows for seed in (0, 1, 2)]
+        tried = [(case, seed) for case in rows for seed in (0, 1, 2)]
+        self.runs = [run(case, seed, self.is_good(case), self.noise) for case, seed in tried]
         self.rows = []
         return self
 
@@ -66,8 +68,8 @@ def tuned(monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
 
-    def made(cures, level="O3", **options):
-        trials = Trials(cures)
+    def made(cures, level="O3", noise=0.0, **options):
+        trials = Trials(cures, noise)
         monkeypatch.setattr("ampatch.tune.tuning.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
@@ -108,6 +110,16 @@ def test_a_level_that_passes_is_answered_at_once_and_leaves_no_older_answer(tune
     answer, trials = tuned(["O3"])
     assert answer.outcome == "passes" and answer.candidates == 0 and not trials.probed
     assert not (tmp_path / "out/overrides.json").exists()
+
+
+@pytest.mark.parametrize("cures", (["O3"], ["head"]))
+def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cures):
+    """So does a sweep, which recommends nothing then."""
+    said = " ".join(summary(tuned(cures, noise=0.01)[0]))
+    assert "But with 3 seeds a difference in last loss of" in said
+    assert "and 0.0051 matters (1 % of O0's)" in said and "--resume --seeds" in said
+    said = " ".join(summary(tuned(cures, noise=0.0001)[0]))
+    assert "But" not in said and "would have been seen" in said
 
 
 def test_used_up_candidates_are_no_verdict(tuned):
