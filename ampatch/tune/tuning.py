@@ -17,8 +17,10 @@ from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import Margin, not_shown
 from ampatch.sweep.report.results import Row
+from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
 from ampatch.tune.probe import SAMPLES, ProbeOptions
@@ -81,7 +83,7 @@ class Tuning:
         options: others of `Sweep`: seeds (3 by default), metrics, judge, margin, better, timeout,
             engines, `resume` and `overwrite`.
 
-    Raises what `Sweep` raises.
+    Raises what `Sweep` raises, and `ImportError` without scipy.
     """
 
     def __init__(
@@ -104,6 +106,11 @@ class Tuning:
     ) -> None:
         seeds = options.get("seeds", SEEDS)
         whole_number(f"--seeds {seeds}", seeds, least=2)
+        if not available():
+            raise ImportError(
+                "ampatch tune judges its trials by tests from scipy, which is not installed. "
+                "pip install 'ampatch[sweep]'"
+            )
         self._script, self._arguments = script, arguments
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
@@ -171,6 +178,11 @@ class Tuning:
         base = row_of(BASE, self._runs, judge, better)
         if base.outcome == "failed":
             raise TuneError(f"O0 has failed: {base.status}. There is nothing to come back to.")
+        if not seeds_matter(self._runs):
+            raise TuneError(
+                "O0 is the same with each seed, so no difference can be tested. Have {seed} among "
+                "the script's arguments, or give --override-seeds."
+            )
         return row_of(case, self._runs, judge, better)
 
     def _candidate_passes(self, chosen: frozenset[Remedy]) -> bool:

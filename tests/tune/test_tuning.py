@@ -13,17 +13,18 @@ from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.kinds import UNKNOWN
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.trial import BASE, Trial
-from ampatch.tune import Tuning, read_answer
+from ampatch.tune import TuneError, Tuning, read_answer
 from ampatch.tune.probe import ProbeOptions
 from ampatch.tune.report import summary
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Sample
 
+SPREAD = 0.01  # of the seeds
 MODULES = ("stem", "body", "body.norm", "head")
 
 
 def run(case, seed, is_good, noise=0.0):
-    first = 0.5 + 0.01 * seed if is_good else math.nan
+    first = 0.5 + SPREAD * seed if is_good else math.nan
     loss = first + (0.0 if case == BASE else noise * (-1) ** seed)
     losses = {"0": Series(list(range(40)), [first] + [loss] * 39, [0.1] * 40)}
     return Run(
@@ -120,6 +121,21 @@ def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cur
     assert "and 0.0051 matters (1 % of O0's)" in said and "--resume --seeds" in said
     said = " ".join(summary(tuned(cures, noise=0.0001)[0]))
     assert "But" not in said and "would have been seen" in said
+
+
+def test_without_scipy_nothing_is_begun(tuned, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"scipy.*ampatch\[sweep\]"):
+        tuned(["head"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_seed_that_does_not_reach_the_script_is_seen_before_the_probe(tuned, monkeypatch):
+    monkeypatch.setitem(globals(), "SPREAD", 0.0)
+    said = []
+    with pytest.raises(TuneError, match="the same with each seed.*--override-seeds"):
+        tuned(["head"], say=said.append)
+    assert not said
 
 
 def test_used_up_candidates_are_no_verdict(tuned):
