@@ -13,7 +13,10 @@ from ampatch.tune.shadow import Sample
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A module's samples, or with `trouble` why there are none.  `is_refused`: half cannot run it."""
+    """A module's samples, or with `trouble` why there are none.
+
+    `is_refused`: it runs in FP32 a second time, and not in half.
+    """
 
     path: str
     kind: str  # its class
