@@ -60,7 +60,8 @@ class SweepOptions:
         rows: cases to run, in the place of levels, dtypes and what follows from them
         kind: what the script is, where that is known; by default the first run at O0 shows it
         fail_fast: a row of which a run has failed has no more of them
-        probe: a module, and a text; each trial calls start(text, off) of it before the script
+        probe: a module, and a text; each trial calls start(text, off, writes) of it before
+            the script; of several ranks the first writes
         levels: opt levels (default: O0,O1,O2,O3, or O0,O1 for a script that never says which
             module is its model)
         dtypes: half dtypes: float16,bfloat16 (default: those that ampatch doctor calls fast here,

@@ -25,7 +25,7 @@ import ampatch
 from ampatch.session.facade import open_sessions
 from ampatch.tune.modules import candidates
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import Call, HalfType, Sample
+from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
 
 SAMPLES = 4  # of each module
 HEADROOM = 16  # by which gradients of weights may exceed those of outputs
@@ -47,13 +47,16 @@ class ProbeOptions:
         return json.dumps(vars(self))
 
 
-def start(text: str, off: Any) -> None:
-    """Begin in this process; `off` switches the script's own torch.autocast off."""
+def start(text: str, off: Any, writes: bool) -> None:
+    """Begin in this process; `off` switches the script's own torch.autocast off.
+
+    Of several ranks all compute, because a module may wait for the others, and one `writes`.
+    """
     options = ProbeOptions(**json.loads(text))
     stay_eager = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     if stay_eager is not None:
         stay_eager("force_eager")  # compiled modules call no hooks of the modules in them
-    ampatch.observe(Probe(options, off))
+    ampatch.observe(Probe(options, off, writes))
 
 
 @dataclass
@@ -64,19 +67,21 @@ class _Watched:
     modules: list[nn.Module]
     samples: list[Sample] = field(default_factory=list)
     trouble: str = ""
+    is_refused: bool = False
 
     def sensitivity(self) -> Sensitivity:
         parameters = sum(weight.numel() for one in self.modules for weight in one.parameters())
         kind = type(self.modules[0]).__name__
         trouble = self.trouble if not self.samples else ""
-        return Sensitivity(self.path, kind, parameters, tuple(self.samples), trouble)
+        refused = self.is_refused and not self.samples
+        return Sensitivity(self.path, kind, parameters, tuple(self.samples), trouble, refused)
 
 
 class Probe:
     """An observer of the training that looks at some modules in each step."""
 
-    def __init__(self, options: ProbeOptions, off: Any) -> None:
-        self._options, self._off = options, off
+    def __init__(self, options: ProbeOptions, off: Any, writes: bool = True) -> None:
+        self._options, self._off, self._writes = options, off, writes
         self._found = Findings()
         self._watched: list[_Watched] = []
         self._turns: Iterator[_Watched] = iter(())
@@ -96,7 +101,8 @@ class Probe:
         self._found.steps += 1
         if not self._watched:
             self._choose()
-        self._write()
+        if self._writes:
+            self._write()
         if self._found.steps <= self._options.steps:
             self._watch(itertools.islice(self._turns, self._at_once))
 
@@ -163,8 +169,11 @@ class Probe:
             try:
                 with self._off.lifted():
                     sample = call.compare(self._half())
-            except Exception as error:  # half may lack a function, and modules raise what they like
-                watched.trouble = f"it does not run in half: {error}"
+            except RefusedInHalf as error:
+                watched.is_refused, watched.trouble = True, f"it does not run in half: {error}"
+                continue
+            except Exception as error:  # modules raise what they like
+                watched.trouble = f"it does not run a second time: {error}"
                 continue
             if sample is not None:
                 watched.samples.append(sample)

@@ -29,7 +29,7 @@ def summary(answer: Answer) -> list[str]:
     """What was found, in sentences."""
     level = f"{answer.opt_level} in {answer.dtype}"
     if answer.outcome == PASSES:
-        return [f"{level} passes as it is: no module needs FP32.{_unseen(answer)}"]
+        return [f"{level} passes as it is: no module needs FP32.{_shown(answer)}"]
     if answer.outcome == UNDECIDED:
         return [
             f"Not known yet: {answer.candidates} candidates were tried, none passed, and that was "
@@ -56,10 +56,13 @@ def summary(answer: Answer) -> list[str]:
             f"{answer.candidates} candidates were tried, and that was all: a smaller set may do. "
             "--resume --candidates N goes on."
         )
-    return [*lines, _unseen(answer).strip(), answer.line, _speeds(answer)]
+    return [*lines, _shown(answer).strip(), answer.line, _speeds(answer)]
 
 
-def _unseen(answer: Answer) -> str:
+def _shown(answer: Answer) -> str:
+    """How small a difference the trials would have shown, or why that is too little."""
+    if answer.not_shown:
+        return f" But {answer.not_shown}"
     if answer.unseen is None:
         return ""
     return f" A difference in {answer.judged} of {answer.unseen:.2g} would have been seen."
@@ -175,8 +178,9 @@ def _box(
     path: str, one: Sensitivity | None, needed: Sequence[str], x: float, depth: int, width: float
 ) -> Box:
     title, strength = path, None
-    if one is not None and one.samples:
-        title = f"{path} ({one.kind}): relative error {one.error:.2g}"
+    if one is not None and (one.samples or one.is_refused):
+        said = "does not run in half" if one.is_refused else f"relative error {one.error:.2g}"
+        title = f"{path} ({one.kind}): {said}"
         strength = _strength(one.error)
     return Box(x, depth, width, path.rpartition(".")[2], title, strength, covered(needed, path))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +13,23 @@ from ampatch.tune.shadow import Sample
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A module's samples, or with `trouble` why there are none."""
+    """A module's samples, or with `trouble` why there are none.
+
+    `is_refused`: it runs in FP32 a second time, and not in half.
+    """
 
     path: str
     kind: str  # its class
     parameters: int
     samples: tuple[Sample, ...] = ()
     trouble: str = ""
+    is_refused: bool = False
 
     @property
     def error(self) -> float:
-        """The largest relative error of outputs or gradients; 0 without samples."""
+        """The largest relative error of outputs or gradients; inf if refused; 0 if not known."""
+        if self.is_refused:
+            return math.inf
         return max((sample.error for sample in self.samples), default=0.0)
 
     @property
@@ -71,10 +78,12 @@ class Findings:
 def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:
     """The most sensitive first, of equal ones those inside others.
 
-    Those without samples come last: nothing is known of them.
+    Those that half cannot run come before all, and last those of which nothing is known.
     """
 
     def key(one: Sensitivity) -> tuple:
-        return not one.samples, -one.error, -one.overflow, -one.path.count("."), one.path
+        is_known = one.is_refused or bool(one.samples)
+        depth = one.path.count(".")
+        return not is_known, -one.error, not one.is_refused, -one.overflow, -depth, one.path
 
     return sorted(modules, key=key)

@@ -28,6 +28,10 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Casting = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+class RefusedInHalf(Exception):
+    """A call that runs in FP32, a second time too, and not in the half type."""
+
+
 @dataclass(frozen=True)
 class HalfType:
     """How a level computes in half: with half weights and inputs, or (O1) by lists of functions."""
@@ -102,17 +106,17 @@ class Call:
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     def compare(self, half: HalfType) -> Sample | None:
-        """What half changes; None where the module has no functions of its own."""
+        """What half changes; None where the module has no functions of its own.
+
+        Raises `RefusedInHalf`, and what the module raises where it does not run a second time.
+        """
         exact, calls = self._run(torch.float32, None, 1.0)
         if not calls:
             return None
         try:
-            rounded, _ = self._run(half.weights(), half.autocast, half.scale, self._as_group)
-        except RuntimeError:
-            if self._as_group:
-                raise
-            # It reads weights of children without calling them, as MultiheadAttention does.
-            rounded, _ = self._run(half.weights(), half.autocast, half.scale, as_group=True)
+            rounded = self._rounded(half)
+        except Exception as error:  # half may lack a function, and modules raise what they like
+            raise RefusedInHalf(str(error)) from error
         values = _Difference(exact.outputs, rounded.outputs)
         gradients = _Difference(exact.gradients, rounded.gradients)
         both = _Difference(exact.outputs + exact.gradients, rounded.outputs + rounded.gradients)
@@ -124,6 +128,15 @@ class Call:
             exact.seconds,
             rounded.seconds,
         )
+
+    def _rounded(self, half: HalfType) -> _Outcome:
+        try:
+            return self._run(half.weights(), half.autocast, half.scale, self._as_group)[0]
+        except RuntimeError:
+            if self._as_group:
+                raise
+            # It reads weights of children without calling them, as MultiheadAttention does.
+            return self._run(half.weights(), half.autocast, half.scale, as_group=True)[0]
 
     def _run(
         self, dtype: torch.dtype, autocast: Casting | None, scale: float, as_group: bool = False

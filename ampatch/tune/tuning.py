@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.config.opt_levels import properties_for
-from ampatch.config.sweep_options import ROUNDS
+from ampatch.config.sweep_options import ROUNDS, SweepOptions
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.recommendation import Margin
+from ampatch.sweep.report.paired import available
+from ampatch.sweep.report.recommendation import Margin, not_shown
 from ampatch.sweep.report.results import Row
+from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
 from ampatch.tune.probe import SAMPLES, ProbeOptions
@@ -58,6 +60,7 @@ class Answer:
     candidates: int = 0
     unseen: float | None = None  # the smallest difference in what is judged that would be seen
     judged: str = ""
+    not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
     paths: list[str] = field(default_factory=list)  # of all modules
     step_ms: dict[str, float] = field(default_factory=dict)
@@ -80,7 +83,7 @@ class Tuning:
         options: others of `Sweep`: seeds (3 by default), metrics, judge, margin, better, timeout,
             engines, `resume` and `overwrite`.
 
-    Raises what `Sweep` raises.
+    Raises what `Sweep` raises, and `ImportError` without scipy.
     """
 
     def __init__(
@@ -103,6 +106,11 @@ class Tuning:
     ) -> None:
         seeds = options.get("seeds", SEEDS)
         whole_number(f"--seeds {seeds}", seeds, least=2)
+        if not available():
+            raise ImportError(
+                "ampatch tune judges its trials by tests from scipy, which is not installed. "
+                "pip install 'ampatch[sweep]'"
+            )
         self._script, self._arguments = script, arguments
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
@@ -129,6 +137,7 @@ class Tuning:
         row = self._row(self._level)
         if passes(row, self._margin):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings())
+        self._say(f"{self._level.label} fails: {_reason(row)}")
         findings = self._findings()
         self._paths = findings.paths
         listed = remedies.possible(findings, self._properties(), self._level.dtype or "")
@@ -169,6 +178,11 @@ class Tuning:
         base = row_of(BASE, self._runs, judge, better)
         if base.outcome == "failed":
             raise TuneError(f"O0 has failed: {base.status}. There is nothing to come back to.")
+        if not seeds_matter(self._runs):
+            raise TuneError(
+                "O0 is the same with each seed, so no difference can be tested. Have {seed} among "
+                "the script's arguments, or give --override-seeds."
+            )
         return row_of(case, self._runs, judge, better)
 
     def _candidate_passes(self, chosen: frozenset[Remedy]) -> bool:
@@ -268,6 +282,7 @@ class Tuning:
             candidates=found.trials,
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
+            not_shown=not_shown(row, [row], self._margin) if outcome in (PASSES, CURED) else "",
             modules=ranked(findings.modules),
             paths=list(findings.paths),
         )
@@ -285,7 +300,6 @@ class Tuning:
         place = self.directory / SPEED
         rows = [BASE, cure] if level.outcome == "failed" else [BASE, self._level, cure]
         self._say("Timing: " + ", ".join(case.label for case in rows))
-        kept = {name: value for name, value in self._options.items() if name not in _OF_ACCURACY}
         sweep = Sweep(
             self._script,
             self._arguments,
@@ -293,7 +307,7 @@ class Tuning:
             rounds=self._rounds,
             out=place,
             resume=(place / "summary.json").exists(),
-            **kept,
+            **self._alone(),
         ).run()
         names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}
         for row in sweep.rows:
@@ -303,6 +317,14 @@ class Tuning:
                 answer.speeds[names[row.label]] = row.speed
         self._write(answer)
         return answer
+
+    def _alone(self) -> dict[str, Any]:
+        """The options of the timing: its runs are whole ones that go on one at a time."""
+        kept = {name: value for name, value in self._options.items() if name not in _OF_ACCURACY}
+        asked = SweepOptions(**kept)
+        if asked.devices:
+            return {**kept, "devices": asked.devices[: asked.nproc_per_node or 1]}
+        return {**kept, "jobs": 1}
 
     def _write(self, answer: Answer) -> None:
         write_json(self.directory / ANSWER, answer)

@@ -189,9 +189,20 @@ def test_a_rank_that_dies_ends_the_trial_with_its_output(tmp_path):
     assert "the last words" in log and "RuntimeError: no more" in log
 
 
+PROBE = """
+import os, pathlib
+
+def start(text, off, writes):
+    pathlib.Path(text, f"rank {os.environ['RANK']} {writes}").touch()
+"""
+
+
 @pytest.mark.slow
-def test_ranks_that_end_well(tmp_path):
-    row, log = with_ranks(tmp_path, levels=["O0"])
+def test_ranks_that_end_well_and_whose_probe_knows_that_the_first_writes(tmp_path, monkeypatch):
+    (tmp_path / "probe_of_ranks.py").write_text(PROBE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    row, log = with_ranks(tmp_path, levels=["O0"], probe=("probe_of_ranks", str(tmp_path)))
+    assert {path.name for path in tmp_path.glob("rank *")} == {"rank 0 True", "rank 1 False"}
     assert (row.status, row.metrics, row.steps) == ("ok", {"rank": 0.0}, 12)
     assert "rank 0\n" in log and "rank 1\n" not in log
 

@@ -88,7 +88,16 @@ class Off:
     lifted = contextlib.nullcontext
 
 
-def trained(folder, steps=30, opt_level="O3", dtype="float16", scale=None, depth=None, probe=True):
+def trained(
+    folder,
+    steps=30,
+    opt_level="O3",
+    dtype="float16",
+    scale=None,
+    depth=None,
+    probe=True,
+    writes=True,
+):
     """A training at O0, and what the probe found in it."""
     file = folder / "sensitivity.json"
     torch.manual_seed(0)
@@ -98,7 +107,7 @@ def trained(folder, steps=30, opt_level="O3", dtype="float16", scale=None, depth
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     if probe:
         options = ProbeOptions(str(file), steps, opt_level, dtype, scale, depth)
-        stop = ampatch.observe(Probe(options, Off()))
+        stop = ampatch.observe(Probe(options, Off(), writes))
     model, optimizer = ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
     losses = []
     for _ in range(steps + 2):
@@ -145,6 +154,14 @@ def test_every_module_that_computes_has_its_samples(findings):
     assert set(findings) == computing  # not Sequential, nor what attention reads without a call
     for one in findings.values():
         assert SAMPLES <= len(one.samples) <= SAMPLES + 2 and not one.trouble, one
+
+
+def test_of_several_ranks_all_compute_and_one_writes(tmp_path, monkeypatch):
+    """A module may wait for the other ranks; a file that two write at once is an error in one."""
+    compared, compare = [], Call.compare
+    monkeypatch.setattr(Call, "compare", lambda *of: compared.append(of) or compare(*of))
+    _, found = trained(tmp_path, writes=False)
+    assert found is None and len(compared) > 30 and not list(tmp_path.iterdir())
 
 
 def test_what_the_probe_costs_is_counted(tmp_path):
@@ -208,6 +225,34 @@ def test_a_module_that_cannot_be_copied_says_so(tmp_path, monkeypatch):
     _, found = trained(tmp_path)
     hot = next(one for one in found.modules if one.path == "holder.hot")
     assert not hot.samples and "no copies of me" in hot.trouble
+
+
+def test_a_module_that_half_has_no_functions_for_ranks_first(tmp_path, monkeypatch):
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise RuntimeError("not implemented for 'Half'")
+        return x * 2
+
+    monkeypatch.setattr(Mixing, "forward", forward)
+    _, found = trained(tmp_path)
+    first, second = ranked(found.modules)[:2]
+    assert (first.path, second.path) == ("mixing", "holder.hot")
+    assert first.is_refused and "does not run in half: not impl" in first.trouble
+
+
+def test_a_module_that_does_not_run_twice_says_so_and_is_not_taken_for_the_cause():
+    class Once(nn.Linear):
+        def forward(self, x):
+            if hasattr(self, "was_run"):
+                raise RuntimeError("once")
+            self.was_run = True
+            return super().forward(x)
+
+    module, x = Once(4, 4), torch.randn(3, 4)
+    module(x)
+    call = Call(module, (x,), {}, as_group=True)
+    with pytest.raises(RuntimeError, match="^once"):
+        call.compare(HalfType(torch.float16))
 
 
 def test_modules_of_which_nothing_is_known_rank_last():

@@ -9,21 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.kinds import UNKNOWN
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.trial import BASE, Trial
-from ampatch.tune import Tuning, read_answer
+from ampatch.tune import TuneError, Tuning, read_answer
 from ampatch.tune.probe import ProbeOptions
 from ampatch.tune.report import summary
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Sample
 
+SPREAD = 0.01  # of the seeds
 MODULES = ("stem", "body", "body.norm", "head")
 
 
-def run(case, seed, is_good):
-    loss = 0.5 + 0.01 * seed if is_good else math.nan
-    losses = {"0": Series(list(range(40)), [loss] * 40, [0.1] * 40)}
+def run(case, seed, is_good, noise=0.0):
+    first = 0.5 + SPREAD * seed if is_good else math.nan
+    loss = first + (0.0 if case == BASE else noise * (-1) ** seed)
+    losses = {"0": Series(list(range(40)), [first] + [loss] * 39, [0.1] * 40)}
     return Run(
         Trial(case, seed), 0, 1.0, Measured(case.opt_level, skipped=[False] * 40, losses=losses)
     )
@@ -32,11 +35,12 @@ def run(case, seed, is_good):
 class Trials:
     """In the place of `Sweep`: a case trains well if one of the `cures` is in place, as does O0."""
 
-    def __init__(self, cures):
-        self.cures, self.probed, self.kind = set(cures), [], UNKNOWN
+    def __init__(self, cures, noise):
+        self.cures, self.noise, self.probed, self.kind = set(cures), noise, [], UNKNOWN
 
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):
         Path(out).mkdir(parents=True, exist_ok=True)
+        self.last = SweepOptions(rows=rows, **options)
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
             self.probed.append(asked)
@@ -44,7 +48,8 @@ class Trials:
             modules = [Sensitivity(path, "Linear", 1, (sample,)) for path in MODULES]
             found = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
             found.write(Path(asked.file))
-        self.runs = [run(case, seed, self.is_good(case)) for case in rows for seed in (0, 1, 2)]
+        tried = [(case, seed) for case in rows for seed in (0, 1, 2)]
+        self.runs = [run(case, seed, self.is_good(case), self.noise) for case, seed in tried]
         self.rows = []
         return self
 
@@ -64,8 +69,8 @@ def tuned(monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
 
-    def made(cures, level="O3", **options):
-        trials = Trials(cures)
+    def made(cures, level="O3", noise=0.0, **options):
+        trials = Trials(cures, noise)
         monkeypatch.setattr("ampatch.tune.tuning.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
@@ -77,6 +82,21 @@ def test_one_module_is_the_answer(tuned, tmp_path):
     answer, _ = tuned(["head"])
     assert (answer.outcome, answer.needed, answer.settings) == ("cured", ["head"], {})
     assert answer == read_answer(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "where", ({}, {"jobs": 4}, {"devices": "cpu:0,cpu:1"}, {"engine": "slurm"})
+)
+def test_what_is_timed_runs_alone(tuned, where, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    _, trials = tuned(["head"], **where)
+    assert trials.last.seeds == 1 and not trials.last.side_by_side
+
+
+def test_the_reason_why_the_level_fails_is_said(tuned):
+    said = []
+    tuned(["head"], say=said.append)
+    assert said[0] == "O3-float16 fails: diverged at step 1: loss nan"
 
 
 def test_a_setting_is_the_answer_where_no_module_is(tuned):
@@ -91,6 +111,31 @@ def test_a_level_that_passes_is_answered_at_once_and_leaves_no_older_answer(tune
     answer, trials = tuned(["O3"])
     assert answer.outcome == "passes" and answer.candidates == 0 and not trials.probed
     assert not (tmp_path / "out/overrides.json").exists()
+
+
+@pytest.mark.parametrize("cures", (["O3"], ["head"]))
+def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cures):
+    """So does a sweep, which recommends nothing then."""
+    said = " ".join(summary(tuned(cures, noise=0.01)[0]))
+    assert "But with 3 seeds a difference in last loss of" in said
+    assert "and 0.0051 matters (1 % of O0's)" in said and "--resume --seeds" in said
+    said = " ".join(summary(tuned(cures, noise=0.0001)[0]))
+    assert "But" not in said and "would have been seen" in said
+
+
+def test_without_scipy_nothing_is_begun(tuned, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"scipy.*ampatch\[sweep\]"):
+        tuned(["head"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_seed_that_does_not_reach_the_script_is_seen_before_the_probe(tuned, monkeypatch):
+    monkeypatch.setitem(globals(), "SPREAD", 0.0)
+    said = []
+    with pytest.raises(TuneError, match="the same with each seed.*--override-seeds"):
+        tuned(["head"], say=said.append)
+    assert not said
 
 
 def test_used_up_candidates_are_no_verdict(tuned):

@@ -175,7 +175,7 @@ class _Watched:
             self.off.cover_switches()
         if self._probe is not None:
             name, text = self._probe
-            importlib.import_module(name).start(text, self.off)
+            importlib.import_module(name).start(text, self.off, self._progress is not None)
         if is_base and not (self._probe and script):
             self._recognition = Recognition(self.recorder, self.off)
             self._recognition.start()

@@ -82,10 +82,10 @@ def recommendation(rows: Sequence[Row], margin: Margin = ONE_PERCENT) -> str:
     faster = pace.worthwhile(accurate)
     if not faster:
         return pace.none_recommended(accurate, base) + _smaller(accurate, base)
-    shown = [row for row in faster if not _unseen(row, rows, margin)]
+    shown = [row for row in faster if not not_shown(row, rows, margin)]
     if not shown:
         fastest = max(faster, key=lambda row: row.speeds.median)
-        return f"none yet. {_name(fastest)} has {pace.in_words(fastest)}, but " + _unseen(
+        return f"none yet. {_name(fastest)} has {pace.in_words(fastest)}, but " + not_shown(
             fastest, rows, margin
         )
     best, others = _with_most_fp32(shown, base)
@@ -108,7 +108,7 @@ def _weighed(row: Row) -> list[Comparison]:
     return [one for number, one in enumerate(row.comparisons) if not number or one.name == LOSS]
 
 
-def _unseen(row: Row, rows: Sequence[Row], margin: Margin) -> str:
+def not_shown(row: Row, rows: Sequence[Row], margin: Margin) -> str:
     """What was not shown of a row's accuracy, as the end of a sentence; "" if all was."""
     if not row.comparisons:
         return "no loss or metric was compared with O0's."
