@@ -27,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..torch_private.autocast import has_custom_fwd
-from ..torch_private.checkpoints import no_reentry
+from ..torch_private.checkpoints import CONTEXTS, no_reentry, place_of_contexts
 from ..torch_private.probes import keeps_graph
 from .cast_state import CastState
 from .patches import Replacement
@@ -192,20 +192,24 @@ class _Recompute:
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
-    def generator(
-        function: Callable, preserve: bool, contexts: Callable, *args: Any, **kwargs: Any
-    ) -> Generator[None]:
+    place = place_of_contexts(original)
+
+    def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
         if is_compiling():
-            yield from original(function, preserve, contexts, *args, **kwargs)
+            yield from original(function, *args, **kwargs)
             return
         policy = state.of_forward()
+        contexts = kwargs[CONTEXTS] if place is None else args[place]
 
         def in_recompute() -> tuple[Any, Any]:
             forward, recompute = contexts()
             return forward, _Recompute(state, policy, recompute)
 
-        again = _with_own_copies(function, state)
-        around = original(again, preserve, in_recompute, *args, **kwargs)
+        if place is None:
+            kwargs[CONTEXTS] = in_recompute
+        else:
+            args = (*args[:place], in_recompute, *args[place + 1 :])
+        around = original(_with_own_copies(function, state), *args, **kwargs)
         if policy is None:
             yield from around
             return

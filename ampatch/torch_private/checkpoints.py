@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import FunctionType
 
 import torch.utils.checkpoint
@@ -11,6 +12,16 @@ _NAMES = (
     "_checkpoint_without_reentrant_generator_impl",  # since torch 2.14
     "_checkpoint_without_reentrant_generator",
 )
+CONTEXTS = "context_fn"
+"""The argument that makes a forward's context and its recompute's."""
+
+
+def _takes_contexts(name: str) -> bool:
+    found = getattr(torch.utils.checkpoint, name, None)
+    return found is not None and CONTEXTS in inspect.signature(found).parameters
+
+
+_KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # asked before anything is replaced
 
 
 def no_reentry() -> str | None:
@@ -19,7 +30,15 @@ def no_reentry() -> str | None:
     Its arguments begin with that function.  None: this torch has it under no name that is known.
     """
     called = _called_in_module()
-    return next((name for name in _NAMES if name in called), None)
+    return next((name for name in _NAMES if name in called and name in _KNOWN), None)
+
+
+def place_of_contexts(original: Callable) -> int | None:
+    """The place of `CONTEXTS` among the arguments after the function; None: it is a keyword."""
+    parameters = inspect.signature(original).parameters
+    if parameters[CONTEXTS].kind is inspect.Parameter.KEYWORD_ONLY:
+        return None
+    return list(parameters).index(CONTEXTS) - 1
 
 
 def _called_in_module() -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -12,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.casting import taken_along
+from ampatch.session.registry import registry
 from ampatch.torch_private import checkpoints
 
 
@@ -79,6 +82,42 @@ def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):
         if code is not None and checkpoints.no_reentry() in code.co_names:
             monkeypatch.setattr(owner, name, lambda: owner._under_a_new_name())
     assert checkpoints.no_reentry() is None
+
+
+@pytest.mark.parametrize("is_keyword", [False, True], ids=["until 2.13", "since 2.14"])
+def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword):
+    """The policy goes around the recompute's own; all other arguments are passed on as they are."""
+    seen, entered = [], []
+
+    def placed(fn, preserve_rng_state=True, context_fn=None, debug=False, *args, **kwargs):
+        seen.append((context_fn, [preserve_rng_state, debug, args, kwargs]))
+        yield
+
+    def named(fn, args, kwargs, *, preserve_rng_state=True, context_fn=None, debug=False):
+        seen.append((context_fn, [preserve_rng_state, debug, args, kwargs]))
+        yield
+
+    @contextlib.contextmanager
+    def recompute():
+        entered.append(1)
+        yield
+
+    def contexts():
+        return "the forward's", recompute()
+
+    replaced = taken_along._without_reentry(named if is_keyword else placed, registry.state)
+    if is_keyword:
+        options = {"preserve_rng_state": False, "context_fn": contexts, "debug": True}
+        list(replaced(len, ("x",), {"y": 1}, **options))
+    else:
+        list(replaced(len, False, contexts, True, "x", y=1))
+    [(context_fn, others)] = seen
+    assert others == [False, True, ("x",), {"y": 1}]
+    forward, around = context_fn()
+    assert forward == "the forward's" and not entered
+    with around:
+        assert entered == [1]
+    assert isinstance(around, taken_along._Recompute)
 
 
 def test_a_held_checkpoint_stays_in_one_graph():
