@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 
+from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.recommendation import Margin, recommendation
@@ -38,13 +39,13 @@ BASE = [0.970, 0.980, 0.975]
 LOSSES = [0.20, 0.22, 0.21]
 
 
-def advice(*rows, margin=None, base=BASE, losses=LOSSES):
+def advice(*rows, margin=None, base=BASE, losses=LOSSES, kind=UNKNOWN):
     """What is said of O0 and of rows `(level, gains, losses, speed)`; O0 agrees with itself."""
     runs = runs_of("O0", base, losses) + runs_of("O0", base, losses, short=True, again=True)
     for level, gains, its_losses, speed in rows:
         scores = [score + gain for score, gain in zip(base, gains, strict=True)]
         runs += runs_of(level, scores, its_losses, 1 / speed)
-    return recommendation(summarize(runs), Margin.of(margin))
+    return recommendation(summarize(runs), Margin.of(margin), kind)
 
 
 NEAR = [0.0002, -0.0003, 0.0001]  # a difference of .001 would have been seen
@@ -109,6 +110,16 @@ def test_of_rows_that_are_equally_fast_that_with_more_fp32_is_named():
     assert (
         said.startswith("O1 in bfloat16: 1.60x") and "Not told apart from it in speed: O3" in said
     )
+
+
+@pytest.mark.parametrize(
+    "kind, named", [(AMPATCH, "O1"), (TORCH_AMP, "autocast"), (NO_AMP, "autocast")]
+)
+def test_of_autocast_and_o1_the_one_that_the_script_has_is_named(kind, named):
+    for first in ("O1", "autocast"):
+        second = "O1" if first == "autocast" else "autocast"
+        rows = [(first, NEAR, LOSSES, 1.5), ("O2", NEAR, LOSSES, 1.5), (second, NEAR, LOSSES, 1.5)]
+        assert advice(*rows, kind=Kind(kind)).startswith(f"{named} in bfloat16: 1.50x")
 
 
 def test_the_same_difference_with_each_seed_is_no_proof():

@@ -80,7 +80,7 @@ class Outcome:
             machine={**notes.facts(plan.kind, runs), **machine_state(runs)},
             rows=rows,
             done=len(runs),
-            recommendation=trouble or recommendation(rows, self._margin),
+            recommendation=trouble or recommendation(rows, self._margin, plan.kind),
             notes=[note for note in said if note],
             provenance={**self._provenance, **provenance.devices(runs)},
         )

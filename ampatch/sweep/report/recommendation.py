@@ -8,7 +8,8 @@ A row is recommended only if all of this was shown:
   test finds is at most the margin, by default 1 % of O0's value;
 * it is faster than O0, by enough to matter, on a machine that tells it apart (`pace.py`).
 
-Of rows that are not told apart in speed the one with more FP32 is named.
+Of rows that are not told apart in speed the one with more FP32 is named.  `O1` and `autocast` keep
+the same in FP32: of these the one that the script has already.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.report import pace
 from ampatch.sweep.report.judge import LOSS
 from ampatch.sweep.report.paired import smallest_seen
@@ -27,7 +29,7 @@ NOTHING_YET = "nothing to compare yet"
 MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
 LEAST_SEEDS = 3  # with one and the same difference
 MOST_SEEDS = 50
-_MOST_FP32_FIRST = ("O0", "autocast", "O1", "O2", "O3")
+_HALVED = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Margin:
 ONE_PERCENT = Margin()
 
 
-def recommendation(rows: Sequence[Row], margin: Margin = ONE_PERCENT) -> str:
-    """One line: what to train with, and why; or what is missing to say it."""
+def recommendation(rows: Sequence[Row], margin: Margin = ONE_PERCENT, kind: Kind = UNKNOWN) -> str:
+    """One line: what to train a script of this kind with, and why; or what is missing to say it."""
     apart = [row for row in rows if row.start]
     if apart:
         first = next((row for row in apart if row.outcome != "baseline"), apart[0])
@@ -88,7 +90,7 @@ def recommendation(rows: Sequence[Row], margin: Margin = ONE_PERCENT) -> str:
         return f"none yet. {_name(fastest)} has {pace.in_words(fastest)}, but " + not_shown(
             fastest, rows, margin
         )
-    best, others = _with_most_fp32(shown, base)
+    best, others = _with_most_fp32(shown, base, kind)
     return f"{_name(best)}: {best.verdict}.{_not_told_apart(others)}{_memory(best, base)}"
 
 
@@ -164,16 +166,20 @@ def _seeds_for(one: Comparison, rows: int, matters: float) -> int | None:
     return next((n for n in numbers if smallest_seen(one.scatter, n, rows) <= matters), None)
 
 
-def _with_most_fp32(shown: Sequence[Row], base: Row) -> tuple[Row, list[Row]]:
+def _with_most_fp32(shown: Sequence[Row], base: Row, kind: Kind) -> tuple[Row, list[Row]]:
     """Of the rows that are not told apart from the fastest that with most FP32; and the faster."""
+    has = "autocast" if kind.is_foreign else "O1"
     fastest = max(shown, key=lambda row: row.speeds.median)
     alike = [row for row in shown if not pace.told_apart(fastest, row, base)]
-    best = min(alike, key=lambda row: (_level(row), -row.speeds.median))
+    best = min(
+        alike, key=lambda row: (_HALVED[_level(row)], _level(row) != has, -row.speeds.median)
+    )
     return best, [row for row in alike if row.speeds.median > best.speeds.median]
 
 
-def _level(row: Row) -> int:
-    return _MOST_FP32_FIRST.index(re.split(r"[-+]", row.opt_level)[0])
+def _level(row: Row) -> str:
+    """The opt level without "+tf32" and settings."""
+    return re.split(r"[-+]", row.opt_level)[0]
 
 
 def _not_told_apart(others: Sequence[Row]) -> str:
