@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ ANSWER = "tune.json"
 PAGE = "tune.html"
 PROBE, SPEED = "probe", "speed"  # directories
 OVERRIDES = "overrides.json"
-SEEDS = 3
+SEEDS = 6  # of the answer; candidates are sought with half of them
+LEAST_SEEDS = 4  # so that the search has two: of one there is no test
 PASSES, CURED, NO_CURE, UNDECIDED = "passes", "cured", "no cure", "undecided"
 
 
@@ -80,7 +81,7 @@ class Tuning:
         rounds: of the timing of the answer beside the level and O0.
         candidates: how many sets are tried at most; by default about 2 log2(n) for n modules.
         out: the directory, by default `ampatch-tune/` and the script's name.
-        options: others of `Sweep`: seeds (3 by default), metrics, judge, margin, better, timeout,
+        options: others of `Sweep`: seeds (6 by default), metrics, judge, margin, better, timeout,
             engines, `resume` and `overwrite`.
 
     Raises what `Sweep` raises, and `ImportError` without scipy.
@@ -105,7 +106,7 @@ class Tuning:
         **options: Any,
     ) -> None:
         seeds = options.get("seeds", SEEDS)
-        whole_number(f"--seeds {seeds}", seeds, least=2)
+        whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
         if not available():
             raise ImportError(
                 "ampatch tune judges its trials by tests from scipy, which is not installed. "
@@ -120,7 +121,10 @@ class Tuning:
         self._options = {**options, "seeds": seeds}
         self._margin = Margin.of(options.get("margin"))
         self._progress, self._say = progress, say
+        self._seeds, self._few = seeds, (seeds + 1) // 2
         self._cases = [BASE, self._level]
+        self._with_all_seeds: set[Case] = set()
+        self._confirms = False  # each candidate that passes, and not the answer alone
         self._runs: list[Run] = []
         self._paths: Sequence[str] = ()
         self._tried = 0
@@ -134,30 +138,60 @@ class Tuning:
 
         Raises `SweepError` or `TuneError` where there is none.
         """
-        row = self._row(self._level)
+        row = self._row(self._level, self._level.label, confirms=True)
         if passes(row, self._margin):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings())
+        self._confirms = self._level in self._with_all_seeds  # it passed with few
         self._say(f"{self._level.label} fails: {_reason(row)}")
         findings = self._findings()
         self._paths = findings.paths
         listed = remedies.possible(findings, self._properties(), self._level.dtype or "")
         most = most_trials(len(listed)) if self._most is None else self._most
-        self._say(f"{len(listed)} remedies to choose from, by at most {most} candidates.")
         self._settings = remedies.settings(listed)
-        found = smallest(listed, self._candidate_passes, most)
+        found = self._found(listed, most)
         if not found.passes:
             outcome = NO_CURE if found.is_decided else UNDECIDED
             return self._ended(outcome, found, row, findings)
-        cure = remedies.case(self._level, found.needed, self._paths)
-        answer = self._ended(CURED, found, self._row(cure), findings)
+        cure = self._case(found.needed)
+        answer = self._ended(CURED, found, self._run(cure), findings)
         return self._timed(answer, cure, row)
+
+    def _found(self, listed: Sequence[Remedy], most: int) -> Found[Remedy]:
+        """The smallest set, which passes with all seeds.
+
+        A set that passed with few seeds and does not with all shows that few are not enough for
+        this script: then the search is made again, and what has passed in it runs with all.
+        """
+        self._say(
+            f"{len(listed)} remedies to choose from, by at most {most} candidates. One that fails "
+            f"has {self._few} seeds, {'one that passes' if self._confirms else 'the answer'} has "
+            f"{self._seeds}."
+        )
+        self._tried = 0
+        found = smallest(listed, self._candidate_passes, most)
+        if not found.passes or self._confirms:
+            return found
+        row = self._row(self._case(found.needed), "The answer", confirms=True)
+        if passes(row, self._margin):
+            return found
+        self._say(
+            f"The answer fails: {_reason(row)}. {self._few} seeds are too few here. The search is "
+            "made again; what has run is kept."
+        )
+        self._confirms = True
+        return self._found(listed, most)
+
+    def _case(self, chosen: Iterable[Remedy]) -> Case:
+        return remedies.case(self._level, chosen, self._paths)
 
     def _main(self, resume: bool, overwrite: bool = False) -> Sweep:
         """The sweep of all candidates so far, in one directory that grows."""
+        few = set(self._cases) - self._with_all_seeds
         return Sweep(
             self._script,
             self._arguments,
             rows=self._cases,
+            fewer_seeds=dict.fromkeys(few, self._few),
             rounds=1,
             fail_fast=True,
             out=self.directory,
@@ -166,13 +200,23 @@ class Tuning:
             **self._options,
         )
 
-    def _row(self, case: Case) -> Row:
-        """The row of a case beside O0, run if it has not been."""
-        if case in self._cases:
-            progress = self._progress()
-        else:
+    def _row(self, case: Case, label: str, confirms: bool) -> Row:
+        """The row of a case beside O0; with `confirms` one that passes has all seeds."""
+        row = self._run(case)
+        if not (confirms and passes(row, self._margin)):
+            return row
+        more = self._seeds - self._few
+        self._say(f"{label} passes with {self._few} seeds; {more} more: started")
+        self._with_all_seeds |= {BASE, case}
+        return self._run(case)
+
+    def _run(self, case: Case) -> Row:
+        """The row of a case, whose trials run if they have not."""
+        progress = None if self._runs else self._progress()
+        if case not in self._cases:
             self._cases.append(case)
-            self._sweep, progress = self._main(resume=True), None
+        if self._runs:
+            self._sweep = self._main(resume=True)
         self._runs = self._sweep.run(progress).runs
         judge, better = self._options.get("judge"), self._options.get("better") or {}
         base = row_of(BASE, self._runs, judge, better)
@@ -190,7 +234,7 @@ class Tuning:
         self._tried += 1
         label = f"Candidate {self._tried}, {len(chosen)} in place ({names})"
         self._say(f"{label}: started")
-        row = self._row(remedies.case(self._level, chosen, self._paths))
+        row = self._row(self._case(chosen), label, self._confirms)
         fine = passes(row, self._margin)
         self._say(f"{label}: {'passes' if fine else f'fails: {_reason(row)}'}")
         return fine
