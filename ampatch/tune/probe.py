@@ -22,7 +22,9 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch.launch.script import describe
 from ampatch.session.facade import open_sessions
+from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.tune.modules import candidates
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
@@ -174,6 +176,8 @@ class Probe:
                 continue
             except Exception as error:  # modules raise what they like
                 watched.trouble = f"it does not run a second time: {error}"
+                if lacks_memory(describe(error)):
+                    watched.trouble += ". More --probe-steps keep fewer copies at once"
                 continue
             if sample is not None:
                 watched.samples.append(sample)

@@ -240,6 +240,27 @@ def test_a_module_that_half_has_no_functions_for_ranks_first(tmp_path, monkeypat
     assert first.is_refused and "does not run in half: not impl" in first.trouble
 
 
+OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # since 2.5
+
+
+@pytest.mark.parametrize(
+    "error", (OUT_OF_MEMORY("device out of memory"), RuntimeError("can't allocate memory"))
+)
+def test_a_half_copy_without_room_is_not_measured_and_is_not_taken_for_refused(
+    tmp_path, monkeypatch, error
+):
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise error
+        return x * 2
+
+    monkeypatch.setattr(Mixing, "forward", forward)
+    _, found = trained(tmp_path)
+    last = ranked(found.modules)[-1]
+    assert last.path == "mixing" and not last.is_refused and not last.samples
+    assert f"{error}" in last.trouble and "--probe-steps" in last.trouble
+
+
 def test_a_module_that_does_not_run_twice_says_so_and_is_not_taken_for_the_cause():
     class Once(nn.Linear):
         def forward(self, x):
