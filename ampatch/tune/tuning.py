@@ -27,7 +27,7 @@ from ampatch.tune.probe import SAMPLES, ProbeOptions
 from ampatch.tune.remedies import Remedy
 from ampatch.tune.search import Found, most_trials, smallest
 from ampatch.tune.sensitivity import Findings, Sensitivity, ranked
-from ampatch.tune.verdict import TuneError, passes, row_of
+from ampatch.tune.verdict import TuneError, passes, reason, row_of, silent
 
 ANSWER = "tune.json"
 PAGE = "tune.html"
@@ -59,6 +59,7 @@ class Answer:
     settings_tried: dict[str, Any] = field(default_factory=dict)  # those that the level lacks
     is_smallest: bool = True
     candidates: int = 0
+    failure: str = ""  # of the level as it is, where nothing cures it
     unseen: float | None = None  # the smallest difference in what is judged that would be seen
     judged: str = ""
     not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
@@ -142,7 +143,7 @@ class Tuning:
         if passes(row, self._margin):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings())
         self._confirms = self._level in self._with_all_seeds  # it passed with few
-        self._say(f"{self._level.label} fails: {_reason(row)}")
+        self._say(f"{self._level.label} fails: {reason(row)}")
         findings = self._findings()
         self._paths = findings.paths
         listed = remedies.possible(findings, self._properties(), self._level.dtype or "")
@@ -175,7 +176,7 @@ class Tuning:
         if passes(row, self._margin):
             return found
         self._say(
-            f"The answer fails: {_reason(row)}. {self._few} seeds are too few here. The search is "
+            f"The answer fails: {reason(row)}. {self._few} seeds are too few here. The search is "
             "made again; what has run is kept."
         )
         self._confirms = True
@@ -236,7 +237,7 @@ class Tuning:
         self._say(f"{label}: started")
         row = self._row(self._case(chosen), label, self._confirms)
         fine = passes(row, self._margin)
-        self._say(f"{label}: {'passes' if fine else f'fails: {_reason(row)}'}")
+        self._say(f"{label}: {'passes' if fine else f'fails: {reason(row)}'}")
         return fine
 
     def _clear(self) -> None:
@@ -326,7 +327,8 @@ class Tuning:
             candidates=found.trials,
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
-            not_shown=not_shown(row, [row], self._margin) if outcome in (PASSES, CURED) else "",
+            failure="" if outcome in (PASSES, CURED) else reason(row),
+            not_shown=_not_shown(row, self._margin) if outcome in (PASSES, CURED) else "",
             modules=ranked(findings.modules),
             paths=list(findings.paths),
         )
@@ -389,8 +391,8 @@ _OF_ACCURACY = frozenset(("seeds", "judge", "margin", "better", "jobs"))
 """Options that the timing of the cure does not share."""
 
 
-def _reason(row: Row) -> str:
-    return row.status if row.outcome == "failed" else row.verdict
+def _not_shown(row: Row, margin: Margin) -> str:
+    return silent(row) or not_shown(row, [row], margin)
 
 
 def read_answer(directory: str | Path) -> Answer | None:
