@@ -41,7 +41,8 @@ def summary(answer: Answer) -> list[str]:
             f"{level} does not come back to O0, not even with every module in FP32{named}. What is "
             "left in half: functions of the model's own forward and what it hands from one module "
             "to the next, and code outside the model (a loss in half, weights changed by hand). "
-            f"As it is: {answer.failure}. ampatch run --debug shows where the first inf or NaN comes from."
+            f"As it is: {answer.failure}. ampatch run --debug shows where the first inf or NaN "
+            "comes from."
         ]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []

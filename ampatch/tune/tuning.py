@@ -14,12 +14,14 @@ from ampatch.config.sweep_options import ROUNDS, SweepOptions
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep import Sweep
+from ampatch.sweep.execution.directory import locked
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import Margin, not_shown
-from ampatch.sweep.report.results import Row
+from ampatch.sweep.report.results import RUNS, Row
 from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
@@ -32,6 +34,7 @@ from ampatch.tune.verdict import TuneError, passes, reason, row_of, silent
 ANSWER = "tune.json"
 PAGE = "tune.html"
 PROBE, SPEED = "probe", "speed"  # directories
+LOCK = ".tune.lock"  # held while no sweep runs in the directory, too
 OVERRIDES = "overrides.json"
 SEEDS = 6  # of the answer; candidates are sought with half of them
 LEAST_SEEDS = 4  # so that the search has two: of one there is no test
@@ -130,6 +133,9 @@ class Tuning:
         self._paths: Sequence[str] = ()
         self._tried = 0
         self._settings: dict[str, Any] = {}
+        self._lock = locked(self, self.directory, LOCK, "tuning")
+        if resume and not overwrite:
+            self._refuse_another()
         self._sweep = self._main(resume=resume, overwrite=overwrite)
         if overwrite:
             self._clear()
@@ -139,6 +145,12 @@ class Tuning:
 
         Raises `SweepError` or `TuneError` where there is none.
         """
+        try:
+            return self._tuned()
+        finally:
+            self._lock()
+
+    def _tuned(self) -> Answer:
         row = self._row(self._level, self._level.label, confirms=True)
         if passes(row, self._margin):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings())
@@ -240,6 +252,16 @@ class Tuning:
         self._say(f"{label}: {'passes' if fine else f'fails: {reason(row)}'}")
         return fine
 
+    def _refuse_another(self) -> None:
+        earlier = read_answer(self.directory)
+        asked = (self._level.opt_level, self._level.dtype)
+        if earlier is not None and (earlier.opt_level, earlier.dtype) != asked:
+            raise ValueError(
+                f"{self.directory}: holds the answer for {earlier.opt_level} in {earlier.dtype}, "
+                f"and --resume goes on with that. For {' in '.join(map(str, asked))} replace it by "
+                "--overwrite, or choose another directory with --out."
+            )
+
     def _clear(self) -> None:
         """Delete what an earlier tuning in this directory has found."""
         for name in (ANSWER, OVERRIDES, PAGE):
@@ -293,7 +315,13 @@ class Tuning:
             overwrite=True,
             **kept,
         )
-        sweep.run(self._progress())
+        [run] = sweep.run(self._progress()).runs
+        if status(run) != OK:
+            raise TuneError(
+                f"The probe's run at O0 {status(run)} (its output: {sweep.directory / RUNS}). "
+                "With that put right, --resume goes on. Where memory was short, more --probe-steps "
+                "keep fewer copies at once."
+            )
         found = Findings.read(file) or Findings()
         self._say(
             f"{len(found.modules)} modules in {found.steps} steps: {found.seconds:.2g} s beside "

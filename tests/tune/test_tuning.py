@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import fnmatch
 import json
 import math
@@ -43,6 +44,7 @@ class Trials:
     def __init__(self, cures, noise, lucky):
         self.cures, self.lucky, self.noise = set(cures), set(lucky), noise
         self.probed, self.seeds, self.kind = [], collections.Counter(), UNKNOWN
+        self.probe_ends = {}
 
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,9 @@ class Trials:
         tried = [(case, n) for case in rows for n in every[: self.last.fewer_seeds.get(case)]]
         self.runs = [self.run_of(case, seed) for case, seed in tried]
         self.seeds |= collections.Counter(run.case for run in self.runs)
-        self.rows = []
+        if probe is not None:
+            self.runs = [dataclasses.replace(self.runs[0], **self.probe_ends)]
+        self.rows, self.directory = [], Path(out)
         return self
 
     def run_of(self, case, seed):
@@ -84,8 +88,9 @@ def tuned(monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
 
-    def made(cures, level="O3", noise=0.0, lucky=(), **options):
+    def made(cures, level="O3", noise=0.0, lucky=(), probe_ends=None, **options):
         trials = Trials(cures, noise, lucky)
+        trials.probe_ends |= probe_ends or {}
         monkeypatch.setattr("ampatch.tune.tuning.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
@@ -197,6 +202,42 @@ def test_a_probe_of_other_options_is_made_anew(tuned):
         _, trials = tuned(["head"], **options)
         assert len(trials.probed) == count, options
     assert trials.probed[0].steps == 7
+
+
+def test_the_answer_for_another_level_is_not_replaced_by_going_on(tuned, tmp_path):
+    before, _ = tuned(["head"])
+    for other, said in (({"level": "O2"}, "O2 in float16"), ({"dtype": "bfloat16"}, "in bfloat16")):
+        with pytest.raises(ValueError, match=f"for O3 in float16.*{said}.*--overwrite.*--out"):
+            tuned(["stem"], resume=True, **other)
+    assert read_answer(tmp_path / "out") == before
+    assert tuned(["head"], resume=True, depth=1)[0].needed == ["head"]
+
+
+@pytest.mark.parametrize("options", ({}, {"resume": True}, {"overwrite": True}))
+def test_two_tunings_do_not_share_a_directory(tuned, tmp_path, options):
+    """From the first trial to the timing, also while none of its sweeps runs."""
+    refused = []
+
+    def start_another(text):
+        if not refused:
+            with pytest.raises(ValueError, match="another tuning is running in this directory"):
+                Tuning(tmp_path / "train.py", out=tmp_path / "out", opt_level="O3", **options)
+            refused.append(text)
+
+    assert tuned(["head"], say=start_another)[0].needed == ["head"] and refused
+    tuned(["stem"], overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "ends, said",
+    (({"exit_code": 1}, "exited: code 1"), ({"ended_by": "timed out: after 9 s"}, "timed out: after 9 s")),
+)
+def test_a_probe_that_did_not_end_well_ranks_nothing_and_is_run_again(tuned, ends, said):
+    """Modules that it did not come to would never be tried."""
+    with pytest.raises(TuneError, match=f"probe's run at O0 {said}.*--resume.*--probe-steps"):
+        tuned(["head"], probe_ends=ends)
+    answer, trials = tuned(["head"], resume=True)
+    assert answer.needed == ["head"] and len(trials.probed) == 1
 
 
 def test_overwriting_deletes_what_was_found_before(tuned, tmp_path):
