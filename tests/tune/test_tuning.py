@@ -230,7 +230,10 @@ def test_two_tunings_do_not_share_a_directory(tuned, tmp_path, options):
 
 @pytest.mark.parametrize(
     "ends, said",
-    (({"exit_code": 1}, "exited: code 1"), ({"ended_by": "timed out: after 9 s"}, "timed out: after 9 s")),
+    (
+        ({"exit_code": 1}, "exited: code 1"),
+        ({"ended_by": "timed out: after 9 s"}, "timed out: after 9 s"),
+    ),
 )
 def test_a_probe_that_did_not_end_well_ranks_nothing_and_is_run_again(tuned, ends, said):
     """Modules that it did not come to would never be tried."""
