@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "auto", "repeats", "steps")
 """Options of a sweep that have no meaning here."""
 OTHER_TEXTS = {
-    "seeds": "run O0 and each candidate with seeds 0 to N-1, at least 2 (default: 3)",
+    "seeds": "judge the answer with seeds 0 to N-1, at least 4, and candidates with half of them "
+    "(default: 6)",
     "rounds": "time the answer beside the level and O0 in N rounds (default: 3)",
     "margin": "the smallest difference from O0 that matters in what is judged; a candidate with a "
     "smaller one passes (default: 1% of O0's value)",

@@ -60,6 +60,7 @@ class SweepOptions:
         rows: cases to run, in the place of levels, dtypes and what follows from them
         kind: what the script is, where that is known; by default the first run at O0 shows it
         fail_fast: a row of which a run has failed has no more of them
+        fewer_seeds: by case the number of seeds of rows that have fewer than the others
         probe: a module, and a text; each trial calls start(text, off, writes) of it before
             the script; of several ranks the first writes
         levels: opt levels (default: O0,O1,O2,O3, or O0,O1 for a script that never says which
@@ -104,6 +105,7 @@ class SweepOptions:
     rows: Sequence[Any] | None = None
     kind: Any = None
     fail_fast: bool = False
+    fewer_seeds: dict[Any, int] = field(default_factory=dict)
     probe: tuple[str, str] | None = None
     levels: list[str] | None = field(default=None, metadata=_shown(RUN))
     dtypes: list[str] | None = field(default=None, metadata=_shown(RUN))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ast
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,10 +111,12 @@ def trials(
     repeats: int = 1,
     rounds: int = ROUNDS,
     apart: bool = False,
+    fewer: Mapping[Case, int] | None = None,
 ) -> list[Trial]:
     """The trials in their order.
 
-    A whole round for each seed and repeat, and short ones, to have as many as `rounds`.
+    A whole round for each seed and repeat, and short ones, to have as many as `rounds`.  Rows in
+    `fewer` take part in those of so many seeds.
     Every second round runs backwards, so that a machine that gets slower slows the first
     row and the last row by the same amount.  `apart`: whole runs go on beside each other and
     say nothing of speed, so all `rounds` are short.
@@ -126,7 +128,8 @@ def trials(
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
         is_short = number >= len(whole)
-        one = [Trial(case, seed, repeat, short=is_short) for case in rows]
+        taking_part = (case for case in rows if seed < (fewer or {}).get(case, seeds))
+        one = [Trial(case, seed, repeat, short=is_short) for case in taking_part]
         if times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]

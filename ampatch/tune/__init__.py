@@ -1,6 +1,6 @@
 """Which modules need FP32 at an opt level: `ampatch tune`.
 
-    ampatch tune train.py --opt-level O3 --seeds 3 -- --epochs 2
+    ampatch tune train.py --opt-level O3 -- --epochs 2 --seed {seed}
 
 A run at O0 computes each module in the half type as well, on the same inputs, and says how far off
 that is.  Then trials, judged as a sweep judges its rows, find the smallest set of modules (and of

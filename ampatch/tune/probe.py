@@ -22,7 +22,9 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch.launch.script import describe
 from ampatch.session.facade import open_sessions
+from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.tune.modules import candidates
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
@@ -68,13 +70,16 @@ class _Watched:
     samples: list[Sample] = field(default_factory=list)
     trouble: str = ""
     is_refused: bool = False
+    had_turn: bool = False
 
-    def sensitivity(self) -> Sensitivity:
+    def sensitivity(self, steps: int) -> Sensitivity:
         parameters = sum(weight.numel() for one in self.modules for weight in one.parameters())
         kind = type(self.modules[0]).__name__
-        trouble = self.trouble if not self.samples else ""
-        refused = self.is_refused and not self.samples
-        return Sensitivity(self.path, kind, parameters, tuple(self.samples), trouble, refused)
+        if self.samples:
+            return Sensitivity(self.path, kind, parameters, tuple(self.samples))
+        late = f"its turn did not come in {steps} steps. Give fewer --probe-steps"
+        trouble = self.trouble if self.had_turn else late
+        return Sensitivity(self.path, kind, parameters, (), trouble, self.is_refused)
 
 
 class Probe:
@@ -127,6 +132,7 @@ class Probe:
 
     def _watch(self, chosen: Iterator[_Watched]) -> None:
         for watched in chosen:
+            watched.had_turn = True
             for module in watched.modules:
                 self._hooks += self._hook(watched, module)
 
@@ -174,6 +180,8 @@ class Probe:
                 continue
             except Exception as error:  # modules raise what they like
                 watched.trouble = f"it does not run a second time: {error}"
+                if lacks_memory(describe(error)):
+                    watched.trouble += ". More --probe-steps keep fewer copies at once"
                 continue
             if sample is not None:
                 watched.samples.append(sample)
@@ -202,8 +210,8 @@ class Probe:
         self._found.eps = sorted({*self._found.eps, *found})
 
     def _write(self) -> None:
-        known = (one for one in self._watched if one.samples or one.trouble)
-        self._found.modules = [one.sensitivity() for one in known]
+        known = (one for one in self._watched if one.samples or one.trouble or not one.had_turn)
+        self._found.modules = [one.sensitivity(self._found.steps) for one in known]
         self._found.write(Path(self._options.file))
 
 

@@ -41,7 +41,8 @@ def summary(answer: Answer) -> list[str]:
             f"{level} does not come back to O0, not even with every module in FP32{named}. What is "
             "left in half: functions of the model's own forward and what it hands from one module "
             "to the next, and code outside the model (a loss in half, weights changed by hand). "
-            "ampatch run --debug shows where the first inf or NaN comes from."
+            f"As it is: {answer.failure}. ampatch run --debug shows where the first inf or NaN "
+            "comes from."
         ]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []
@@ -94,8 +95,12 @@ def cells(answer: Answer) -> Iterator[tuple[str, ...]]:
 
 
 def troubles(answer: Answer) -> list[str]:
-    """The modules of which nothing is known, and why."""
-    return [f"Not measured: {one.path}: {one.trouble}" for one in answer.modules if one.trouble]
+    """The modules that have no figures, and why."""
+    return [
+        f"{'' if one.is_refused else 'Not measured: '}{one.path}: {one.trouble}"
+        for one in answer.modules
+        if one.trouble
+    ]
 
 
 def _largest(one: Sensitivity, name: str) -> str:
@@ -142,9 +147,9 @@ def _note(answer: Answer) -> str:
 class Box:
     """A module in the picture of the tree: where it is, its colour, and what it says."""
 
-    x: float
-    y: int
-    width: float
+    first: int  # of the leaves, which are in rows
+    leaves: int
+    depth: int
     name: str
     title: str
     strength: float | None  # of its colour, 0 to 1; None: not measured
@@ -152,7 +157,7 @@ class Box:
 
 
 def tree(answer: Answer) -> list[Box]:
-    """The model as an icicle: each module above those in it, as wide as the leaves below it."""
+    """The model as an icicle: each module beside those in it, as high as all of its leaves."""
     children: dict[str, list[str]] = {}
     known = set(answer.paths)
     for path in dict.fromkeys(answer.paths):
@@ -161,28 +166,29 @@ def tree(answer: Answer) -> list[Box]:
     by_path = {one.path: one for one in answer.modules}
     boxes: list[Box] = []
 
-    def place(path: str, x: float, depth: int) -> float:
-        below = x
+    def place(path: str, first: int, depth: int) -> int:
+        end = first
         for child in children.get(path, []):
-            below = place(child, below, depth + 1)
-        width = max(below - x, 1.0)
+            end = place(child, end, depth + 1)
+        leaves = max(end - first, 1)
         if path:
-            boxes.append(_box(path, by_path.get(path), answer.needed, x, depth, width))
-        return x + width
+            boxes.append(_box(path, by_path.get(path), answer.needed, first, leaves, depth))
+        return first + leaves
 
-    place("", 0.0, -1)
+    place("", 0, -1)
     return boxes
 
 
 def _box(
-    path: str, one: Sensitivity | None, needed: Sequence[str], x: float, depth: int, width: float
+    path: str, one: Sensitivity | None, needed: Sequence[str], first: int, leaves: int, depth: int
 ) -> Box:
     title, strength = path, None
     if one is not None and (one.samples or one.is_refused):
         said = "does not run in half" if one.is_refused else f"relative error {one.error:.2g}"
         title = f"{path} ({one.kind}): {said}"
         strength = _strength(one.error)
-    return Box(x, depth, width, path.rpartition(".")[2], title, strength, covered(needed, path))
+    name = path.rpartition(".")[2]
+    return Box(first, leaves, depth, name, title, strength, covered(needed, path))
 
 
 def _strength(error: float) -> float:
@@ -206,8 +212,8 @@ def write_page(directory: Path, answer: Answer) -> None:
         rows=list(cells(answer)),
         troubles=troubles(answer),
         boxes=boxes,
-        leaves=max((box.x + box.width for box in boxes), default=0),
-        levels=max((box.y + 1 for box in boxes), default=0),
+        leaves=max((box.first + box.leaves for box in boxes), default=0),
+        levels=max((box.depth + 1 for box in boxes), default=0),
         cured=CURED,
     )
     write_whole(directory / PAGE, text)

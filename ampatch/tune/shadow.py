@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import TorchFunctionMode
 
+from ampatch.launch.script import describe
 from ampatch.session.facade import map_tensors
+from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.torch_private.devices import random_numbers_again, wait_for_accelerator
 from ampatch.torch_private.modules import backward_tables, forward_tables
 
@@ -108,7 +110,8 @@ class Call:
     def compare(self, half: HalfType) -> Sample | None:
         """What half changes; None where the module has no functions of its own.
 
-        Raises `RefusedInHalf`, and what the module raises where it does not run a second time.
+        Raises `RefusedInHalf`, and what the module raises where it does not run a second time, or
+        where memory is too short for that.
         """
         exact, calls = self._run(torch.float32, None, 1.0)
         if not calls:
@@ -116,6 +119,8 @@ class Call:
         try:
             rounded = self._rounded(half)
         except Exception as error:  # half may lack a function, and modules raise what they like
+            if lacks_memory(describe(error)):
+                raise
             raise RefusedInHalf(str(error)) from error
         values = _Difference(exact.outputs, rounded.outputs)
         gradients = _Difference(exact.gradients, rounded.gradients)

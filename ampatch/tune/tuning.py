@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from ampatch.config.sweep_options import ROUNDS, SweepOptions
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep import Sweep
+from ampatch.sweep.execution.directory import locked
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import Margin, not_shown
-from ampatch.sweep.report.results import Row
+from ampatch.sweep.report.results import RUNS, Row
 from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
@@ -27,13 +29,15 @@ from ampatch.tune.probe import SAMPLES, ProbeOptions
 from ampatch.tune.remedies import Remedy
 from ampatch.tune.search import Found, most_trials, smallest
 from ampatch.tune.sensitivity import Findings, Sensitivity, ranked
-from ampatch.tune.verdict import TuneError, passes, row_of
+from ampatch.tune.verdict import TuneError, passes, reason, row_of, silent
 
 ANSWER = "tune.json"
 PAGE = "tune.html"
 PROBE, SPEED = "probe", "speed"  # directories
+LOCK = ".tune.lock"  # held while no sweep runs in the directory, too
 OVERRIDES = "overrides.json"
-SEEDS = 3
+SEEDS = 6  # of the answer; candidates are sought with half of them
+LEAST_SEEDS = 4  # so that the search has two: of one there is no test
 PASSES, CURED, NO_CURE, UNDECIDED = "passes", "cured", "no cure", "undecided"
 
 
@@ -58,6 +62,7 @@ class Answer:
     settings_tried: dict[str, Any] = field(default_factory=dict)  # those that the level lacks
     is_smallest: bool = True
     candidates: int = 0
+    failure: str = ""  # of the level as it is, where nothing cures it
     unseen: float | None = None  # the smallest difference in what is judged that would be seen
     judged: str = ""
     not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
@@ -80,7 +85,7 @@ class Tuning:
         rounds: of the timing of the answer beside the level and O0.
         candidates: how many sets are tried at most; by default about 2 log2(n) for n modules.
         out: the directory, by default `ampatch-tune/` and the script's name.
-        options: others of `Sweep`: seeds (3 by default), metrics, judge, margin, better, timeout,
+        options: others of `Sweep`: seeds (6 by default), metrics, judge, margin, better, timeout,
             engines, `resume` and `overwrite`.
 
     Raises what `Sweep` raises, and `ImportError` without scipy.
@@ -105,7 +110,7 @@ class Tuning:
         **options: Any,
     ) -> None:
         seeds = options.get("seeds", SEEDS)
-        whole_number(f"--seeds {seeds}", seeds, least=2)
+        whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
         if not available():
             raise ImportError(
                 "ampatch tune judges its trials by tests from scipy, which is not installed. "
@@ -120,11 +125,17 @@ class Tuning:
         self._options = {**options, "seeds": seeds}
         self._margin = Margin.of(options.get("margin"))
         self._progress, self._say = progress, say
+        self._seeds, self._few = seeds, (seeds + 1) // 2
         self._cases = [BASE, self._level]
+        self._with_all_seeds: set[Case] = set()
+        self._confirms = False  # each candidate that passes, and not the answer alone
         self._runs: list[Run] = []
         self._paths: Sequence[str] = ()
         self._tried = 0
         self._settings: dict[str, Any] = {}
+        self._lock = locked(self, self.directory, LOCK, "tuning")
+        if resume and not overwrite:
+            self._refuse_another()
         self._sweep = self._main(resume=resume, overwrite=overwrite)
         if overwrite:
             self._clear()
@@ -134,30 +145,66 @@ class Tuning:
 
         Raises `SweepError` or `TuneError` where there is none.
         """
-        row = self._row(self._level)
+        try:
+            return self._tuned()
+        finally:
+            self._lock()
+
+    def _tuned(self) -> Answer:
+        row = self._row(self._level, self._level.label, confirms=True)
         if passes(row, self._margin):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings())
-        self._say(f"{self._level.label} fails: {_reason(row)}")
+        self._confirms = self._level in self._with_all_seeds  # it passed with few
+        self._say(f"{self._level.label} fails: {reason(row)}")
         findings = self._findings()
         self._paths = findings.paths
         listed = remedies.possible(findings, self._properties(), self._level.dtype or "")
         most = most_trials(len(listed)) if self._most is None else self._most
-        self._say(f"{len(listed)} remedies to choose from, by at most {most} candidates.")
         self._settings = remedies.settings(listed)
-        found = smallest(listed, self._candidate_passes, most)
+        found = self._found(listed, most)
         if not found.passes:
             outcome = NO_CURE if found.is_decided else UNDECIDED
             return self._ended(outcome, found, row, findings)
-        cure = remedies.case(self._level, found.needed, self._paths)
-        answer = self._ended(CURED, found, self._row(cure), findings)
+        cure = self._case(found.needed)
+        answer = self._ended(CURED, found, self._run(cure), findings)
         return self._timed(answer, cure, row)
+
+    def _found(self, listed: Sequence[Remedy], most: int) -> Found[Remedy]:
+        """The smallest set, which passes with all seeds.
+
+        A set that passed with few seeds and does not with all shows that few are not enough for
+        this script: then the search is made again, and what has passed in it runs with all.
+        """
+        self._say(
+            f"{len(listed)} remedies to choose from, by at most {most} candidates. One that fails "
+            f"has {self._few} seeds, {'one that passes' if self._confirms else 'the answer'} has "
+            f"{self._seeds}."
+        )
+        self._tried = 0
+        found = smallest(listed, self._candidate_passes, most)
+        if not found.passes or self._confirms:
+            return found
+        row = self._row(self._case(found.needed), "The answer", confirms=True)
+        if passes(row, self._margin):
+            return found
+        self._say(
+            f"The answer fails: {reason(row)}. {self._few} seeds are too few here. The search is "
+            "made again; what has run is kept."
+        )
+        self._confirms = True
+        return self._found(listed, most)
+
+    def _case(self, chosen: Iterable[Remedy]) -> Case:
+        return remedies.case(self._level, chosen, self._paths)
 
     def _main(self, resume: bool, overwrite: bool = False) -> Sweep:
         """The sweep of all candidates so far, in one directory that grows."""
+        few = set(self._cases) - self._with_all_seeds
         return Sweep(
             self._script,
             self._arguments,
             rows=self._cases,
+            fewer_seeds=dict.fromkeys(few, self._few),
             rounds=1,
             fail_fast=True,
             out=self.directory,
@@ -166,13 +213,23 @@ class Tuning:
             **self._options,
         )
 
-    def _row(self, case: Case) -> Row:
-        """The row of a case beside O0, run if it has not been."""
-        if case in self._cases:
-            progress = self._progress()
-        else:
+    def _row(self, case: Case, label: str, confirms: bool) -> Row:
+        """The row of a case beside O0; with `confirms` one that passes has all seeds."""
+        row = self._run(case)
+        if not (confirms and passes(row, self._margin)):
+            return row
+        more = self._seeds - self._few
+        self._say(f"{label} passes with {self._few} seeds; {more} more: started")
+        self._with_all_seeds |= {BASE, case}
+        return self._run(case)
+
+    def _run(self, case: Case) -> Row:
+        """The row of a case, whose trials run if they have not."""
+        progress = None if self._runs else self._progress()
+        if case not in self._cases:
             self._cases.append(case)
-            self._sweep, progress = self._main(resume=True), None
+        if self._runs:
+            self._sweep = self._main(resume=True)
         self._runs = self._sweep.run(progress).runs
         judge, better = self._options.get("judge"), self._options.get("better") or {}
         base = row_of(BASE, self._runs, judge, better)
@@ -190,10 +247,20 @@ class Tuning:
         self._tried += 1
         label = f"Candidate {self._tried}, {len(chosen)} in place ({names})"
         self._say(f"{label}: started")
-        row = self._row(remedies.case(self._level, chosen, self._paths))
+        row = self._row(self._case(chosen), label, self._confirms)
         fine = passes(row, self._margin)
-        self._say(f"{label}: {'passes' if fine else f'fails: {_reason(row)}'}")
+        self._say(f"{label}: {'passes' if fine else f'fails: {reason(row)}'}")
         return fine
+
+    def _refuse_another(self) -> None:
+        earlier = read_answer(self.directory)
+        asked = (self._level.opt_level, self._level.dtype)
+        if earlier is not None and (earlier.opt_level, earlier.dtype) != asked:
+            raise ValueError(
+                f"{self.directory}: holds the answer for {earlier.opt_level} in {earlier.dtype}, "
+                f"and --resume goes on with that. For {' in '.join(map(str, asked))} replace it by "
+                "--overwrite, or choose another directory with --out."
+            )
 
     def _clear(self) -> None:
         """Delete what an earlier tuning in this directory has found."""
@@ -248,7 +315,13 @@ class Tuning:
             overwrite=True,
             **kept,
         )
-        sweep.run(self._progress())
+        [run] = sweep.run(self._progress()).runs
+        if status(run) != OK:
+            raise TuneError(
+                f"The probe's run at O0 {status(run)} (its output: {sweep.directory / RUNS}). "
+                "With that put right, --resume goes on. Where memory was short, more --probe-steps "
+                "keep fewer copies at once."
+            )
         found = Findings.read(file) or Findings()
         self._say(
             f"{len(found.modules)} modules in {found.steps} steps: {found.seconds:.2g} s beside "
@@ -282,7 +355,8 @@ class Tuning:
             candidates=found.trials,
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
-            not_shown=not_shown(row, [row], self._margin) if outcome in (PASSES, CURED) else "",
+            failure="" if outcome in (PASSES, CURED) else reason(row),
+            not_shown=_not_shown(row, self._margin) if outcome in (PASSES, CURED) else "",
             modules=ranked(findings.modules),
             paths=list(findings.paths),
         )
@@ -345,8 +419,8 @@ _OF_ACCURACY = frozenset(("seeds", "judge", "margin", "better", "jobs"))
 """Options that the timing of the cure does not share."""
 
 
-def _reason(row: Row) -> str:
-    return row.status if row.outcome == "failed" else row.verdict
+def _not_shown(row: Row, margin: Margin) -> str:
+    return silent(row) or not_shown(row, [row], margin)
 
 
 def read_answer(directory: str | Path) -> Answer | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.judge import LOSS
+from ampatch.sweep.report.judge import LOSS, never_varies, quality_text
 from ampatch.sweep.report.recommendation import ONE_PERCENT, Margin
 from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.report.summary import summarize
@@ -40,10 +40,33 @@ def passes(row: Row, margin: Margin) -> bool:
             "same data and first weights in each run: have the seed reach the script, or give "
             "--override-seeds."
         )
-    weighed = [one for n, one in enumerate(row.comparisons) if n == 0 or one.name == LOSS]
+    weighed = _weighed(row)
     if not weighed:
         raise TuneError(f"{row.name}: there is no loss and no metric to compare with O0's.")
     return all(_is_fine(one, margin if n == 0 else ONE_PERCENT) for n, one in enumerate(weighed))
+
+
+def reason(row: Row) -> str:
+    """Why a row does not pass."""
+    if row.outcome == "failed":
+        return row.status
+    return "; ".join(quality_text(one, "O0") for one in _weighed(row) if one.outcome == "worse")
+
+
+def silent(row: Row) -> str:
+    """That the judged quantity is one number in all runs, as the end of a sentence; else ""."""
+    one = next(iter(row.comparisons), None)
+    if one is None or one.p is None or one.difference or not never_varies(one):
+        return ""
+    return (
+        f"{one.name} is {one.mean:.4g} in every run, at O0 too, so it shows no difference. "
+        "--judge names another quantity."
+    )
+
+
+def _weighed(row: Row) -> list[Comparison]:
+    """The judged quantity, and the last loss."""
+    return [one for n, one in enumerate(row.comparisons) if n == 0 or one.name == LOSS]
 
 
 def _is_fine(one: Comparison, margin: Margin) -> bool:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from ampatch.sweep import Case, Sweep, read_results, read_runs
+from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
@@ -132,6 +132,7 @@ def test_given_rows_are_run_alone_and_may_be_added_later(script, machine):
     machine.ran.clear()  # a search that goes on names them anew, one after the other
     fewer = Sweep(script, rows=rows[:2], seeds=2, rounds=1, out="out", resume=True).run()
     assert [row.runs for row in fewer.rows] == [2, 2]
+    assert {run.case for run in read_sweep("out").runs} == {base, whole}  # pages show rows alone
     again = Sweep(script, rows=rows, seeds=2, rounds=1, out="out", resume=True).run()
     assert [row.runs for row in again.rows] == [2, 2, 2] and not machine.ran
 

@@ -91,6 +91,7 @@ class Off:
 def trained(
     folder,
     steps=30,
+    taken=None,
     opt_level="O3",
     dtype="float16",
     scale=None,
@@ -110,7 +111,7 @@ def trained(
         stop = ampatch.observe(Probe(options, Off(), writes))
     model, optimizer = ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
     losses = []
-    for _ in range(steps + 2):
+    for _ in range(taken or steps + 2):
         loss = F.cross_entropy(model(torch.randn(32, 8)), torch.randint(0, 3, (32,)))
         optimizer.zero_grad()
         with ampatch.scale_loss(loss, optimizer) as scaled:
@@ -240,6 +241,27 @@ def test_a_module_that_half_has_no_functions_for_ranks_first(tmp_path, monkeypat
     assert first.is_refused and "does not run in half: not impl" in first.trouble
 
 
+OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # since 2.5
+
+
+@pytest.mark.parametrize(
+    "error", (OUT_OF_MEMORY("device out of memory"), RuntimeError("can't allocate memory"))
+)
+def test_a_half_copy_without_room_is_not_measured_and_is_not_taken_for_refused(
+    tmp_path, monkeypatch, error
+):
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise error
+        return x * 2
+
+    monkeypatch.setattr(Mixing, "forward", forward)
+    _, found = trained(tmp_path)
+    last = ranked(found.modules)[-1]
+    assert last.path == "mixing" and not last.is_refused and not last.samples
+    assert f"{error}" in last.trouble and "--probe-steps" in last.trouble
+
+
 def test_a_module_that_does_not_run_twice_says_so_and_is_not_taken_for_the_cause():
     class Once(nn.Linear):
         def forward(self, x):
@@ -253,6 +275,16 @@ def test_a_module_that_does_not_run_twice_says_so_and_is_not_taken_for_the_cause
     call = Call(module, (x,), {}, as_group=True)
     with pytest.raises(RuntimeError, match="^once"):
         call.compare(HalfType(torch.float16))
+
+
+def test_modules_whose_turn_did_not_come_are_candidates_too(tmp_path):
+    """Or "every module in FP32" would leave them out."""
+    _, whole = trained(tmp_path, steps=30)
+    _, found = trained(tmp_path, steps=300, taken=6)
+    late = [one for one in found.modules if "its turn did not come in 6 steps" in one.trouble]
+    assert {one.path for one in found.modules} >= {one.path for one in whole.modules}
+    assert len(late) > 5 and not any(one.samples for one in late)
+    assert ranked(found.modules)[-len(late) :] == ranked(late)
 
 
 def test_modules_of_which_nothing_is_known_rank_last():

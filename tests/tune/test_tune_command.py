@@ -13,7 +13,7 @@ from ampatch.tune import read_answer
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "faults.py")
-QUICK = ("--seeds", "2", "--probe-steps", "20", "--rounds", "1", "--jobs", "2")
+QUICK = ("--seeds", "4", "--probe-steps", "20", "--rounds", "1", "--jobs", "2")
 
 
 def tune(folder, fault, *options, level="O2"):
@@ -55,8 +55,8 @@ def test_what_was_run_is_not_run_again(folder, capsys, monkeypatch):
     assert read_answer(folder) == before
 
 
-def test_one_seed_is_refused_before_anything_runs(tmp_path, capsys):
+def test_too_few_seeds_are_refused_before_anything_runs(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        tune(tmp_path, "none", "--seeds", "1")
-    assert "--seeds 1: expected at least 2" in capsys.readouterr().err
+        tune(tmp_path, "none", "--seeds", "3")
+    assert "--seeds 3: expected at least 4" in capsys.readouterr().err
     assert not list(tmp_path.glob("runs/*"))

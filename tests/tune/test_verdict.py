@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import nan
 
 import pytest
 
@@ -10,7 +11,7 @@ from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.recommendation import Margin
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import BASE, Case, Trial
-from ampatch.tune.verdict import TuneError, passes, row_of
+from ampatch.tune.verdict import TuneError, passes, reason, row_of, silent
 
 LEVEL = Case("O3", "float16")
 OTHERS = tuple(Case("O3", "float16", settings=(("loss_scale", n),)) for n in range(30))
@@ -29,12 +30,16 @@ def runs(case, losses, accuracies=None):
     return made
 
 
-def verdict(losses, accuracies=None, margin="1%", base=(0.5, 0.52, 0.48, 0.51), others=()):
+def row(losses, accuracies=None, base=(0.5, 0.52, 0.48, 0.51), others=()):
     base_accuracies = None if accuracies is None else [0.9, 0.91, 0.89, 0.9]
     every = runs(BASE, base[: len(losses)], base_accuracies) + runs(LEVEL, losses, accuracies)
     for other in others:
         every += runs(other, near(0.0), accuracies)
-    return passes(row_of(LEVEL, every, None, {}), Margin.of(margin))
+    return row_of(LEVEL, every, None, {})
+
+
+def verdict(losses, accuracies=None, margin="1%", **others):
+    return passes(row(losses, accuracies, **others), Margin.of(margin))
 
 
 def near(shift):
@@ -69,6 +74,19 @@ def test_the_number_of_candidates_does_not_change_the_answer():
     assert next(row for row in summarize(rows) if row.label == LEVEL.label).outcome == "within"
     assert not verdict(shifted)
     assert not verdict(shifted, others=OTHERS)
+
+
+def test_the_reason_names_what_is_worse_and_nothing_of_speed():
+    failing = row(near(0.1), accuracies=[0.9, 0.91, 0.89, 0.9])
+    failing = dataclasses.replace(failing, verdict="0.17x the speed of O0; " + failing.verdict)
+    assert reason(failing).startswith("worse than O0: last loss 0.603 against 0.5025, difference")
+
+
+def test_a_metric_that_never_changes_is_said():
+    constant = [0.9, 0.9, 0.9, 0.9]
+    every = runs(BASE, near(0.0), constant) + runs(LEVEL, near(0.0), constant)
+    assert "accuracy is 0.9 in every run" in silent(row_of(LEVEL, every, None, {}))
+    assert not silent(row(near(0.0), accuracies=[0.9, 0.91, 0.89, 0.9])) and not silent(row([nan]))
 
 
 def test_a_failed_row_fails():

@@ -8,6 +8,7 @@ only on request (`overwrite`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -70,16 +71,12 @@ class Directory:
         self.path = path
         self.runs = path / RUNS
         self.settings = plain(settings)
-        self._lock: Any = None  # closes the locked file
+        self._lock = locked(self, path, _LOCK, "sweep")
         try:
-            self.runs.mkdir(parents=True, exist_ok=True)
-            self._acquire()
-            self._check_room()
-            self.earlier = self._earlier(resume, overwrite)
-        except OSError as error:
-            self.release()
-            reason = f"cannot be written: {error.strerror}. Choose another directory with --out"
-            raise OSError(error.errno, reason, str(path)) from None
+            with _explained(path):
+                self.runs.mkdir(exist_ok=True)
+                self._check_room()
+                self.earlier = self._earlier(resume, overwrite)
         except BaseException:
             self.release()
             raise
@@ -88,8 +85,7 @@ class Directory:
 
     def release(self) -> None:
         """Release it for other sweeps.  A second call changes nothing."""
-        if self._lock is not None:
-            self._lock()
+        self._lock()
 
     def keep(self, settings: dict[str, Any]) -> None:
         """Have these among the settings, too."""
@@ -102,15 +98,6 @@ class Directory:
             run = None if data is None else Run.from_json(data)
             if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
                 yield dataclasses.replace(run, trial=trial)  # in JSON a tuple is a list
-
-    def _acquire(self) -> None:
-        file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        self._lock = weakref.finalize(self, os.close, file)
-        if not _locked(file):
-            raise ValueError(
-                f"{self.path}: another sweep is running in this directory. Wait for its end, or "
-                "choose another with --out."
-            )
 
     def _check_room(self) -> None:
         free = shutil.disk_usage(self.path).free
@@ -167,6 +154,34 @@ class Directory:
         for shown in (*plots, f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
             for path in self.path.glob(shown):
                 path.unlink()
+
+
+def locked(owner: object, path: Path, name: str, what: str) -> weakref.finalize[..., Any]:
+    """Hold a directory by a file in it, until the returned function is called or `owner` is gone.
+
+    The directory is made if it is not there.  Raises `OSError` if it cannot be written,
+    `ValueError` if another holds it; `what` names both in the message.
+    """
+    with _explained(path):
+        path.mkdir(parents=True, exist_ok=True)
+        file = os.open(path / name, os.O_RDWR | os.O_CREAT, 0o666)
+    lock = weakref.finalize(owner, os.close, file)
+    if not _locked(file):
+        lock()
+        raise ValueError(
+            f"{path}: another {what} is running in this directory. Wait for its end, or choose "
+            "another with --out."
+        )
+    return lock
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror}. Choose another directory with --out"
+        raise OSError(error.errno, reason, str(path)) from None
 
 
 def _endings() -> Any:

@@ -43,7 +43,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     if said.startswith("no training"):
         why = _no_integration(script, earlier, run) or _resumed(script, earlier, run)
         return why or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
-    if run.case == BASE and not any(map(steps_of, earlier)) and not _lacks_memory(said):
+    if run.case == BASE and not any(map(steps_of, earlier)) and not lacks_memory(said):
         when = "in" if run.measured is None else "before its first step in"
         hint = _NO_INPUT if "EOFError" in said else ""
         return f"{script}: {said}, {when} {run.trial.label}.{hint}\n{last_lines(log)}"
@@ -90,8 +90,8 @@ def _hint(run: Run) -> str:
     return _UNKNOWN if run.measured.opt_level is None and run.case != BASE else _MAY_RESUME
 
 
-def _lacks_memory(said: str) -> bool:
-    """Whether a row in half may go well where O0 did not."""
+def lacks_memory(said: str) -> bool:
+    """Whether an error, in words, is that of too little memory: of a device, or of the machine."""
     return any(word in said for word in _WITHOUT_ENOUGH_MEMORY)
 
 

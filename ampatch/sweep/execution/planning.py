@@ -84,7 +84,12 @@ class Plan:
         options = self._options
         self.cases = self._rows()
         self.trials = trials(
-            self.cases, options.seeds, options.repeats, options.rounds, apart=options.side_by_side
+            self.cases,
+            options.seeds,
+            options.repeats,
+            options.rounds,
+            apart=options.side_by_side,
+            fewer=options.fewer_seeds,
         )
         self._order = {trial: number for number, trial in enumerate(self.trials)}
 

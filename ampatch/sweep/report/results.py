@@ -223,7 +223,7 @@ def read_runs(directory: str | Path, label: str | None = None) -> Iterator[Run]:
 
 
 def read_sweep(directory: str | Path) -> Stored:
-    """The sweep in a directory.
+    """The sweep in a directory, with the runs of its rows.
 
     Raises `FileNotFoundError` if there is none, `ValueError` for files in another format.
     """
@@ -238,7 +238,8 @@ def read_sweep(directory: str | Path) -> Stored:
             f"{path}: there are no results of a sweep in this directory. Expected one that ampatch "
             "sweep wrote to, with a file summary.json."
         )
-    return Stored(path, results, list(read_runs(path)))
+    labels = {row.label for row in results.rows}
+    return Stored(path, results, [run for run in read_runs(path) if run.case.label in labels])
 
 
 def _number(value: Any) -> Any:
