@@ -2,7 +2,8 @@
 
 The first run at O0 shows it (`execution/recognition.py`), and the rows follow from it.
 
-* `AMPATCH`: the script calls `initialize` of ampatch or apex.  Each level is that of its own line.
+* `AMPATCH`: the script calls `initialize` of ampatch or apex, or an integration of ampatch that it
+  uses does.  Each level is that of its own line.
 * `TORCH_AMP`: it enters torch.autocast.  The row `autocast` is the script as it is; in the other
   rows its regions and its GradScaler are off, and the levels are applied as for `NO_AMP`.
 * `NO_AMP`: levels are applied as by `ampatch run --auto`, which has O0 and O1.
@@ -11,6 +12,7 @@ The first run at O0 shows it (`execution/recognition.py`), and the rows follow f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,33 +24,51 @@ LATE = "ampatch.initialize was called after an optimizer step"
 
 
 class Framework(NamedTuple):
-    """A framework that runs training loops, and how ampatch comes in."""
+    """A framework that runs training loops, and how ampatch comes in.
+
+    `lines` turn ampatch on in a script, with its settings after the arguments that it gives already;
+    "" where the script calls `initialize`.  `integration` is the module that calls it otherwise.
+    """
 
     modules: tuple[str, ...]  # in which its loops are
     shown: str
-    line: str = ""  # that turns ampatch on in a script; "" where functions of the user's are called
+    integration: str = ""
+    lines: str = ""
+
+    def line(self, settings: Sequence[str]) -> str:
+        """The lines, with settings such as `opt_level="O2"`."""
+        return self.lines.format(", ".join(settings)).replace(", )", ")")
 
 
 FRAMEWORKS = {
     "lightning": Framework(
         ("lightning.pytorch", "pytorch_lightning"),
         "Lightning",
-        'Trainer(plugins=[ampatch.integrations.lightning.AmpatchPrecision("O1")])',
+        "ampatch.integrations.lightning.trainer",
+        "from ampatch.integrations.lightning import AmpatchPrecision\n"
+        "trainer = Trainer(..., plugins=[AmpatchPrecision({})])",
     ),
     "transformers": Framework(
         ("transformers.trainer",),
         "transformers",
-        "class MyTrainer(ampatch.integrations.transformers.AmpatchTrainerMixin, Trainer)",
+        "ampatch.integrations.transformers",
+        "from ampatch.integrations.transformers import AmpatchTrainerMixin\n"
+        "class MyTrainer(AmpatchTrainerMixin, Trainer): pass\n"
+        "trainer = MyTrainer(..., {})",
     ),
     "accelerate": Framework(
         ("accelerate",),
         "accelerate",
-        'accelerator = ampatch.integrations.accelerate.AmpatchAccelerator("O1")',
+        "ampatch.integrations.accelerate",
+        "from ampatch.integrations.accelerate import AmpatchAccelerator\n"
+        "accelerator = AmpatchAccelerator(..., {})",
     ),
     "fabric": Framework(
         ("lightning.fabric", "lightning_fabric"),
         "Lightning Fabric",
-        'Fabric(plugins=[ampatch.integrations.lightning.AmpatchFabricPrecision("O1")])',
+        "ampatch.integrations.lightning.fabric",
+        "from ampatch.integrations.lightning import AmpatchFabricPrecision\n"
+        "fabric = Fabric(..., plugins=[AmpatchFabricPrecision({})])",
     ),
     "ignite": Framework(("ignite.engine",), "ignite"),
     "timm": Framework(("timm",), "timm"),
@@ -60,8 +80,8 @@ FRAMEWORKS = {
 class Kind:
     """What a script brings: `name` is one of the constants above, or "" while it is unknown.
 
-    `framework` is the key of that which runs the training loop, whatever the name.  `places` are
-    the lines that entered torch.autocast, `dtypes` the half types of these regions.  `half_weights`
+    `framework` is the key of that which runs the training loop, or whose integration calls
+    `initialize` in the place of the script.  `places` are the lines that entered torch.autocast, `dtypes` the half types of these regions.  `half_weights`
     are the half types of weights that the script trains at O0: then that is no FP32 baseline.
     """
 
@@ -83,6 +103,13 @@ class Kind:
     def is_foreign(self) -> bool:
         """Whether it is known that the script calls no `initialize` by itself."""
         return self.name not in ("", AMPATCH)
+
+    def line(self, settings: Sequence[str]) -> str:
+        """The lines that turn ampatch on in such a script, with `settings` of `initialize`."""
+        if self.name in (AMPATCH, FRAMEWORK) and self.framework:
+            return FRAMEWORKS[self.framework].line(settings)
+        given = ", ".join(["model", "optimizer", *settings])
+        return f"model, optimizer = ampatch.initialize({given})"
 
     def in_words(self) -> str:
         """What was found and what follows, without the script's name."""

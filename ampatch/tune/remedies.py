@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, UNKNOWN, Kind
+from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case
 from ampatch.tune.globs import shortest
 from ampatch.tune.sensitivity import Findings, ranked
@@ -84,9 +84,9 @@ def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
 
 
 def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN) -> str:
-    """What to paste: the call of `initialize`, or keywords of a framework's integration.
+    """What to paste: how a script of this `kind` turns ampatch on.
 
-    A second line has what is not among its arguments.
+    A line of its own has what is not among the arguments.
     """
     named: dict[str, Any] = {"opt_level": level.opt_level, "dtype": level.dtype}
     named |= {name: value for name, value in settings(chosen).items() if name != "eps"}
@@ -94,10 +94,7 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind
     written = [f"{name}={json.dumps(v) if isinstance(v, str) else v}" for name, v in named.items()]
     if modules:
         written.append(f"overrides={json.dumps(modules)}")
-    call = f"model, optimizer = ampatch.initialize(model, optimizer, {', '.join(written)})"
-    if kind.name == FRAMEWORK:
-        shown = FRAMEWORKS[kind.framework].shown
-        call = f"{', '.join(written)}\nto ampatch's integration of {shown}"
+    call = kind.line(written)
     if "eps" in settings(chosen):
         call += f"\nand eps={EPS:g} where the optimizer is made"
     return call

@@ -13,7 +13,7 @@ from warm_python import python
 
 from ampatch.sweep import Sweep, SweepError, read_runs
 from ampatch.sweep.execution.plain_training import PlainTraining
-from ampatch.sweep.kinds import FRAMEWORK, NO_AMP, TORCH_AMP, Kind
+from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, NO_AMP, TORCH_AMP, Kind
 from ampatch.sweep.plan import cases
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
@@ -291,6 +291,34 @@ def test_a_framework_trains_through_its_integration(framework, tmp_path):
     assert managed.measured.opt_level == "O2"
     losses = [run.measured.losses["0"].values for run in plan.runs]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+IN_THE_SCRIPT = {
+    "accelerate": (
+        'accelerate.Accelerator(\n            cpu=True, mixed_precision="bf16",',
+        "AmpatchAccelerator(\n            cpu=True,",
+    ),
+    "fabric": ('precision="bf16-mixed"', "plugins=[AmpatchFabricPrecision()]"),
+    "lightning": ('precision="bf16-true"', "plugins=[AmpatchPrecision()]"),
+    "transformers": ("        Trainer(Model(),", "        MyTrainer(Model(),"),
+}
+"""What of `LOOPS` is replaced where a script has the integration already."""
+
+
+@pytest.mark.parametrize("framework", LOOPS)
+def test_a_call_of_initialize_by_an_integration_is_told_from_one_by_the_script(framework, tmp_path):
+    """It says where in the script a setting goes."""
+    package = "lightning" if framework == "fabric" else framework
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    script = textwrap.dedent(LOOPS[framework].replace(*IN_THE_SCRIPT[framework]))
+    *imports, _ = Kind(FRAMEWORK, framework).line(()).splitlines()
+    imports.insert(0, "from transformers import Trainer" * (framework == "transformers"))
+    script = "\n".join([*imports, script.replace("bf16=True, ", "")])
+    [run] = planned(tmp_path, script, levels=["O0"], autocast=False).run().runs
+    kind = run.measured.kind
+    assert (kind.name, kind.framework) == (AMPATCH, framework)
+    assert Kind(AMPATCH).line(()) == "model, optimizer = ampatch.initialize(model, optimizer)"
 
 
 def test_what_ignite_needs_for_o2_is_said_as_the_line_to_write():

@@ -64,12 +64,21 @@ def test_eps_is_none_of_initializes_settings():
     assert "eps=0.0001 where" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
 
 
-def test_in_a_framework_they_are_keywords_of_the_integration():
-    said = line(Case("O2", "float16"), [Remedy("head")], PATHS, Kind("framework", "lightning"))
-    assert said == (
-        'opt_level="O2", dtype="float16", overrides={"head": "float"}\n'
-        "to ampatch's integration of Lightning"
-    )
+@pytest.mark.parametrize("name", ("ampatch", "framework"))  # there already, or by the sweep alone
+@pytest.mark.parametrize(
+    "framework, expected",
+    (
+        ("lightning", "trainer = Trainer(..., plugins=[AmpatchPrecision({})])"),
+        ("transformers", "trainer = MyTrainer(..., {})"),
+        ("accelerate", "accelerator = AmpatchAccelerator(..., {})"),
+        ("fabric", "fabric = Fabric(..., plugins=[AmpatchFabricPrecision({})])"),
+    ),
+)
+def test_in_a_framework_they_are_keywords_of_the_integration(name, framework, expected):
+    said = line(Case("O2", "float16"), [Remedy("head")], PATHS, Kind(name, framework))
+    first, *_, last = said.splitlines()
+    assert first.startswith("from ampatch.integrations.")
+    assert last == expected.format('opt_level="O2", dtype="float16", overrides={"head": "float"}')
 
 
 def test_the_line_to_paste_runs():

@@ -60,11 +60,10 @@ def _no_integration(script: str, earlier: Sequence[Run], run: Run) -> str:
     kind = next((one.measured.kind for one in earlier if one.measured), UNKNOWN)
     if kind.name != FRAMEWORK or run.measured is None or run.measured.opt_level is not None:
         return ""
-    shown, line = FRAMEWORKS[kind.framework].shown, FRAMEWORKS[kind.framework].line
     return (
-        f"{script} trains by {shown}, and the sweep could not put ampatch into it: the script does "
-        f"not make it in one place. Write this line into it, without opt level and dtype, which "
-        f"each trial has from the sweep: {line}"
+        f"{script} trains by {FRAMEWORKS[kind.framework].shown}, and the sweep could not put "
+        "ampatch into it: the script does not make it in one place. Write these lines into it; opt "
+        f"level and dtype come from the sweep in each trial:\n{kind.line(())}"
     )
 
 

@@ -7,7 +7,7 @@ then, and from then on where there is no `initialize`, the script is watched as 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -51,6 +51,7 @@ class Recognition:
     def on_initialize(self, properties: Any) -> None:
         if self._name in ("", AMPATCH):
             self._name = AMPATCH
+            self._framework = _integration(sys._getframe())
             self._plain.stop()
             return
         raise AmpatchError(
@@ -60,7 +61,7 @@ class Recognition:
 
     def _first_step(self, optimizer: Any) -> None:
         self._framework = _framework(sys._getframe())
-        has_integration = self._framework and FRAMEWORKS[self._framework].line
+        has_integration = self._framework and FRAMEWORKS[self._framework].integration
         self._name = FRAMEWORK if has_integration else NO_AMP
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights}
@@ -69,9 +70,20 @@ class Recognition:
 
 def _framework(frame: FrameType) -> str:
     """The framework of which a function is running, or ""."""
+    return _running(frame, {name: one.modules for name, one in FRAMEWORKS.items()})
+
+
+def _integration(frame: FrameType) -> str:
+    """The framework whose integration of ampatch is running, or ""."""
+    integrations = {name: (one.integration,) for name, one in FRAMEWORKS.items() if one.integration}
+    return _running(frame, integrations)
+
+
+def _running(frame: FrameType, modules: Mapping[str, Sequence[str]]) -> str:
+    """The first name of whose `modules` a function is running, or ""."""
     running = {str(caller.f_globals.get("__name__", "")) for caller in _callers(frame)}
-    for name, framework in FRAMEWORKS.items():
-        prefixes = tuple(f"{module}." for module in framework.modules)
+    for name, listed in modules.items():
+        prefixes = tuple(f"{module}." for module in listed)
         if any(f"{module}.".startswith(prefixes) for module in running):
             return name
     return ""
