@@ -26,8 +26,8 @@ LATE = "ampatch.initialize was called after an optimizer step"
 class Framework(NamedTuple):
     """A framework that runs training loops, and how ampatch comes in.
 
-    `lines` turn ampatch on in a script, with its settings after the arguments that it gives already;
-    "" where the script calls `initialize`.  `integration` is the module that calls it otherwise.
+    `lines` turn ampatch on in a script, with its settings after the arguments that it gives; ""
+    where the script calls `initialize`.  `integration` is the module that calls it otherwise.
     """
 
     modules: tuple[str, ...]  # in which its loops are
@@ -81,8 +81,9 @@ class Kind:
     """What a script brings: `name` is one of the constants above, or "" while it is unknown.
 
     `framework` is the key of that which runs the training loop, or whose integration calls
-    `initialize` in the place of the script.  `places` are the lines that entered torch.autocast, `dtypes` the half types of these regions.  `half_weights`
-    are the half types of weights that the script trains at O0: then that is no FP32 baseline.
+    `initialize` in the place of the script.  `places` are the lines that entered torch.autocast,
+    `dtypes` the half types of these regions.  `half_weights` are the half types of weights that the
+    script trains at O0: then that is no FP32 baseline.
     """
 
     name: str = ""
