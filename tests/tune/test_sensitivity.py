@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.tune.probe import SAMPLES, Probe, ProbeOptions
@@ -136,6 +137,48 @@ def test_the_run_does_not_notice_the_probe(tmp_path):
     plain, _ = trained(tmp_path, probe=False)
     probed, found = trained(tmp_path)
     assert found.modules
+    assert probed[:3] == plain[:3]
+    for name, value in plain[3].items():
+        assert torch.equal(probed[3][name], value), name
+
+
+class Named(nn.Module):
+    """It returns a mapping."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return {"hidden": self.linear(x), "more": [x * 2]}
+
+
+class Winding(Net):
+    """Its modules are called in other ways than once, with gradients, in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.named, self.idle = Named(), nn.Linear(16, 16)
+        self.first.requires_grad_(False)
+        self.again = torch.compile(self.body, backend="eager")
+
+    def forward(self, x):
+        x = self.norm.eval()(self.first(x))
+        with torch.no_grad():
+            x = x + self.idle(x)
+        for _ in range(3):
+            x = torch.tanh(checkpoint(self.mixing, self.drop(x), use_reentrant=False))
+        found = self.named(self.holder(x))
+        return self.again(found["hidden"] + found["more"][0])
+
+
+def test_nor_does_a_run_whose_modules_are_called_in_other_ways(tmp_path, monkeypatch):
+    """Repeated, recomputed in the backward pass, compiled, frozen, without gradients."""
+    monkeypatch.setitem(globals(), "Net", Winding)
+    plain, _ = trained(tmp_path, probe=False)
+    probed, found = trained(tmp_path)
+    sampled = {one.path for one in found.modules if one.samples}
+    assert sampled >= {"first", "norm", "mixing", "named", "named.linear", "holder.hot", "body.0"}
     assert probed[:3] == plain[:3]
     for name, value in plain[3].items():
         assert torch.equal(probed[3][name], value), name
